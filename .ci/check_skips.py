@@ -1,0 +1,90 @@
+"""Fail if a test was skipped in every environment in which it ran; print the count of all of them.
+
+usage: check_skips.py RESULTS.xml...
+
+A skip is fair where a library is missing, as long as another environment has it. A test that no
+environment executes protects nothing, however green it looks. An expected failure counts as
+executed. The last line is the count over all environments.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test in one environment: passed, failed or skipped."""
+
+    environment: str
+    test: tuple[str, str]
+    kind: str
+    message: str
+
+
+def outcomes(path: Path) -> list[Outcome]:
+    """Read a JUnit XML file as pytest writes it."""
+    found = []
+    for case in ET.parse(path).getroot().iter("testcase"):
+        test = (case.get("classname", ""), case.get("name", ""))
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            kind, message = "failed", ""
+        elif skipped is not None and skipped.get("type") != "pytest.xfail":
+            kind, message = "skipped", skipped.get("message", "")
+        else:
+            kind, message = "passed", ""
+        found.append(Outcome(path.stem, test, kind, message))
+    return found
+
+
+def covers(executed: tuple[str, str], skipped: tuple[str, str]) -> bool:
+    """Say whether the executed test is the skipped one, or one of the skipped module.
+
+    A module that is skipped as a whole appears as a single case without a class name.
+    """
+    if executed == skipped:
+        return True
+    classname, module = skipped
+    return not classname and (executed[0] == module or executed[0].startswith(f"{module}."))
+
+
+def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
+    """Return the tests that no environment executed, with what each environment said."""
+    executed = {r.test for r in results if r.kind != "skipped"}
+    modules = [r.test for r in results if r.kind == "skipped" and not r.test[0]]
+    covered = executed | {m for m in modules if any(covers(e, m) for e in executed)}
+    never: dict[tuple[str, str], list[Outcome]] = {}
+    for result in results:
+        if result.test not in covered:
+            never.setdefault(result.test, []).append(result)
+    return never
+
+
+def main(arguments: list[str]) -> int:
+    """Report on the result files; return 1 if something was executed nowhere, or failed."""
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
+    results: list[Outcome] = []
+    complete = True
+    for path in map(Path, arguments):
+        found = outcomes(path) if path.is_file() else []
+        if not any(r.kind == "passed" for r in found):
+            print(f"{path}: no test passed in this environment")
+            complete = False
+        results += found
+    never = skipped_everywhere(results)
+    for (classname, name), said in sorted(never.items()):
+        reasons = "; ".join(f"{r.environment}: {r.message}" for r in said)
+        print(f"skipped everywhere: {'.'.join(filter(None, (classname, name)))} ({reasons})")
+    count = {kind: sum(r.kind == kind for r in results) for kind in ("passed", "failed", "skipped")}
+    print(", ".join(f"{number} {kind}" for kind, number in count.items()))
+    return 0 if complete and not never and not count["failed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,374 @@
+"""Speed of a product by mode, element type and size, against numpy.matmul and torch.matmul.
+
+usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--no-extras] [--output DIR] [--seed N]
+
+Every call is a plain one: operands are converted and the result is allocated inside the measured time. With
+`--no-extras` the script runs itself where neither MKL nor numba can be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import isolation
+import machine
+import ml_dtypes
+import numpy as np
+import timing
+
+import lowprec
+
+NAME = "gemm"
+SQUARE = ((1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096))
+#: (batch, m, k, n): tall, wide, small k, batched.
+MORE = ((1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256))
+QUICK = ((1, 32, 32, 32), (1, 64, 64, 64), (3, 16, 16, 16))
+
+#: A result further off than this is wrong, and its speed means nothing (bfloat16 results are off by 2e-3).
+WORST_ERROR = 0.02
+
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to multiply.
+
+    Parameters
+    ----------
+    name : str
+    library : str
+        Whose call it is.
+    operands : str
+        Key of the operands in `Operands`.
+    multiply : callable
+        Takes the two operands.
+    mode : str or None
+        lowprec's math mode, where it matters.
+    """
+
+    name: str
+    library: str
+    operands: str
+    multiply: Callable[[Any, Any], Any]
+    mode: str | None = None
+
+
+class Operands:
+    """Sets of operands of one shape, each number type made from the same float32 numbers."""
+
+    def __init__(self, shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> None:
+        self.shape = shape
+        rng = np.random.default_rng(seed)
+        batch, m, k, n = shape
+        lead = (batch,) if batch > 1 else ()
+        self._pairs: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in kinds}
+        for _ in range(sets):
+            base = tuple(
+                rng.standard_normal((*lead, *s), dtype=np.float32) for s in ((m, k), (k, n))
+            )
+            for kind in kinds:
+                # The base is shared: NumPy and torch read the same float32 memory.
+                self._pairs[kind].append(tuple(_as_kind(x, kind) for x in base))
+
+    def pair(self, kind: str, number: int) -> tuple[Any, Any]:
+        """Return the operands of this kind in this set."""
+        return self._pairs[kind][number]
+
+
+def _as_kind(x: Any, kind: str) -> Any:
+    dtype, _, library = kind.partition(" ")
+    if library == "torch":
+        import torch
+
+        return torch.from_numpy(x).to(getattr(torch, dtype))
+    if dtype == "int8":
+        return np.clip(np.rint(x * 40), -128, 127).astype(np.int8)
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
+
+
+def _with_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _lowprec(dtype: str, mode: str | None = None, library: str = "numpy") -> Variant:
+    name = " ".join(
+        filter(None, ("lowprec", dtype, mode, "(torch)" if library == "torch" else None))
+    )
+    operands = f"{dtype} torch" if library == "torch" else dtype
+    return Variant(
+        name, "lowprec", operands, functools.partial(lowprec.matmul, math_mode=mode), mode
+    )
+
+
+def _torch_variants() -> list[Variant]:
+    import torch
+
+    def at(precision: str) -> Callable[[Any, Any], Any]:
+        def multiply(a: Any, b: Any) -> Any:
+            # A switch of the process: set for this call alone, in well under a microsecond.
+            torch.set_float32_matmul_precision(precision)
+            try:
+                return torch.matmul(a, b)
+            finally:
+                torch.set_float32_matmul_precision("highest")
+
+        return multiply
+
+    return [
+        Variant("torch float32 highest", "torch", "float32 torch", at("highest")),
+        Variant("torch float32 medium", "torch", "float32 torch", at("medium")),
+        Variant("torch bfloat16", "torch", "bfloat16 torch", torch.matmul),
+        Variant("torch float16", "torch", "float16 torch", torch.matmul),
+        _lowprec("float32", "bf16", "torch"),
+        _lowprec("bfloat16", library="torch"),
+        _lowprec("float16", library="torch"),
+    ]
+
+
+def variants() -> list[Variant]:
+    """Return every way to multiply that this process has; torch's only where torch is installed."""
+    core = [
+        Variant("numpy float32", "numpy", "float32", np.matmul),
+        Variant("numpy float64", "numpy", "float64", np.matmul),
+        *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
+        _lowprec("bfloat16"),
+        _lowprec("float16"),
+        _lowprec("int8"),
+        _lowprec("float64"),
+    ]
+    return core + (_torch_variants() if _with_torch() else [])
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+def _float64(x: Any) -> Any:
+    return (x.double().numpy() if hasattr(x, "double") else np.asarray(x)).astype(np.float64)
+
+
+def relative_error(result: Any, a: Any, b: Any, rng: np.random.Generator) -> float:
+    """Return the Frobenius-relative error on up to 64 sampled rows and columns, against float64."""
+    rows = rng.choice(a.shape[-2], min(64, a.shape[-2]), replace=False)
+    columns = rng.choice(b.shape[-1], min(64, b.shape[-1]), replace=False)
+    first = (0,) * (a.ndim - 2)
+    exact = _float64(a[first][rows]) @ _float64(b[first][:, columns])
+    got = _float64(result[first][rows][:, columns])
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+
+def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
+    """Return how many operand sets outgrow the last-level cache, within a quarter of the memory."""
+    batch, m, k, n = shape
+    width = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+    # float32 operands of NumPy and of torch are the same memory.
+    distinct = {kind for kind in kinds if kind != "float32 torch"}
+    size = sum(width[kind.split(" ")[0]] for kind in distinct) * batch * k * (m + n)
+    wanted = -(-5 * machine.last_level_cache() // (4 * size))
+    affordable = (machine.memory_bytes() or 4 << 30) // 4 // size
+    return max(2, min(wanted, affordable, rounds + 1))
+
+
+def number_of_rounds(shape: Shape, quick: bool) -> int:
+    """Return how often each variant is timed: often where it is cheap."""
+    if quick:
+        return 3
+    batch, m, k, n = shape
+    return min(31, max(9, int(3e11 / (2 * batch * m * k * n))) | 1)
+
+
+def measure(shape: Shape, seed: int, quick: bool) -> list[dict[str, Any]]:
+    """Time every variant on one shape; return one row per variant."""
+    ways = variants()
+    kinds = list(dict.fromkeys(v.operands for v in ways))
+    rounds = number_of_rounds(shape, quick)
+    sets = number_of_sets(shape, kinds, rounds)
+    operands = Operands(shape, kinds, sets, seed)
+    rng = np.random.default_rng(seed)
+    errors = {v.name: _checked(v, operands, rng) for v in ways}
+    calls = {v.name: (lambda i, v=v: v.multiply(*operands.pair(v.operands, i))) for v in ways}
+    seconds = timing.interleave(calls, rounds=rounds, sets=sets, seed=seed)
+    batch, m, k, n = shape
+    return [
+        {
+            "batch": batch,
+            "m": m,
+            "k": k,
+            "n": n,
+            "variant": v.name,
+            "library": v.library,
+            "operands": v.operands,
+            "mode": v.mode,
+            "kernel": _kernel(v, operands),
+            "rounds": rounds,
+            "sets": sets,
+            "seconds": timing.summary(seconds[v.name]),
+            "gflops": 2e-9 * batch * m * k * n / timing.summary(seconds[v.name])["median"],
+            "relative_error": errors[v.name],
+            "speed": {
+                w.name: timing.speed_ratio(seconds[w.name], seconds[v.name])
+                for w in ways
+                if w.library != "lowprec"
+            },
+        }
+        for v in ways
+    ]
+
+
+def _checked(v: Variant, operands: Operands, rng: np.random.Generator) -> float:
+    pair = operands.pair(v.operands, 0)
+    error = relative_error(v.multiply(*pair), *pair, rng)
+    if not error <= WORST_ERROR:
+        raise RuntimeError(f"{v.name} is wrong on {operands.shape}: relative error {error}")
+    return error
+
+
+def _kernel(v: Variant, operands: Operands) -> str | None:
+    if v.library != "lowprec":
+        return None
+    return str(lowprec.plan(*operands.pair(v.operands, 0), math_mode=v.mode).kernel)
+
+
+# -- what is claimed ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpeedClaim:
+    """`variant` is at least `mean` times as fast as `baseline` in the geometric mean, `each` at every size."""
+
+    variant: str
+    baseline: str
+    mean: float
+    each: float | None = None
+
+
+#: Floors on a CPU with AMX and two threads.
+SPEED_CLAIMS = (
+    SpeedClaim("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
+    SpeedClaim("lowprec float32 bf16", "numpy float32", 4.0),
+    SpeedClaim("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4),
+    SpeedClaim("lowprec float32 tf32", "numpy float32", 1.5),
+    SpeedClaim("lowprec float32 fp16", "numpy float32", 1.5),
+    SpeedClaim("lowprec float16 (torch)", "torch float16", 1.5),
+    SpeedClaim("lowprec int8", "numpy float32", 6.0),
+    SpeedClaim("lowprec float32 fp32", "numpy float32", 0.95),
+)
+
+
+def _speeds(rows: Sequence[dict[str, Any]], variant: str, baseline: str) -> dict[str, float]:
+    return {
+        str(r["n"]): r["speed"][baseline]["median"]
+        for r in rows
+        if r["variant"] == variant
+        and r["batch"] == 1
+        and r["m"] == r["k"] == r["n"]
+        and baseline in r["speed"]
+    }
+
+
+def speed_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the claims about speed, over the square products in `rows`."""
+    made = []
+    for c in SPEED_CLAIMS:
+        by_size = _speeds(rows, c.variant, c.baseline)
+        mean = timing.geometric_mean(list(by_size.values())) if by_size else None
+        what = f"{c.variant} over {c.baseline}"
+        made.append(common.claim(f"{what}, geometric mean", mean, c.mean, by_size=by_size))
+        if c.each is not None:
+            least = min(by_size.values(), default=None)
+            made.append(common.claim(f"{what}, every size", least, c.each, by_size=by_size))
+    return made
+
+
+def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Return the claim about NumPy alone: what `tf32` costs over `numpy.matmul` at one size."""
+    speed = _speeds(rows, "lowprec float32 tf32", "numpy float32").get(str(size))
+    what = f"without MKL and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"
+    return [common.claim(what, None if speed is None else 1 / speed, 1.3, at_most=True)]
+
+
+# -- command line ---------------------------------------------------------------------------------
+
+
+def _report(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
+    header = (
+        "variant",
+        "kernel",
+        "ms",
+        "quartiles",
+        "GFLOP/s",
+        "x numpy float32",
+        "relative error",
+    )
+    lines = [
+        [
+            r["variant"],
+            r["kernel"] or "-",
+            f"{1e3 * r['seconds']['median']:.3g}",
+            f"{1e3 * r['seconds']['q1']:.3g} to {1e3 * r['seconds']['q3']:.3g}",
+            f"{r['gflops']:.0f}",
+            f"{r['speed']['numpy float32']['median']:.2f}",
+            f"{r['relative_error']:.1e}",
+        ]
+        for r in rows
+    ]
+    batch, m, k, n = shape
+    title = f"{batch} x ({m} x {k}) ({k} x {n}), {rows[0]['rounds']} rounds, {rows[0]['sets']} operand sets"
+    common.print_table(title, header, lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--shapes",
+        choices=("square", "more"),
+        default="square",
+        help="more: tall, wide, small k and batched too",
+    )
+    parser.add_argument(
+        "--no-extras", action="store_true", help="as on a machine without MKL and numba"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure, print and write."""
+    arguments = _arguments()
+    if arguments.no_extras and isolation.visible_extras():
+        return isolation.run(sys.argv)
+    shapes = QUICK if arguments.quick else SQUARE + (MORE if arguments.shapes == "more" else ())
+    rows = []
+    for shape in shapes:
+        found = measure(shape, arguments.seed, arguments.quick)
+        _report(shape, found)
+        rows += found
+    name = NAME
+    if arguments.no_extras:
+        name = f"{NAME}-no-extras"
+        if isolation.loaded_extras():
+            raise RuntimeError(
+                f"these were loaded although they should be missing: {isolation.loaded_extras()}"
+            )
+    claims = (
+        cost_claims(rows, 64 if arguments.quick else 2048)
+        if arguments.no_extras
+        else speed_claims(rows)
+    )
+    settings = {"quick": arguments.quick, "seed": arguments.seed, "no_extras": arguments.no_extras}
+    common.finish(
+        common.result_path(arguments.output, name), common.document(name, settings, rows, claims)
+    )
+    if not machine.has_amx():
+        print("The floors are for CPUs with AMX; this one has none.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Threads in modes of their own, and memory over a million calls.
+
+usage: python benchmarks/stress.py [--quick] [--output DIR] [--seed N]
+
+The operands of the threads are made so that every sum is exact in FP32 and every mode rounds them to something else. So
+the right result of a mode is one bit pattern, whatever the library and the order of its sums, and any mix-up of modes,
+threads or buffers changes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import ml_dtypes
+import numpy as np
+
+import lowprec
+
+NAME = "stress"
+
+#: One per thread. fp32_pedantic rounds nothing either, so it must agree with fp32, and the others with neither.
+THREAD_MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16", "fp16")
+#: (m, k, n): the last is large enough for threads and tile units of its own.
+THREAD_SHAPES = ((8, 16, 8), (33, 17, 20), (160, 96, 80))
+
+#: Resident memory may move by this much: allocators keep pages of their own. A leak of one float (24 bytes) a call
+#: would be 24 MB in a million calls.
+RSS_TOLERANCE_BYTES = 16 << 20
+#: Growth of Python's own blocks, per call.
+BLOCKS_TOLERANCE = 0.02
+
+
+# -- exact operands -------------------------------------------------------------------------------
+
+
+def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Any, Any]:
+    """Return float32 operands whose product has one right bit pattern in each mode.
+
+    ``a`` has 13 significant bits, an odd multiple of 2^-12 times a power of two per row; ``b`` is 1 or 2 with a sign.
+    A sum of k products spans 14 + log2(k) bits, and so do the sums of the rounded numbers: within FP32's 24 for k up to
+    1024. TF32 keeps 11 of the 13 bits, bfloat16 8; float16 keeps 11 in the even rows and 5 in the odd ones, which are
+    scaled into its subnormal numbers.
+    """
+    if k > 1024:
+        raise ValueError(f"k is {k}, but sums of more than 1024 products are not exact in FP32")
+    mantissas = 1 + (2 * rng.integers(0, 2048, (m, k)) + 1) / 4096
+    scales = np.where(np.arange(m) % 2, 2.0**-20, 1.0)[:, np.newaxis]
+    a = (mantissas * rng.choice([-1, 1], (m, k)) * scales).astype(np.float32)
+    b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (k, n))
+    return a, b
+
+
+def _tf32(x: Any) -> Any:
+    # No ties here: two bits are dropped, and the last of them is 1.
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "fp32": lambda x: x,
+    "fp32_pedantic": lambda x: x,
+    "tf32": _tf32,
+    "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
+    "fp16": lambda x: x.astype(np.float16),
+}
+
+
+def reference(a: Any, b: Any, mode: str) -> Any:
+    """Return what a mode must give for exact operands, computed without lowprec."""
+    return (ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+
+def _same_bits(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One product, and its only right result."""
+
+    a: Any
+    b: Any
+    expected: Any
+
+
+def thread_jobs(mode: str, seed: Sequence[int]) -> list[Job]:
+    """Return a thread's own products; raise if a mode gives there what another one gives."""
+    rng = np.random.default_rng(seed)
+    jobs = []
+    for shape in THREAD_SHAPES:
+        a, b = exact_operands(rng, *shape)
+        results = {m: reference(a, b, m) for m in ("fp32", "tf32", "bf16", "fp16")}
+        for one, other in itertools.combinations(results, 2):
+            if _same_bits(results[one], results[other]):
+                raise RuntimeError(f"operands of shape {shape} do not tell {one} from {other}")
+        jobs.append(Job(a, b, reference(a, b, mode)))
+    return jobs
+
+
+def run_threads(calls: int, seed: int = 0, modes: Sequence[str] = THREAD_MODES) -> dict[str, Any]:
+    """Multiply in one thread per mode at once; return how many results were not those of the thread's own mode."""
+    jobs = [thread_jobs(mode, [seed, number]) for number, mode in enumerate(modes)]
+    start = threading.Barrier(len(modes))
+
+    def work(mode: str, own: Sequence[Job]) -> int:
+        start.wait()
+        wrong = 0
+        for i in range(calls):
+            job = own[i % len(own)]
+            with lowprec.math_mode(mode):
+                result = lowprec.matmul(job.a, job.b)
+            wrong += not _same_bits(result, job.expected)
+        return wrong
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(modes)) as pool:
+        wrong = sum(pool.map(work, modes, jobs))
+    return {
+        "test": "threads",
+        "modes": list(modes),
+        "calls_per_thread": calls,
+        "wrong": wrong,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def _libraries() -> dict[str, Callable[[Any], Any]]:
+    found: dict[str, Callable[[Any], Any]] = {"numpy": lambda x: x}
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        found["torch"] = torch.from_numpy
+    return found
+
+
+def shapes(fresh_every: int) -> Iterator[tuple[int, int, int]]:
+    """Yield shapes without end: a few again and again, now and then a new one, rarely a large one."""
+    hot = list(itertools.product((1, 3, 8, 13), (4, 7), (2, 8)))
+    fresh = itertools.product(range(2, 66), repeat=3)
+    for i in itertools.count():
+        if i % 5000 == 4999:
+            yield 256, 256, 256
+        elif i % fresh_every == fresh_every - 1:
+            yield next(fresh)
+        else:
+            yield hot[i % len(hot)]
+
+
+def run_memory(calls: int, warm_up: int, fresh_every: int = 50, seed: int = 0) -> dict[str, Any]:
+    """Make many calls on several libraries, shapes and modes; return how memory grew after the warm-up.
+
+    The warm-up has to bring enough new shapes to fill every cache that lowprec bounds.
+    """
+    rng = np.random.default_rng(seed)
+    store = rng.standard_normal(2 * 256 * 256, dtype=np.float32)
+    libraries = list(_libraries().items())
+    modes = ("fp32", "tf32", "bf16", "fp16")
+    stream = shapes(fresh_every)
+
+    def make(count: int, offset: int) -> None:
+        for i in range(offset, offset + count):
+            m, k, n = next(stream)
+            _, wrap = libraries[i % len(libraries)]
+            a, b = wrap(store[: m * k].reshape(m, k)), wrap(store[-k * n :].reshape(k, n))
+            lowprec.matmul(a, b, math_mode=modes[i // len(libraries) % len(modes)])
+
+    make(warm_up, 0)
+    parts, series = 10, [_memory()]
+    for part in range(parts):
+        make(calls // parts, warm_up + part * (calls // parts))
+        series.append(_memory())
+    return {
+        "test": "memory",
+        "libraries": [name for name, _ in libraries],
+        "calls": calls // parts * parts,
+        "warm_up": warm_up,
+        "new_shape_every": fresh_every,
+        "rss_bytes": [rss for rss, _ in series],
+        "rss_growth_bytes": series[-1][0] - series[0][0],
+        "blocks_per_call": (series[-1][1] - series[0][1]) / calls,
+    }
+
+
+def _memory() -> tuple[int, int]:
+    gc.collect()
+    return resident_bytes(), sys.getallocatedblocks()
+
+
+# -- command line ---------------------------------------------------------------------------------
+
+
+def stress_claims(threads: dict[str, Any], memory: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what must hold of the two runs."""
+    calls = memory["calls"]
+    return [
+        common.claim(
+            f"wrong results of {len(threads['modes'])} threads, {threads['calls_per_thread']} calls each",
+            threads["wrong"],
+            0,
+            at_most=True,
+        ),
+        common.claim(
+            f"growth of resident memory over {calls} calls, MiB",
+            memory["rss_growth_bytes"] / 2**20,
+            RSS_TOLERANCE_BYTES / 2**20,
+            at_most=True,
+        ),
+        common.claim(
+            "growth of Python's memory blocks per call",
+            memory["blocks_per_call"],
+            BLOCKS_TOLERANCE,
+            at_most=True,
+        ),
+    ]
+
+
+def main() -> int:
+    """Run both, print and write."""
+    arguments = common.parser(__doc__).parse_args()
+    quick = arguments.quick
+    threads = run_threads(50 if quick else 10_000, arguments.seed)
+    print(f"threads: {threads['wrong']} wrong results, {threads['seconds']:.1f} s", flush=True)
+    memory = run_memory(
+        5_000 if quick else 1_000_000, 2_000 if quick else 100_000, seed=arguments.seed
+    )
+    results = [threads, memory]
+    settings = {"quick": quick, "seed": arguments.seed}
+    document = common.document(NAME, settings, results, stress_claims(threads, memory))
+    common.finish(common.result_path(arguments.output, NAME), document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Interleaved timing of several ways to do one thing, and the statistics of it. Standard library only."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+#: A variant gets the number of the operand set to use, and returns its result.
+Variant = Callable[[int], Any]
+
+
+@contextmanager
+def no_collection():
+    """Keep the garbage collector out of a measurement."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def take_turns(
+    names: Sequence[str], sample: Callable[[str, int], float], *, rounds: int, seed: int = 0
+) -> dict[str, list[float]]:
+    """Take one sample per name and round, each round in a new random order.
+
+    Parameters
+    ----------
+    names : sequence of str
+    sample : callable
+        Gets a name and the number of the round, returns seconds.
+    rounds : int
+    seed : int
+        Of the order.
+
+    Returns
+    -------
+    dict of str to list of float
+        One entry per round; the entries of one round belong together.
+    """
+    generator = random.Random(seed)
+    order = list(names)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    with no_collection():
+        for number in range(rounds):
+            generator.shuffle(order)
+            for name in order:
+                samples[name].append(sample(name, number))
+    return samples
+
+
+def interleave(
+    variants: Mapping[str, Variant], *, rounds: int, sets: int = 1, seed: int = 0
+) -> dict[str, list[float]]:
+    """Time calls in turns.
+
+    Each timed call comes right after an untimed one of the same variant, because the first call after a pause is
+    slower. The untimed call works on the operand set before, so that the timed one does not find its operands in the
+    cache.
+
+    Parameters
+    ----------
+    variants : mapping of str to callable
+    rounds : int
+        Timed calls per variant.
+    sets : int
+        How many operand sets take turns.
+    seed : int
+        Of the order.
+
+    Returns
+    -------
+    dict of str to list of float
+        Seconds per call, as from `take_turns`.
+    """
+
+    def sample(name: str, number: int) -> float:
+        variant = variants[name]
+        variant((number - 1) % sets)
+        start = time.perf_counter()
+        # The name keeps the result: giving its memory back is not part of the product.
+        kept = variant(number % sets)
+        elapsed = time.perf_counter() - start
+        del kept
+        return elapsed
+
+    for variant in variants.values():
+        variant(0)
+    return take_turns(list(variants), sample, rounds=rounds, seed=seed)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return median and quartiles.
+
+    Examples
+    --------
+    >>> summary([3.0, 1.0, 2.0, 5.0, 4.0])
+    {'median': 3.0, 'q1': 2.0, 'q3': 4.0}
+    """
+    if len(values) == 1:
+        return {"median": values[0], "q1": values[0], "q3": values[0]}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def speed_ratio(baseline: Sequence[float], variant: Sequence[float]) -> dict[str, float]:
+    """Return how many times as fast as the baseline the variant is: median and quartiles of the ratios by round.
+
+    Examples
+    --------
+    >>> speed_ratio([2.0, 40.0, 6.0], [1.0, 10.0, 2.0])["median"]
+    3.0
+    """
+    return summary([b / v for b, v in zip(baseline, variant, strict=True)])
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of positive numbers.
+
+    Examples
+    --------
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    return math.exp(math.fsum(map(math.log, values)) / len(values))

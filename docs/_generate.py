@@ -1,0 +1,152 @@
+"""Write the tables of the documentation that restate code.
+
+usage: python docs/_generate.py [--check]
+
+Each table is made from the object that the program itself uses, and is committed, so that it reads
+on any site that shows the files. ``--check`` writes nothing and fails if a committed table is not
+what the code says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lowprec import errors, modes
+from lowprec.planning import kernels
+from lowprec.policy import environment
+
+DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; a bar inside a cell is escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[" ".join(str(c).split()).replace("|", "\\|") for c in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _code(text: str | None) -> str:
+    return f"`{text}`" if text and text != "-" else "-"
+
+
+def _first_line(item: object) -> str:
+    return (inspect.getdoc(item) or "").partition("\n\n")[0].replace("``", "`")
+
+
+def mode_table(*, only_available: bool = False) -> str:
+    """Return the math modes: what the operands become, and the neighbours' names for it."""
+    header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
+    rows = [
+        [
+            _code(row.mode.value),
+            row.inputs,
+            str(row.products),
+            _code(row.jax_preset),
+            row.compute_type,
+            *([] if only_available else ["yes" if row.available else "not yet"]),
+        ]
+        for row in modes.TABLE
+        if row.available or not only_available
+    ]
+    return table(header if only_available else [*header, "in this version"], rows)
+
+
+def alias_table() -> str:
+    """Return the other names that a mode answers to."""
+    names: dict[str, list[str]] = {}
+    for alias, mode in modes.ALIASES.items():
+        if modes.row(mode).available:
+            names.setdefault(mode.value, []).append(_code(alias))
+    return table(["mode", "also accepted"], [[_code(m), ", ".join(a)] for m, a in names.items()])
+
+
+def variable_table() -> str:
+    """Return the environment variables that lowprec reads or reports."""
+    rows = [[_code(v.name), v.legal, v.default, v.meaning] for v in environment.VARIABLES]
+    return table(["variable", "values", "where unset", "meaning"], rows)
+
+
+def kernel_table() -> str:
+    """Return the CPU's kernels for each kind of numbers, the most welcome first."""
+    rows = [
+        [kind, "; else ".join(kernels.KERNELS[k].units for k in preferred)]
+        for kind, preferred in kernels.PREFERENCES.items()
+    ]
+    return table(["numbers, once rounded", "multiplied by"], rows)
+
+
+def error_table() -> str:
+    """Return the exception classes with their built-in bases."""
+    rows = []
+    for name in errors.__all__:
+        bases = getattr(errors, name).__mro__[1:]
+        builtin = [_code(b.__name__) for b in bases if b.__module__ == "builtins"]
+        shown = [b for b in builtin if b not in {"`BaseException`", "`object`"}]
+        rows.append([_code(name), shown[0], _first_line(getattr(errors, name))])
+    return table(["class", "is also a", "raised for"], rows)
+
+
+def snippets() -> dict[Path, str]:
+    """Return the text of every generated file, the README's own table included."""
+    made = {
+        "modes.md": mode_table(),
+        "aliases.md": alias_table(),
+        "variables.md": variable_table(),
+        "kernels.md": kernel_table(),
+        "errors.md": error_table(),
+    }
+    files = {DOCS / "_generated" / name: text for name, text in made.items()}
+    files[README] = _filled(README.read_text(encoding="utf-8"), mode_table(only_available=True))
+    return files
+
+
+def _filled(text: str, made: str) -> str:
+    begin, end = "<!-- generated: modes -->\n", "<!-- end of generated -->\n"
+    filled, count = re.subn(
+        f"{begin}.*?{end}", lambda _: f"{begin}{made}{end}", text, flags=re.DOTALL
+    )
+    if count != 1:
+        raise ValueError(f"README.md has {count} places for the mode table, not 1")
+    return filled
+
+
+def write() -> None:
+    """Bring every generated file up to date, leaving alone those that are."""
+    for path, text in snippets().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+
+def check() -> int:
+    """Report the generated files that are not what the code says; return how many."""
+    stale = 0
+    for path, text in snippets().items():
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        if found != text:
+            stale += 1
+            name = str(path.relative_to(README.parent))
+            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
+            sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
+    return stale
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables, or check them."""
+    if arguments == ["--check"]:
+        return 1 if check() else 0
+    if arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
+    write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

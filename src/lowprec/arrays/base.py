@@ -1,0 +1,103 @@
+"""What lowprec asks of an array library: the one interface behind which all of them look alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lowprec.arrays.view import ArrayView, Device, contiguous_strides, overlaps_itself
+from lowprec.errors import ArrayError
+from lowprec.formats import DType
+
+__all__ = ["Library", "check_writable"]
+
+
+class Library(ABC):
+    """One array library: how to see its arrays, to make new ones and to hand them back.
+
+    A result passes through three calls: ``allocate`` (or ``empty``) makes a buffer, the backend fills it, and
+    ``finish`` turns it into the array that the caller gets. The buffer is the array itself, except where the
+    library's arrays are immutable (JAX) or the library is known only by DLPack.
+    """
+
+    #: The library's name, as its module is called.
+    name: str
+
+    @abstractmethod
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of an array that will be read.
+
+        Raises
+        ------
+        ArrayError
+            If the array cannot be read where it is; the message names the way out.
+        DTypeError
+            If its element type is not supported.
+        """
+
+    def writable_view(self, array: Any) -> ArrayView:
+        """Return the view of an array that will be written: an ``out``, or a buffer from :meth:`empty`.
+
+        Raises
+        ------
+        ArrayError
+            If it is read-only, repeats elements, or could be viewed only through a copy.
+        """
+        view = self.view(array)
+        check_writable(view)
+        return view
+
+    @abstractmethod
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> Any:
+        """Return a new row-major buffer that :meth:`writable_view` and :meth:`finish` accept.
+
+        Parameters
+        ----------
+        shape : tuple of int
+        dtype : DType
+        device : Device
+        like : array or None
+            The operand whose library, device and placement the result takes.
+        """
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> ArrayView:
+        """Return the writable view of a new buffer; its ``owner`` is the buffer."""
+        return self.writable_view(self.empty(shape, dtype, device, like))
+
+    def finish(self, buffer: Any, like: Any = None) -> Any:
+        """Return the array of this library that a filled buffer has become, without a copy."""
+        return buffer
+
+    def current_stream(self, device: Device) -> int | None:
+        """Return the handle of the stream on which the library works now, None where there are no streams.
+
+        CUDA's default stream is 1 (``cudaStreamLegacy``), never 0: that is what DLPack asks for, and CUDA takes it
+        wherever it takes a stream.
+        """
+        return None
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Return name and version, and what else belongs into a report."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name} arrays>"
+
+
+def check_writable(view: ArrayView) -> None:
+    """Raise :class:`ArrayError` unless writing through the view is safe and reaches the caller's memory."""
+    if view.copied is not None:
+        raise ArrayError(
+            f"out cannot be written in place: {view.copied}; pass a plain array, or leave out= away"
+        )
+    if view.read_only:
+        raise ArrayError("out is read-only; pass a writable array, or leave out= away")
+    if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
+        raise ArrayError(
+            f"out of shape {view.shape} repeats elements (strides {view.strides}, in elements), as a broadcast view "
+            "does; pass an array with an element for each index, for example a copy of it"
+        )

@@ -1,0 +1,74 @@
+"""CuPy arrays, by their own attributes.
+
+Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.MemoryPointer``, ``cupy.cuda.get_current_stream``). CuPy has
+bfloat16, with ml_dtypes, from version 14; float8 it has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device
+from lowprec.errors import ArrayError
+from lowprec.formats import DType, dtype_from_name
+
+__all__ = ["CupyLibrary"]
+
+_CUDA = 2
+_ROCM = 10
+_DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
+
+
+class CupyLibrary(Library):
+    """CuPy: arrays on a GPU.
+
+    Parameters
+    ----------
+    cupy : module
+        The module that the caller has imported.
+    """
+
+    name = "cupy"
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._device_type = _ROCM if cupy.cuda.runtime.is_hip else _CUDA
+
+    def check_type(self, array: Any) -> None:
+        """Refuse subclasses: what they add would be lost in the result."""
+        if type(array) is not self._cupy.ndarray:
+            raise ArrayError(f"{type(array).__name__} is not accepted; pass cupy.asarray(array)")
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of a CuPy array."""
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None:
+            dtype = dtype_from_name(array.dtype.name)
+            raise ArrayError(
+                f"the cupy array of {dtype} is not in native byte order; convert it with astype({dtype.label!r})"
+            )
+        itemsize = dtype.itemsize
+        if any(s % itemsize for s in array.strides):
+            raise ArrayError(
+                f"the cupy array's byte strides {array.strides} are no multiples of {itemsize}; pass array.copy()"
+            )
+        strides = tuple([s // itemsize for s in array.strides])
+        device = Device(self._device_type, int(array.device.id))
+        return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> Any:
+        """Return a new CuPy array from CuPy's memory pool, ordered on CuPy's current stream."""
+        with self._cupy.cuda.Device(device.index):
+            return self._cupy.empty(shape, NUMPY_DTYPES[dtype])
+
+    def current_stream(self, device: Device) -> int | None:
+        """Return CuPy's current stream on the device."""
+        stream: int = self._cupy.cuda.get_current_stream(device.index).ptr
+        return stream or 1
+
+    def describe(self) -> dict[str, str]:
+        """Return CuPy's version."""
+        return {"name": self.name, "version": str(self._cupy.__version__)}

@@ -1,0 +1,295 @@
+"""DLPack: reading other libraries' capsules, and an array that exports its own.
+
+Source: ``dlpack.h`` of DLPack 1.0 and the Python specification in the Array API standard.
+
+Two decisions keep this file free of C callbacks, which would have to survive the end of the interpreter:
+
+- A capsule is *held*, never renamed. As long as its name is ``dltensor`` its own destructor calls the producer's
+  deleter, exactly once, when the last reference to it goes.
+- An exported capsule is NumPy's own. NumPy refuses bfloat16 and float8, so their bits are exported as unsigned
+  integers and the type code in the fresh capsule is set to the true one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, contiguous_strides
+from lowprec.errors import ArrayError
+from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
+
+__all__ = ["DLPackArray", "import_array", "view_of_capsule"]
+
+_LEGACY = b"dltensor"
+_VERSIONED = b"dltensor_versioned"
+_MAJOR = 1
+_READ_ONLY = 1 << 0
+_IS_COPIED = 1 << 1
+
+# Pinned host memory is host memory to whoever reads it.
+_HOST_TYPES = frozenset({1, 3, 11})
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``, with the device and the type written out flat."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """``DLManagedTensorVersioned``; the older ``DLManagedTensor`` begins with its tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_TENSOR_OFFSET: int = _Versioned.tensor.offset
+_INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
+
+# Own prototypes: the functions of ``ctypes.pythonapi`` are shared by every package of the process.
+_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _open(capsule: object) -> tuple[_Tensor, int]:
+    """Return the tensor in a capsule that nobody has consumed, and the flags of its version (0 if it has none)."""
+    if type(capsule).__name__ != "PyCapsule":
+        raise ArrayError(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
+    name = _get_name(capsule)
+    if name == _LEGACY:
+        return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
+    if name != _VERSIONED:
+        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which holds no array to read")
+    address = _get_pointer(capsule, _VERSIONED)
+    managed = _Versioned.from_address(address)
+    if managed.major != _MAJOR:
+        raise ArrayError(
+            f"the array was exported as DLPack {managed.major}.{managed.minor}; lowprec reads DLPack {_MAJOR}"
+        )
+    return _Tensor.from_address(address + _TENSOR_OFFSET), managed.flags
+
+
+def view_of_capsule(capsule: object) -> ArrayView:
+    """Return the view of a DLPack capsule, which the view holds until it dies.
+
+    Raises
+    ------
+    ArrayError
+        If the capsule has been consumed, is of another major version, or describes no array.
+    DTypeError
+        If the element type is not supported.
+    """
+    tensor, flags = _open(capsule)
+    dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
+    ndim = tensor.ndim
+    if not 0 <= ndim < len(_INTEGERS) or (ndim and not tensor.shape):
+        raise ArrayError(f"the DLPack capsule describes no array: ndim is {ndim}")
+    integers = _INTEGERS[ndim]
+    shape = tuple(integers.from_address(tensor.shape)) if ndim else ()
+    # Null strides, legal before DLPack 1.2, mean row-major.
+    if tensor.strides and ndim:
+        strides = tuple(integers.from_address(tensor.strides))
+    else:
+        strides = contiguous_strides(shape)
+    address = (tensor.data or 0) + tensor.byte_offset
+    if not tensor.data and 0 not in shape:
+        raise ArrayError(f"the DLPack capsule of shape {shape} has no data: its pointer is null")
+    kind = tensor.device_type
+    device = CPU if kind in _HOST_TYPES else Device(kind, tensor.device_id)
+    copied = "the array's library exported a copy" if flags & _IS_COPIED else None
+    view = ArrayView(
+        dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
+    )
+    return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
+
+
+def _aligned_copy(view: ArrayView) -> ArrayView:
+    if not view.device.is_host:
+        raise ArrayError(f"the {view.dtype} array on {view.device} is not aligned to its element size")
+    array = np.array(view.ndarray(), order="C")
+    strides = contiguous_strides(view.shape)
+    reason = "its memory is not aligned to the element size"
+    return HostView(view.dtype, view.shape, strides, CPU, array, view.read_only, None, reason)
+
+
+# Types whose ``__dlpack__`` predates the ``max_version`` keyword: asked once, remembered.
+_WITHOUT_VERSION: set[type] = set()
+
+
+def import_array(array: Any, stream: int | None = None) -> ArrayView:
+    """Return the view of any array with ``__dlpack__``.
+
+    Parameters
+    ----------
+    array : array
+    stream : int or None
+        The consumer's stream, as the standard numbers them. None is right for host memory; for a CUDA array the
+        producer then makes the data ready on the legacy default stream.
+
+    Raises
+    ------
+    ArrayError
+        If the array's library refuses to export it; its own words are in the message.
+    """
+    return view_of_capsule(_capsule_of(array, {} if stream is None else {"stream": stream}))
+
+
+def _capsule_of(array: Any, keywords: dict[str, Any]) -> object:
+    kind = type(array)
+    try:
+        if kind in _WITHOUT_VERSION:
+            return array.__dlpack__(**keywords)
+        try:
+            return array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
+        except TypeError:
+            capsule: object = array.__dlpack__(**keywords)
+            _WITHOUT_VERSION.add(kind)
+            return capsule
+    except Exception as error:
+        what = f"{kind.__module__}.{kind.__qualname__}"
+        raise ArrayError(f"{what} refuses to be exported by DLPack: {error}") from error
+
+
+# Unsigned integers that carry the bits of types that NumPy does not export.
+_CARRIERS: dict[DType, np.dtype[Any]] = {
+    DType.BFLOAT16: np.dtype(np.uint16),
+    DType.FLOAT8_E4M3FN: np.dtype(np.uint8),
+    DType.FLOAT8_E5M2: np.dtype(np.uint8),
+}
+
+
+class DLPackArray:
+    """A result in host memory for a library that lowprec knows only by DLPack.
+
+    Read it with that library's ``from_dlpack``, or with ``numpy.asarray``; none of them copies. Unlike NumPy it
+    exports bfloat16 and float8 under their true types.
+
+    Parameters
+    ----------
+    memory : numpy.ndarray
+        The elements; bfloat16 and float8 as ml_dtypes has them. It is shared, not copied.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> array = DLPackArray(numpy.ones((2, 3), numpy.float32))
+    >>> array
+    DLPackArray(shape=(2, 3), dtype='float32')
+    >>> float(numpy.from_dlpack(array).sum())
+    6.0
+    """
+
+    __slots__ = ("__weakref__", "_memory")
+
+    def __init__(self, memory: NDArray[Any]) -> None:
+        dtype_from_name(memory.dtype.name)
+        self._memory = memory
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        """The elements as a NumPy array, shared."""
+        return self._memory
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return self._memory.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._memory.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._memory.size
+
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+        return self._memory.dtype.name
+
+    @property
+    def device(self) -> Device:
+        """Where the elements are."""
+        return CPU
+
+    def __repr__(self) -> str:
+        return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r})"
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        if copy:
+            return np.array(self._memory, dtype=dtype, copy=True)
+        wanted = self._memory.dtype if dtype is None else np.dtype(dtype)
+        if wanted == self._memory.dtype:
+            return self._memory
+        if copy is False:
+            raise ValueError(f"conversion from {self.dtype} to {wanted.name} needs a copy")
+        return self._memory.astype(wanted)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CPU.type, CPU.index)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        if stream not in (None, -1):
+            raise BufferError(f"host memory has no stream; stream must be None, not {stream!r}")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"the array is on the CPU and is not exported to device {dl_device}")
+        memory = self._memory.copy() if copy else self._memory
+        dtype = dtype_from_name(memory.dtype.name)
+        carrier = _CARRIERS.get(dtype)
+        capsule = _export(memory if carrier is None else memory.view(carrier), max_version)
+        if carrier is None and not copy:
+            return capsule
+        tensor, _ = _open(capsule)
+        tensor.code = dtype.dlpack_code
+        if copy and _get_name(capsule) == _VERSIONED:
+            _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
+        return capsule
+
+
+def _export(memory: NDArray[Any], max_version: tuple[int, int] | None) -> object:
+    if max_version is not None and max_version[0] >= _MAJOR:
+        try:
+            return memory.__dlpack__(max_version=max_version)
+        except TypeError:  # NumPy 2.0 exports unversioned capsules only
+            pass
+    return memory.__dlpack__()
+
+
+assert all(NUMPY_DTYPES[d].itemsize == c.itemsize for d, c in _CARRIERS.items())

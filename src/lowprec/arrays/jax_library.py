@@ -1,0 +1,135 @@
+"""JAX arrays: read where they are, and made from memory that JAX adopts without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.dlpack import DLPackArray, import_array
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, data_pointer
+from lowprec.errors import ArrayError, DeviceError, DTypeError
+from lowprec.formats import DType, dtype_from_name
+
+__all__ = ["JaxLibrary"]
+
+# XLA's CPU client adopts memory with this alignment and copies any other.
+_ALIGNMENT = 64
+_64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
+
+
+class JaxLibrary(Library):
+    """JAX: arrays on one device. They are immutable, so they are never an ``out``.
+
+    Parameters
+    ----------
+    jax : module
+        The module that the caller has imported.
+    """
+
+    name = "jax"
+
+    def __init__(self, jax: Any) -> None:
+        self._jax = jax
+        self._devices: dict[Any, bool] = {}
+        self._cpu: Any = None
+
+    def check_type(self, array: Any) -> None:
+        """Refuse tracers, which stand for arrays that do not exist yet."""
+        if isinstance(array, self._jax.core.Tracer):
+            raise ArrayError(
+                f"a JAX tracer ({type(array).__name__}) has no data: lowprec was called inside jit, grad, vmap or "
+                "another transform; call it outside, or through jax.pure_callback"
+            )
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of an array, after waiting for it to be computed."""
+        if array.dtype not in _NUMPY_SET:
+            dtype_from_name(str(array.dtype))
+        try:
+            device = array.device
+            on_cpu = self._devices.get(device)
+            if on_cpu is None:
+                on_cpu = self._learn(device)
+            if not on_cpu:
+                return import_array(array)
+            host = np.asarray(array)  # shares the memory, and waits for it
+        except RuntimeError as error:
+            raise ArrayError(f"the JAX array cannot be read: {error}") from error
+        if not host.flags.c_contiguous and data_pointer(host) != array.unsafe_buffer_pointer():
+            return host_view(host, "its layout on the device is not row-major")
+        return host_view(host)
+
+    def _learn(self, device: Any) -> bool:
+        """Whether the device is a CPU, from then on known; raise if it is a set of devices."""
+        platform = getattr(device, "platform", None)
+        if platform is None:
+            raise ArrayError(
+                f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
+                "jax.devices()[0])"
+            )
+        self._devices[device] = platform == "cpu"
+        return self._devices[device]
+
+    def writable_view(self, array: Any) -> ArrayView:
+        """Return the view of a buffer from :meth:`empty`; refuse JAX arrays."""
+        if type(array) is not np.ndarray:
+            raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
+        return host_view(array)
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> NDArray[Any]:
+        """Return a NumPy array that JAX can adopt.
+
+        Raises
+        ------
+        DTypeError
+            If the type has 64-bit parts and JAX has them switched off: it would round the result to 32 bits.
+        """
+        if device != CPU:
+            raise DeviceError(f"the result would be on {device}, where lowprec cannot make JAX arrays")
+        if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
+            raise DTypeError(
+                f"the result would be {dtype}, but JAX has 64-bit types switched off; enable them with "
+                'jax.config.update("jax_enable_x64", True), or pass out_dtype='
+            )
+        numpy_dtype = NUMPY_DTYPES[dtype]
+        nbytes = numpy_dtype.itemsize
+        for length in shape:
+            nbytes *= length
+        raw: NDArray[Any] = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -data_pointer(raw) % _ALIGNMENT
+        buffer: NDArray[Any] = raw[start : start + nbytes].view(numpy_dtype).reshape(shape)
+        return buffer
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> ArrayView:
+        """Return the writable view of a NumPy array that JAX can adopt."""
+        return host_view(self.empty(shape, dtype, device, like))
+
+    def finish(self, buffer: Any, like: Any = None) -> Any:
+        """Return the JAX array that adopts a filled buffer, which nobody may write from then on.
+
+        It is placed where ``like`` is; on a CPU device other than the first, JAX copies it there.
+        """
+        export = DLPackArray(buffer)
+        if like is None or like.device == self._first_cpu():
+            return self._jax.dlpack.from_dlpack(export)  # 6 us less than with a device
+        return self._jax.dlpack.from_dlpack(export, device=like.device)
+
+    def _first_cpu(self) -> Any:
+        if self._cpu is None:
+            self._cpu = self._jax.devices("cpu")[0]
+        return self._cpu
+
+    def describe(self) -> dict[str, str]:
+        """Return JAX's version."""
+        return {"name": self.name, "version": str(self._jax.__version__)}
+
+
+_NUMPY_SET = frozenset(NUMPY_DTYPES.values())

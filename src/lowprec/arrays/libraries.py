@@ -1,0 +1,111 @@
+"""Which library an array belongs to.
+
+Libraries are found in ``sys.modules``: an array of a library can only exist where the caller has imported it, so
+lowprec never imports one itself. Every type is looked up once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.cupy_library import CupyLibrary
+from lowprec.arrays.dlpack import DLPackArray
+from lowprec.arrays.dlpack_library import DLPACK
+from lowprec.arrays.jax_library import JaxLibrary
+from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
+from lowprec.arrays.torch_library import TorchLibrary
+from lowprec.errors import ArrayError
+
+__all__ = ["Library", "library_of", "loaded_libraries"]
+
+_Optional = TorchLibrary | JaxLibrary | CupyLibrary
+
+# By module name: the attribute that names the class of its arrays, and the adapter.
+_OPTIONAL: dict[str, tuple[str, type[_Optional]]] = {
+    "torch": ("Tensor", TorchLibrary),
+    "jax": ("Array", JaxLibrary),
+    "cupy": ("ndarray", CupyLibrary),
+}
+
+_INSTANCES: dict[str, _Optional] = {}
+_BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK}
+
+
+def library_of(array: Any) -> Library:
+    """Return the library of an array.
+
+    Raises
+    ------
+    ArrayError
+        If it is no array, or one that must not be read in place: a tracer, a masked array, a subclass that changes
+        what the elements mean. The message names the way out.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> library_of(numpy.zeros(3)).name
+    'numpy'
+    """
+    found = _BY_TYPE.get(type(array))
+    return _look_up(array) if found is None else found
+
+
+def _look_up(array: Any) -> Library:
+    found = _find(array)
+    _BY_TYPE[type(array)] = found
+    return found
+
+
+def _find(array: Any) -> Library:
+    if isinstance(array, np.ndarray):
+        raise NumpyLibrary.refuse_subclass(array)
+    for name, (class_name, _) in _OPTIONAL.items():
+        array_class = getattr(sys.modules.get(name), class_name, None)
+        if array_class is not None and isinstance(array, array_class):
+            library = _instance(name)
+            library.check_type(array)
+            return library
+    if isinstance(array, type) or not (
+        hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    ):
+        raise ArrayError(
+            f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
+        )
+    return DLPACK
+
+
+def _instance(name: str) -> _Optional:
+    library = _INSTANCES.get(name)
+    if library is None:
+        library = _INSTANCES[name] = _OPTIONAL[name][1](sys.modules[name])
+    return library
+
+
+def _accepted() -> str:
+    return f"{NUMPY.name}, {', '.join(_OPTIONAL)}, or any other with __dlpack__"
+
+
+def _what(array: Any) -> str:
+    kind = type(array)
+    name = kind.__qualname__
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
+
+
+def loaded_libraries() -> tuple[Library, ...]:
+    """Return the libraries that lowprec knows by name and that this process has imported.
+
+    Examples
+    --------
+    >>> loaded_libraries()[0].name
+    'numpy'
+    """
+    present = [
+        _instance(name)
+        for name, (class_name, _) in _OPTIONAL.items()
+        if hasattr(sys.modules.get(name), class_name)
+    ]
+    return (NUMPY, *present)

@@ -1,0 +1,162 @@
+"""PyTorch tensors, by their own attributes."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.view import CPU, ArrayView, Device, contiguous_strides
+from lowprec.errors import ArrayError
+from lowprec.formats import DType, dtype_from_name
+
+__all__ = ["TorchLibrary"]
+
+# torch's device types and DLPack's; those without a memory address (meta, xla, ...) are missing.
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
+_ROCM = 10
+
+_WITH_GRAD = (
+    "the torch tensor requires grad, and lowprec records no gradient; pass tensor.detach(), "
+    "or call inside torch.no_grad()"
+)
+
+
+class TorchLibrary(Library):
+    """PyTorch: plain tensors and parameters, on any device with addresses.
+
+    A tensor that requires grad is refused while gradients are recorded, because the product would silently drop
+    out of the graph. Inside ``torch.no_grad()`` or ``torch.inference_mode()`` nothing is lost, and the weights of
+    a model are read as ``torch.matmul`` reads them there.
+
+    Parameters
+    ----------
+    torch : module
+        The module that the caller has imported.
+    """
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._torch_dtypes = {d: getattr(torch, d.label) for d in DType if hasattr(torch, d.label)}
+        self._dtypes = {t: d for d, t in self._torch_dtypes.items()}
+        self._grad_enabled = torch.is_grad_enabled
+        self._device_types = dict(_DEVICE_TYPES)
+        if getattr(torch.version, "hip", None):
+            self._device_types["cuda"] = _ROCM
+        self._accepted = (torch.Tensor, torch.nn.Parameter)
+
+    def check_type(self, array: Any) -> None:
+        """Refuse tensors whose class stands for something other than strided memory."""
+        kind = type(array)
+        if kind not in self._accepted:
+            raise ArrayError(
+                f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
+                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
+                "tensor.as_subclass(torch.Tensor) where the subclass only adds attributes)"
+            )
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
+        copied = None
+        if array.requires_grad:
+            if self._grad_enabled():
+                raise ArrayError(_WITH_GRAD)
+            array = array.detach()
+        dtype = self._dtypes.get(array.dtype)
+        if dtype is None:
+            self._refuse_dtype(array)
+        if array.is_neg() or (dtype.is_complex and array.is_conj()):
+            array = array.resolve_conj().resolve_neg()
+            copied = "torch had put off its conjugation or negation"
+        try:
+            address = array.data_ptr()
+            shape = tuple(array.shape)
+            strides = array.stride()
+        except RuntimeError:
+            raise self._without_memory(array) from None
+        if not address and 0 not in shape:
+            raise self._without_memory(array)
+        device = CPU if array.is_cpu else self._device(array)
+        return ArrayView(dtype, shape, strides, device, array, False, address, copied)
+
+    def writable_view(self, array: Any) -> ArrayView:
+        """Return the view of a tensor that will be written, and tell autograd of the change.
+
+        Autograd then notices that a tensor saved for a backward pass has been overwritten, as after torch's own
+        in-place functions.
+        """
+        view = super().writable_view(array)
+        self._torch.autograd.graph.increment_version(array)
+        return view
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> Any:
+        """Return a new tensor on the device of ``like``, from torch's own allocator."""
+        torch_dtype = self._torch_dtypes[dtype]
+        if like is None:
+            return self._torch.empty(shape, dtype=torch_dtype, device=self._torch_device(device))
+        if like.dtype is torch_dtype:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=torch_dtype)
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+    ) -> ArrayView:
+        """Return the writable view of a new tensor."""
+        array = self.empty(shape, dtype, device, like)
+        return ArrayView(
+            dtype, shape, contiguous_strides(shape), device, array, False, array.data_ptr()
+        )
+
+    def current_stream(self, device: Device) -> int | None:
+        """Return torch's current CUDA stream on the device."""
+        if device.type != self._device_types["cuda"]:
+            return None
+        stream: int = self._torch.cuda.current_stream(device.index).cuda_stream
+        return stream or 1
+
+    def describe(self) -> dict[str, str]:
+        """Return torch's version and that of its CUDA, if it has one."""
+        cuda = self._torch.version.cuda
+        extra = {"cuda": str(cuda)} if cuda else {}
+        return {"name": self.name, "version": str(self._torch.__version__), **extra}
+
+    def device_of(self, device: Any) -> Device | None:
+        """Return DLPack's name of a ``torch.device``, None if its memory has no addresses."""
+        kind = self._device_types.get(device.type)
+        if kind is None:
+            return None
+        return CPU if kind == CPU.type else Device(kind, device.index or 0)
+
+    def _device(self, array: Any) -> Device:
+        device = self.device_of(array.device)
+        if device is None:
+            raise self._without_memory(array)
+        return device
+
+    def _torch_device(self, device: Device) -> Any:
+        names = {number: name for name, number in self._device_types.items()}
+        return self._torch.device(names[device.type], device.index)
+
+    def _refuse_dtype(self, array: Any) -> NoReturn:
+        if array.is_quantized:
+            raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
+        dtype_from_name(str(array.dtype).removeprefix("torch."))
+        raise AssertionError(f"{array.dtype} is supported and was not recognised")
+
+    def _without_memory(self, array: Any) -> ArrayError:
+        if array.layout is not self._torch.strided:
+            return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
+        if array.is_nested:
+            return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
+        if self.device_of(array.device) is None:
+            return ArrayError(
+                f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "
+                "move it to the CPU or a GPU"
+            )
+        return ArrayError(
+            "the torch tensor has no memory of its own: it is inside a torch.func transform (vmap, grad, "
+            "functionalize); call lowprec outside the transform"
+        )

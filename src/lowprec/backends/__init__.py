@@ -1,0 +1,8 @@
+"""Where plans are executed."""
+
+from __future__ import annotations
+
+from lowprec.backends.execution import Arguments, Backend, Executor
+from lowprec.backends.registry import backend_of
+
+__all__ = ["Arguments", "Backend", "Executor", "backend_of"]

@@ -1,0 +1,8 @@
+"""The CPU backend."""
+
+from __future__ import annotations
+
+from lowprec.backends.cpu.backend import copy, prepare
+from lowprec.backends.cpu.device import capabilities
+
+__all__ = ["capabilities", "copy", "prepare"]

@@ -1,0 +1,391 @@
+"""Matrix products on the AMX units of x86-64 CPUs: bfloat16 and int8 tiles, any strides, any epilogue.
+
+`gemm` computes ``out = activation(alpha * A @ B + beta * C + bias)``. What the operands become is
+the caller's choice (`rounding`); products of the rounded values are exact, sums are in float32
+(int32 for int8), and the result is rounded once to the type of `out`.
+
+A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so
+`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator.
+
+Numerics
+--------
+With u = 2**-24 and P products summed for each element (P = k in one part, 4 k in two),
+
+    |computed - exact| <= gamma(P + 1) * (|A| @ |B|) + 2 * P * 2**-126 * (1 + max|A| + max|B|)
+
+where A and B are the rounded operands and the parts of a pair, having one sign, sum to no more than
+the value. gamma(p) = p * u / (1 - p * u). The second term is absolute: ``TDPBF16PS`` takes
+subnormal inputs as zero and writes subnormal sums as zero, and so does the conversion of float32 to
+bfloat16; a low part below 2**-126 is lost in the same way. It matters only to operands or results
+near the lower end of the range of float32. Rounding of sums is to nearest even, whatever the
+processor's rounding mode says.
+
+The result does not depend on the number of threads, bit for bit.
+
+Infinities and NaN: in one part they behave as in any product. In two parts Inf * 0 would appear
+between the parts, so `gemm` finds them while packing and declines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import job as J
+
+__all__ = ["Operand", "gemm", "is_available", "worthwhile"]
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
+
+_CPU_FLAGS = frozenset(
+    ("amx_tile", "amx_bf16", "amx_int8", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix in memory.
+
+    Attributes
+    ----------
+    address : int
+        Of element (0, 0).
+    dtype : str
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for `out`, ``"int32"``.
+    row_stride, col_stride : int
+        In elements, of either sign; 0 repeats a row or column.
+    """
+
+    address: int
+    dtype: str
+    row_stride: int
+    col_stride: int
+
+
+# --- is it there ------------------------------------------------------------------------------
+
+
+def _cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def _request_permission() -> bool:
+    """Ask the kernel to let this process use tile data; it is off until asked for."""
+    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
+
+
+def _numba_compiles() -> bool:
+    import numba
+
+    return not numba.config.DISABLE_JIT
+
+
+@lru_cache(maxsize=1)
+def is_available() -> bool:
+    """Whether `gemm` can run here.
+
+    Linux on x86-64 with AMX for bfloat16 and int8, permission to use it, and a working numba. The
+    first call imports numba and asks for the permission; the answer is kept. Never raises.
+    """
+    try:
+        return (
+            sys.platform == "linux"
+            and platform.machine() in ("x86_64", "AMD64")
+            and _cpu_flags() >= _CPU_FLAGS
+            and _numba_compiles()
+            and _request_permission()
+        )
+    except Exception:  # noqa: BLE001 - a broken numba or a sandbox without /proc mean "no"
+        return False
+
+
+def worthwhile(m: int, n: int, k: int, parts: int) -> bool:
+    """Whether `gemm` is expected to beat rounding the operands and a float32 product.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Extents of the product.
+    parts : int
+        1 for mode ``bf16`` and bfloat16 or int8 storage, 2 for ``tf32``, ``fp16`` and float16.
+    """
+    return min(m, n, k) >= 32 and m * n * k >= (64**3 if parts == 1 else 96**3)
+
+
+# --- how a product is cut ---------------------------------------------------------------------
+
+_BLOCK_BYTES = 1 << 20  # packed A of a task: half of the second-level cache
+_INNER_BYTES = 32 << 10  # a piece of a strip of B that stays in the first-level cache
+# Strides that are a power of two put the same line of every strip into one set of the caches.
+_STRIP_PAD = 192
+_SMALL = 48**3 * 32  # multiply-adds below which waking a thread costs more than it brings
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Sizes of the loops, and of the memory that they need."""
+
+    fields: tuple[tuple[int, int], ...]
+    packed_b_bytes: int
+    scratch_bytes: int
+    tasks: int
+    check_tasks: int
+
+
+def _chunk_steps(steps: int, parts: int) -> int:
+    """Steps of k for which A is packed at a time: equal chunks of at most 2048 / parts elements."""
+    return _ceil_div(steps, _ceil_div(steps, 64 // parts))
+
+
+def _task_shape(
+    strips_m: int, strips_n: int, fitting: int, workers: int
+) -> tuple[int, int]:
+    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread."""
+    wanted = 1 if workers == 1 else 4 * workers
+    task_m = min(strips_m, fitting)
+    while task_m > 4 and _ceil_div(strips_m, task_m) < wanted:
+        task_m = _ceil_div(task_m, 2)
+    ranges = min(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 8))
+    ranges = max(ranges, _ceil_div(strips_n, 256))
+    return task_m, _ceil_div(strips_n, ranges)
+
+
+@lru_cache(maxsize=1024)
+def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers: int) -> _Cut:
+    from lowprec.backends.cpu.packing import SCRATCH_BYTES
+
+    steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
+    chunk = _chunk_steps(steps, max(parts_a, parts_b))
+    strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
+    strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
+    fitting = max(1, _BLOCK_BYTES // (chunk * 2048 * parts_a))
+    task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
+    # With four products to a load the second-level cache is fast enough.
+    inner = _INNER_BYTES // 2048 if parts_a * parts_b == 1 else chunk
+    acc_bytes = 4096 * task_m * (1 if chunk >= steps else task_n)
+    acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
+    pack_steps = max(1, 1024 // step)
+    pack_b_tasks = _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
+    tasks_m, tasks_n = _ceil_div(strips_m, task_m), _ceil_div(strips_n, task_n)
+    fields = {
+        J.M: m, J.N: n, J.K: k, J.STEPS: steps,
+        J.A_PARTS: parts_a, J.B_PARTS: parts_b,
+        J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
+        J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
+        J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps,
+        J.PACK_B_TASKS: pack_b_tasks,
+        J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
+        J.TASKS_N: tasks_n, J.TASKS: tasks_m * tasks_n,
+        J.CHUNK_STEPS: chunk, J.INNER_STEPS: inner,
+        J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: acc_offset + acc_bytes,
+    }  # fmt: skip
+    return _Cut(
+        fields=tuple(fields.items()),
+        packed_b_bytes=strips_n * strip_bytes_b,
+        scratch_bytes=acc_offset + acc_bytes + SCRATCH_BYTES,
+        tasks=tasks_m * tasks_n,
+        check_tasks=tasks_m,
+    )
+
+
+# --- the product ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _tile_config() -> Any:
+    """Palette 1, eight tiles of 16 rows of 64 bytes, as ``LDTILECFG`` reads it."""
+    config = bytearray(64)
+    config[0] = 1
+    for tile in range(8):
+        struct.pack_into("<H", config, 16 + 2 * tile, 64)
+        config[48 + tile] = 16
+    return (ctypes.c_char * 64).from_buffer_copy(config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Addresses of the compiled functions that one kind of product needs."""
+
+    step: int
+    parts_a: int
+    parts_b: int
+    fields: tuple[tuple[int, int], ...]
+    drive: Callable[[int, int], int]
+
+
+@lru_cache(maxsize=256)
+def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kernels:
+    from lowprec.backends.cpu import driver, epilogue, native, packing
+
+    schemes = []
+    for dtype in (a_dtype, b_dtype):
+        # 16-bit storage stays what it is, beside float32 in whatever mode.
+        scheme = packing.SCHEMES.get((dtype, rounding)) or packing.SCHEMES.get((dtype, "exact"))
+        if scheme is None:
+            raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
+        schemes.append(scheme)
+    a, b = schemes
+    integer = a_dtype == "int8"
+    if integer != (b_dtype == "int8") or integer != (out_dtype == "int32"):
+        raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
+    fields = {
+        J.TILE_CONFIG: ctypes.addressof(_tile_config()),
+        J.PACK_A: packing.pack_kernel(a),
+        J.PACK_B: packing.pack_kernel(b),
+        J.KERNEL: driver.micro_kernel(a.parts, b.parts, integer),
+        J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
+    }
+    drive = native.callable_at(driver.drive_kernel(), driver.DRIVE_ARITY)
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
+
+
+def _float_bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _operand_fields(
+    operand: Operand, address: int, row_stride: int, col_stride: int
+) -> dict[int, int]:
+    item = _ITEM_BYTES[operand.dtype]
+    return {
+        address: operand.address,
+        row_stride: operand.row_stride * item,
+        col_stride: operand.col_stride * item,
+    }
+
+
+def _epilogue_fields(
+    alpha: float,
+    beta: float,
+    c: Operand | None,
+    bias: tuple[int, str, int] | None,
+    bias_along_rows: bool,
+    activation: str | None,
+) -> dict[int, int]:
+    fields = {
+        J.ALPHA: _float_bits(alpha),
+        J.ACTIVATION: J.ACTIVATIONS[activation],
+        J.PLAIN: int(alpha == 1 and c is None and bias is None and activation is None),
+    }
+    if c is not None:
+        fields |= _operand_fields(c, J.C, J.C_ROW_STRIDE, J.C_COL_STRIDE)
+        fields |= {J.BETA: _float_bits(beta), J.C_KIND: J.KINDS[c.dtype]}
+    if bias is not None:
+        address, dtype, stride = bias
+        stride_field = J.BIAS_ROW_STRIDE if bias_along_rows else J.BIAS_COL_STRIDE
+        fields |= {J.BIAS: address, J.BIAS_KIND: J.KINDS[dtype]}
+        fields[stride_field] = stride * _ITEM_BYTES[dtype]
+    return fields
+
+
+def _transposed(operand: Operand) -> Operand:
+    return Operand(operand.address, operand.dtype, operand.col_stride, operand.row_stride)
+
+
+def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> bool:
+    """Pack B into borrowed memory and let `workers` threads drive the job."""
+    drive, scratch_bytes = kernels.drive, cut.scratch_bytes
+    with buffers.borrow(cut.packed_b_bytes) as packed_b:
+        fields[J.B_PACKED] = packed_b
+        job = (ctypes.c_int64 * J.WORDS)()
+        for index, value in fields.items():
+            job[index] = value
+        address = ctypes.addressof(job)
+
+        def work() -> None:
+            with buffers.borrow(scratch_bytes) as scratch:
+                drive(address, scratch)
+
+        threads.run(work, workers)
+        return not job[J.NOT_FINITE]
+
+
+def gemm(
+    m: int,
+    n: int,
+    k: int,
+    a: Operand,
+    b: Operand,
+    out: Operand,
+    *,
+    rounding: str,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Operand | None = None,
+    bias: tuple[int, str, int] | None = None,
+    activation: str | None = None,
+) -> bool:
+    """Compute ``out = activation(alpha * a @ b + beta * c + bias)``.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Extents, all at least 1.
+    a, b : Operand
+        m x k and k x n; float32, bfloat16 or float16 in any combination, or both int8.
+    out : Operand
+        m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
+        `b`. It may be the same memory as `c`, element by element.
+    rounding : {"bf16", "tf32", "fp16", "exact"}
+        What float32 operands become (nearest even). Storage of 16 or 8 bits stays what it is;
+        ``"exact"`` is for products that have no float32 operand.
+    alpha, beta : float
+        Rounded to float32. `c` is not read if `beta` is 0. For int8 only the defaults.
+    c : Operand, optional
+        m x n; float32, bfloat16 or float16.
+    bias : (address, dtype, stride in elements), optional
+        n values, added to each row.
+    activation : {None, "relu", "gelu"}
+        GELU in its tanh form.
+
+    Returns
+    -------
+    bool
+        True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not
+        finite after rounding: then `c` is as it was, also where `out` is the same memory; without
+        `c` what `out` holds is undefined.
+
+    Raises
+    ------
+    ValueError
+        If the types do not go together, or int8 comes with an epilogue.
+    """
+    kernels = _kernels(a.dtype, b.dtype, out.dtype, rounding)
+    if beta == 0:
+        c = None
+    along_rows = out.row_stride == 1 and out.col_stride != 1
+    if along_rows:
+        # The transposed product writes whole rows.
+        a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
+        c = _transposed(c) if c is not None else None
+        kernels = _kernels(a.dtype, b.dtype, out.dtype, rounding)
+    workers = 1 if m * n * k < _SMALL else threads.num_threads()
+    cut = _cut(m, n, k, kernels.step, kernels.parts_a, kernels.parts_b, workers)
+    fields = dict(kernels.fields + cut.fields)
+    fields |= _operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE)
+    fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
+    fields |= _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
+    fields |= _epilogue_fields(alpha, beta, c, bias, along_rows, activation)
+    if out.dtype == "int32" and not fields[J.PLAIN]:
+        raise ValueError("int8 products take no alpha, beta, bias or activation")
+    # A is packed while the result is written; where that would destroy `c` it is looked at before.
+    checks = cut.check_tasks if kernels.parts_a > 1 and c is not None else 0
+    fields[J.PACK_TASKS] = fields[J.PACK_B_TASKS] + checks
+    return _run(kernels, cut, fields, min(workers, max(cut.tasks, 1)))

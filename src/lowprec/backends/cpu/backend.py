@@ -1,0 +1,73 @@
+"""Executes plans on the CPU.
+
+:func:`prepare` turns a plan into a function of the operands. All decisions were made in the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from lowprec.arrays import ArrayView
+from lowprec.backends.cpu import fp32_units, tiles
+from lowprec.backends.cpu.stacks import has_epilogue
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.formats import DType
+from lowprec.planning import GemmPlan, Kernel
+
+__all__ = ["copy", "prepare"]
+
+#: dtypes that ``numpy.matmul`` multiplies with a BLAS.
+_BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the function that executes a plan.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        A plan for this CPU.
+
+    Returns
+    -------
+    Executor
+        Safe to call from several threads at once.
+    """
+    if 0 in plan.out_shape:
+        return _nothing
+    if plan.kernel in fp32_units.MULTIPLY or plan.layout.k == 0:
+        if _is_plain(plan):
+            return _plain_numpy
+        return functools.partial(fp32_units.execute, plan)
+    return functools.partial(tiles.execute, plan)
+
+
+def _is_plain(plan: GemmPlan) -> bool:
+    """Whether ``numpy.matmul`` on the arrays as they are is all that the plan asks for."""
+    problem, layout = plan.problem, plan.layout
+    return (
+        plan.kernel is Kernel.NUMPY
+        and plan.compute_dtype in _BLAS_DTYPES
+        and problem.a.dtype is problem.b.dtype is plan.out_dtype
+        and fp32_units.rounding_format(plan) is None
+        and not has_epilogue(plan)
+        and not layout.collapsed
+        and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
+    )
+
+
+def _nothing(_: Arguments) -> None:
+    """Compute a result that has no elements."""
+
+
+def _plain_numpy(arguments: Arguments) -> None:
+    a, b, out = arguments[:3]
+    with np.errstate(all="ignore"):
+        np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+
+
+def copy(source: ArrayView, out: ArrayView) -> None:
+    """Write the elements of ``source`` to ``out``, an array of the same shape and dtype."""
+    out.ndarray()[...] = source.ndarray()

@@ -1,0 +1,137 @@
+"""Rounding float32 to the formats of the math modes: a scalar oracle and its fast twin.
+
+The oracle works on one Python float with exact arithmetic and for every format; the twin works on arrays, in blocks
+that stay in the cache. The tests compare the two over every exponent.
+
+TF32 is rounded to nearest with ties away from zero, as the PTX instruction ``cvt.rna.tf32.f32`` does (PTX ISA,
+"cvt"); bfloat16 and float16 with ties to even (IEEE 754-2019, section 4.3.1). NaN stays NaN, infinities stay, a
+finite number beyond the largest of the format becomes an infinity, subnormal numbers are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from lowprec import formats
+from lowprec.backends.cpu import threads
+from lowprec.formats import NumberFormat
+
+__all__ = ["round_float32", "round_scalar"]
+
+#: Elements per block: 64 Ki float32 are 256 KiB, source and result fit the second-level cache together.
+_BLOCK = 1 << 16
+
+#: Elements that a thread takes at a time.
+_PIECE = 8 * _BLOCK
+
+
+def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> float:
+    """Round one number to a format: the readable oracle.
+
+    Parameters
+    ----------
+    value : float
+        Any Python float.
+    to : NumberFormat
+        The target format.
+    ties_away : bool
+        Ties away from zero instead of to even.
+
+    Returns
+    -------
+    float
+        The nearest number of the format, with the sign of ``value``.
+
+    Examples
+    --------
+    >>> round_scalar(1.0 + 2**-11, formats.TF32, ties_away=True) - 1.0 == 2**-10
+    True
+    """
+    if math.isnan(value) or math.isinf(value) or value == 0.0:
+        return value
+    exponent = max(math.frexp(value)[1] - 1, to.emin)
+    spacing = Fraction(2) ** (exponent - to.precision + 1)
+    quotient = Fraction(abs(value)) / spacing
+    steps = math.floor(quotient + Fraction(1, 2)) if ties_away else round(quotient)
+    rounded = steps * spacing
+    if rounded > Fraction(to.largest):
+        return math.copysign(math.inf if to.has_infinity else math.nan, value)
+    return math.copysign(float(rounded), value)
+
+
+def _round_tf32_block(source: Any, out: Any) -> None:
+    bits = out.view(np.uint32)
+    np.add(source.view(np.uint32), np.uint32(0x1000), out=bits)
+    np.bitwise_and(bits, np.uint32(0xFFFFE000), out=bits)
+
+
+def _round_bf16_block(source: Any, out: Any) -> None:
+    bits, result = source.view(np.uint32), out.view(np.uint32)
+    even = np.right_shift(bits, np.uint32(16))
+    np.bitwise_and(even, np.uint32(1), out=even)
+    np.add(even, np.uint32(0x7FFF), out=even)
+    np.add(bits, even, out=result)
+    np.bitwise_and(result, np.uint32(0xFFFF0000), out=result)
+
+
+def _round_fp16_block(source: Any, out: Any) -> None:
+    out[...] = source.astype(np.float16)
+
+
+_BLOCK_ROUNDINGS: dict[str, Callable[[Any, Any], None]] = {
+    formats.TF32.name: _round_tf32_block,
+    formats.BFLOAT16.name: _round_bf16_block,
+    formats.FLOAT16.name: _round_fp16_block,
+}
+
+
+def _round_rows(
+    source: Any, out: Any, block: Callable[[Any, Any], None], start: int, stop: int
+) -> None:
+    """Round ``source[start:stop]`` of a contiguous 1-D pair, block by block."""
+    for first in range(start, stop, _BLOCK):
+        piece = slice(first, min(first + _BLOCK, stop))
+        src, dst = source[piece], out[piece]
+        block(src, dst)
+        # The integer arithmetic carries a NaN's payload into the exponent or the sign; put the NaN back.
+        nan = np.isnan(src)
+        if nan.any():
+            dst[nan] = src[nan]
+
+
+def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
+    """Round a float32 array to a format, the values staying in float32.
+
+    Parameters
+    ----------
+    source : numpy.ndarray
+        dtype float32, any shape and strides.
+    to : NumberFormat
+        TF32, bfloat16 or float16.
+    out : numpy.ndarray
+        dtype float32, the shape of ``source``, C-contiguous; must not overlap ``source``.
+    """
+    block = _BLOCK_ROUNDINGS[to.name]
+    if not source.flags.c_contiguous:
+        out[...] = source
+        source = out
+    flat_source, flat_out = source.reshape(-1), out.reshape(-1)
+    size = flat_source.size
+    with np.errstate(all="ignore"):
+        if size <= _BLOCK:
+            _round_rows(flat_source, flat_out, block, 0, size)
+            return
+        pieces = iter(range(0, size, _PIECE))
+
+        def work() -> None:
+            # NumPy's error state belongs to the thread, so each worker silences its own.
+            with np.errstate(all="ignore"):
+                for first in pieces:
+                    _round_rows(flat_source, flat_out, block, first, min(first + _PIECE, size))
+
+        threads.run(work, threads.num_threads())

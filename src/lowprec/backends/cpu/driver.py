@@ -1,0 +1,323 @@
+"""The native side of a GEMM: the AMX micro-kernel and the loops around it.
+
+The micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It is
+assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
+B. All products go to the same four accumulator tiles, in the order of the list, and a tile is
+loaded anew only where the part changes. With four products on two parts, 10 tile loads feed 16
+multiplications.
+
+The loops, from the inside:
+
+- `INNER_STEPS` steps of one strip of B (32 KiB) stay in the first-level cache while strips of A run
+  past it. A is loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B
+  there; this is worth 35 % where one product is made of each pair of tiles. Meanwhile each call
+  prefetches its share of the next piece of B into the second-level cache.
+- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (about 1 MiB) stay in the second-level cache
+  while all of the task's strips of B run past.
+- chunks of k: accumulators wait in scratch memory as float32. Storing and loading them rounds
+  nothing, so how k is cut does not show in the result.
+- tasks: rectangles of the result, taken by the threads from a shared counter. B is packed by all
+  threads before the first of them; each task packs its own strips of A.
+
+No task's result depends on which thread computes it or on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu import job as J
+from lowprec.backends.cpu.native import (
+    FINGERPRINT,
+    I64,
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call,
+    compile_kernel,
+    inline_asm,
+    load,
+    pause,
+    yield_cpu,
+)
+
+__all__ = ["DRIVE_ARITY", "PRODUCTS", "drive_kernel", "micro_kernel"]
+
+DRIVE_ARITY = 2
+_MICRO_ARITY = 6
+
+#: Products by number of parts of A and of B, smallest first: the small ones are not lost in the sum.
+PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (1, 1): ((0, 0),),
+    (1, 2): ((0, 1), (0, 0)),
+    (2, 1): ((1, 0), (0, 0)),
+    (2, 2): ((1, 1), (1, 0), (0, 0), (0, 1)),
+}
+
+# --- the micro-kernel -------------------------------------------------------------------------
+
+# %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B, %r11 bytes per tile row.
+_A_TILES, _B_TILES = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
+_PREFETCH_LINES = 4  # per step and part: a strip of B within eight calls
+
+
+def _step_text(multiply: str, products: Sequence[tuple[int, int]], at: int) -> list[str]:
+    """One step of k; `at` counts steps from where the registers point."""
+    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
+    lines, loaded = [], [-1, -1]
+    prefetches = [_PREFETCH_LINES * parts_b * at + i for i in range(_PREFETCH_LINES * parts_b)]
+    for i, j in products:
+        if loaded[0] != i:
+            offset = (at * parts_a + i) * 2048
+            for t, tile in enumerate(_A_TILES):
+                lines.append(f"tileloaddt1 {offset + 1024 * t}(%rax,%r11,1), {tile}")
+        if loaded[1] != j:
+            offset = (at * parts_b + j) * 2048
+            for t, tile in enumerate(_B_TILES):
+                lines.append(f"tileloadd {offset + 1024 * t}(%rcx,%r11,1), {tile}")
+        loaded = [i, j]
+        for acc in range(4):
+            lines.append(f"{multiply} {_B_TILES[acc & 1]}, {_A_TILES[acc >> 1]}, %tmm{acc}")
+            if prefetches:
+                lines.append(f"prefetcht1 {64 * prefetches.pop(0)}(%rdx)")
+    return lines
+
+
+def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
+    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
+    return [
+        f"addq $${2048 * parts_a * steps}, %rax",
+        f"addq $${2048 * parts_b * steps}, %rcx",
+        f"addq $${64 * _PREFETCH_LINES * parts_b * steps}, %rdx",
+    ]
+
+
+def micro_kernel_text(multiply: str, products: Sequence[tuple[int, int]]) -> str:
+    """Assembly of a micro-kernel: operands $0 A, $1 B, $2 accumulators, $3 steps (at least 1),
+    $4 whether to add to the accumulators, $5 where the next piece of B is."""
+    lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
+    lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
+    lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]
+    lines += ["jmp 3f", "2:"] + [f"tilezero %tmm{t}" for t in range(4)] + ["3:"]
+    # An odd step first, so that the loop takes two at a time.
+    lines += ["testq $$1, %r9", "jz 1f", *_step_text(multiply, products, 0)]
+    lines += [*_advance_text(products, 1), "subq $$1, %r9", "jz 4f"]
+    lines += ["1:", *_step_text(multiply, products, 0), *_step_text(multiply, products, 1)]
+    lines += [*_advance_text(products, 2), "subq $$2, %r9", "jnz 1b", "4:"]
+    lines += [f"tilestored %tmm{t}, {1024 * t}(%r8,%r11,1)" for t in range(4)]
+    return "\n".join(lines)
+
+
+_CLOBBERS = "~{rax},~{rcx},~{rdx},~{r8},~{r9},~{r11},~{memory},~{flags},~{dirflag},~{fpsr}"
+
+
+@intrinsic(prefer_literal=True)
+def _micro(typing_context, parts_a, parts_b, integer, a, b, acc, steps, add, following):
+    products = PRODUCTS[parts_a.literal_value, parts_b.literal_value]
+    text = micro_kernel_text("tdpbssd" if integer.literal_value else "tdpbf16ps", products)
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[3:])
+        return context.get_dummy_value()
+
+    return types.void(parts_a, parts_b, integer, *[types.intp] * 6), generate
+
+
+@lru_cache(maxsize=None)
+def micro_kernel(parts_a: int, parts_b: int, integer: bool) -> int:
+    """Address of the micro-kernel for operands in so many parts; int8 operands if `integer`."""
+    is_integer, fingerprint = int(integer), FINGERPRINT
+
+    def micro(a, b, acc, steps, add, following):
+        _micro(parts_a, parts_b, is_integer, a, b, acc, steps, add, following)
+        return fingerprint & 0
+
+    return compile_kernel(micro, _MICRO_ARITY)
+
+
+@intrinsic
+def _configure_tiles(typing_context, config):
+    def generate(context, builder, signature, args):
+        inline_asm(builder, "ldtilecfg ($0)", "r,~{memory}", ir.VoidType(), args)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
+def _release_tiles(typing_context):
+    def generate(context, builder, signature, args):
+        inline_asm(builder, "tilerelease", "~{memory}", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+# --- the loops around it ----------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _field(job, index):
+    return load(job + 8 * index, "i64")
+
+
+@njit
+def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
+    return call(
+        _field(job, J.PACK_A),
+        (
+            _field(job, J.A),
+            _field(job, J.A_ROW_STRIDE),
+            _field(job, J.A_COL_STRIDE),
+            _field(job, J.M),
+            _field(job, J.K),
+            first_strip,
+            end_strip,
+            first_step,
+            end_step,
+            scratch,
+            _field(job, J.A_STRIP_BYTES),
+            0,
+            scratch + _field(job, J.SCRATCH_OFFSET),
+        ),
+    )
+
+
+@njit
+def _pack_b(job, index, scratch):
+    """One task of the packing phase: some strips of B over some steps."""
+    strips, steps = _field(job, J.PACK_B_STRIPS), _field(job, J.PACK_B_STEPS)
+    groups = -(-_field(job, J.STRIPS_N) // strips)
+    strip, step = (index % groups) * strips, (index // groups) * steps
+    strip_bytes = _field(job, J.B_STRIP_BYTES)
+    target = _field(job, J.B_PACKED) + strip * strip_bytes
+    return call(
+        _field(job, J.PACK_B),
+        (
+            _field(job, J.B),
+            _field(job, J.B_COL_STRIDE),
+            _field(job, J.B_ROW_STRIDE),
+            _field(job, J.N),
+            _field(job, J.K),
+            strip,
+            min(strip + strips, _field(job, J.STRIPS_N)),
+            step,
+            min(step + steps, _field(job, J.STEPS)),
+            target + step * 2048 * _field(job, J.B_PARTS),
+            strip_bytes,
+            1,
+            scratch + _field(job, J.SCRATCH_OFFSET),
+        ),
+    )
+
+
+@njit
+def _check_a(job, index, scratch):
+    """Pack some strips of A for the sake of the flags alone."""
+    strips, steps = _field(job, J.TASK_STRIPS_M), _field(job, J.STEPS)
+    chunk = _field(job, J.CHUNK_STEPS)
+    end_strip = min((index + 1) * strips, _field(job, J.STRIPS_M))
+    flags = 0
+    for step in range(0, steps, chunk):
+        flags |= _pack_a(job, index * strips, end_strip, step, min(step + chunk, steps), scratch)
+    return flags
+
+
+@njit
+def _packing_phase(job, scratch):
+    tasks, tasks_b = _field(job, J.PACK_TASKS), _field(job, J.PACK_B_TASKS)
+    while True:
+        index = atomic_add(job + 8 * J.PACK_NEXT, 1)
+        if index >= tasks:
+            break
+        if index < tasks_b:
+            flags = _pack_b(job, index, scratch)
+        else:
+            flags = _check_a(job, index - tasks_b, scratch)
+        if flags != 0:
+            atomic_store(job + 8 * J.NOT_FINITE, 1)
+        atomic_add(job + 8 * J.PACK_DONE, 1)
+    # The others are busy with their last task: a wait of microseconds, unless a thread lost its CPU.
+    spins = 0
+    while atomic_load(job + 8 * J.PACK_DONE) < tasks:
+        spins += 1
+        if spins < 2000:
+            pause()
+        else:
+            yield_cpu()
+
+
+@njit
+def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
+    """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
+    micro, epilogue = _field(job, J.KERNEL), _field(job, J.EPILOGUE)
+    step_a, step_b = 2048 * _field(job, J.A_PARTS), 2048 * _field(job, J.B_PARTS)
+    strip_bytes_a, strip_bytes_b = _field(job, J.A_STRIP_BYTES), _field(job, J.B_STRIP_BYTES)
+    steps, inner = _field(job, J.STEPS), _field(job, J.INNER_STEPS)
+    accumulators = scratch + _field(job, J.ACC_OFFSET)
+    # With a single chunk one column of accumulators is enough.
+    acc_column = 0 if _field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
+    for n in range(strip_n, end_n):
+        b = _field(job, J.B_PACKED) + n * strip_bytes_b
+        acc0 = accumulators + (n - strip_n) * acc_column
+        for s in range(step, end_step, inner):
+            count = min(inner, end_step - s)
+            following = b + (s + count) * step_b
+            if s + count == end_step:
+                following = b + strip_bytes_b + step * step_b
+            share = count * 64 * _PREFETCH_LINES * _field(job, J.B_PARTS)
+            for m in range(end_m - strip_m):
+                acc = acc0 + m * 4096
+                a = scratch + m * strip_bytes_a + (s - step) * step_a
+                call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
+                if s + count == steps:
+                    to = scratch + _field(job, J.SCRATCH_OFFSET)
+                    call(epilogue, (acc, job, (strip_m + m) * 32, n * 32, to))
+
+
+@njit
+def _task(job, index, scratch):
+    """One rectangle of the result; returns nonzero if A is not finite there."""
+    tasks_n = _field(job, J.TASKS_N)
+    strip_m = (index // tasks_n) * _field(job, J.TASK_STRIPS_M)
+    strip_n = (index % tasks_n) * _field(job, J.TASK_STRIPS_N)
+    end_m = min(strip_m + _field(job, J.TASK_STRIPS_M), _field(job, J.STRIPS_M))
+    end_n = min(strip_n + _field(job, J.TASK_STRIPS_N), _field(job, J.STRIPS_N))
+    steps, chunk = _field(job, J.STEPS), _field(job, J.CHUNK_STEPS)
+    for step in range(0, steps, chunk):
+        end_step = min(step + chunk, steps)
+        if _pack_a(job, strip_m, end_m, step, end_step, scratch) != 0:
+            return 1
+        _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch)
+    return 0
+
+
+@lru_cache(maxsize=None)
+def drive_kernel() -> int:
+    """Address of the driver.
+
+    Its arguments, `DRIVE_ARITY` integers: address of the job, address of this thread's scratch.
+    Every thread that works on the job calls it once.
+    """
+    fingerprint = FINGERPRINT
+
+    def drive(job, scratch):
+        _packing_phase(job, scratch)
+        tasks = _field(job, J.TASKS)
+        _configure_tiles(_field(job, J.TILE_CONFIG))
+        while atomic_load(job + 8 * J.NOT_FINITE) == 0:
+            index = atomic_add(job + 8 * J.TASK_NEXT, 1)
+            if index >= tasks:
+                break
+            if _task(job, index, scratch) != 0:
+                atomic_store(job + 8 * J.NOT_FINITE, 1)
+        _release_tiles()
+        return fingerprint & 0
+
+    return compile_kernel(drive, DRIVE_ARITY)

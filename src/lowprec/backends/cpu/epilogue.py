@@ -1,0 +1,261 @@
+"""From a finished block of accumulators to the caller's output.
+
+An accumulator block is 32 x 32 float32 (int32 for int8 operands) as four 16 x 16 tiles of 1 KiB:
+top left, top right, bottom left, bottom right. The epilogue computes in float32, in this order,
+
+    v = alpha * acc;  v = v + beta * c;  v = v + bias;  v = activation(v)
+
+each operation rounded once, and then rounds `v` to the output's type, once, to nearest even, with
+subnormals and overflow to infinity as the type has them; a NaN stays a NaN.
+
+GELU is the tanh form that cuBLASLt uses. ``0.5 * (1 + tanh(y))`` is ``1 / (1 + exp(-2 * y))``, which
+needs one exponential and does not cancel for negative y.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.job import (
+    ACTIVATION,
+    ALPHA,
+    BETA,
+    BIAS,
+    BIAS_COL_STRIDE,
+    BIAS_KIND,
+    BIAS_ROW_STRIDE,
+    C,
+    C_COL_STRIDE,
+    C_KIND,
+    C_ROW_STRIDE,
+    GELU,
+    KINDS,
+    OUT,
+    OUT_COL_STRIDE,
+    OUT_ROW_STRIDE,
+    PLAIN,
+    RELU,
+    M,
+    N,
+)
+from lowprec.backends.cpu.native import (
+    F16,
+    F32,
+    FINGERPRINT,
+    I16,
+    I32,
+    compile_kernel,
+    load,
+    pointer,
+    store,
+    vector,
+)
+
+__all__ = ["EPILOGUE_ARITY", "epilogue_kernel"]
+
+EPILOGUE_ARITY = 5
+
+_FLOAT32, _BFLOAT16, _FLOAT16, _INT32 = (
+    KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
+)
+_ITEM_BYTES = {_FLOAT32: 4, _BFLOAT16: 2, _FLOAT16: 2, _INT32: 4}
+
+# --- conversions ------------------------------------------------------------------------------
+
+
+def _splat(value: int) -> Any:
+    return vector(I32, [value] * 16)
+
+
+def _to_bfloat16(builder: Any, bits: Any) -> Any:
+    """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
+    odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
+    magnitude = builder.and_(bits, _splat(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, _splat(0x7F800000))
+    quiet = builder.or_(builder.lshr(bits, _splat(16)), _splat(0x40))
+    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
+
+
+@intrinsic(prefer_literal=True)
+def _put16(typing_context, source, target, kind):
+    """Convert 16 accumulators and write them in sequence."""
+    to = kind.literal_value
+
+    def generate(context, builder, signature, args):
+        bits = builder.load(pointer(builder, args[0], ir.VectorType(I32, 16)), align=64)
+        if to == _BFLOAT16:
+            bits = _to_bfloat16(builder, bits)
+        elif to == _FLOAT16:
+            floats = builder.bitcast(bits, ir.VectorType(F32, 16))
+            bits = builder.fptrunc(floats, ir.VectorType(F16, 16))
+        builder.store(bits, pointer(builder, args[1], bits.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind), generate
+
+
+@intrinsic
+def _load_float16(typing_context, address):
+    def generate(context, builder, signature, args):
+        return builder.fpext(builder.load(pointer(builder, args[0], F16), align=2), F32)
+
+    return types.float32(types.intp), generate
+
+
+@intrinsic
+def _float32_of_bits(typing_context, bits):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.uint32), generate
+
+
+@njit
+def _get(address, kind):
+    """One element of any kind, as float32."""
+    if kind == _FLOAT32:
+        return load(address, "f32")
+    if kind == _BFLOAT16:
+        return _float32_of_bits(np.uint32(load(address, "u16")) << np.uint32(16))
+    return _load_float16(address)
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+_LOG2E = np.float32(1.4426950408889634)
+# ln 2 in two parts: the first has few bits, so that n times it is exact.
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
+_EXP_COEFFICIENTS = tuple(
+    np.float32(c)
+    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
+)
+_GELU_OUTER, _GELU_INNER = np.float32(0.7978845608028654), np.float32(0.044715)
+_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
+
+
+@njit(inline="always")
+def _exp(x):
+    """e**x for float32, to 2 units in the last place (the polynomial of the Cephes library)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = (x * _LOG2E + _MAGIC) - _MAGIC
+    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = _EXP_COEFFICIENTS[0]
+    p = p * r + _EXP_COEFFICIENTS[1]
+    p = p * r + _EXP_COEFFICIENTS[2]
+    p = p * r + _EXP_COEFFICIENTS[3]
+    p = p * r + _EXP_COEFFICIENTS[4]
+    p = p * r + _HALF
+    value = p * r * r + r + _ONE
+    return value * _float32_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@njit(inline="always")
+def _gelu(x):
+    # min and max in _exp would swallow a NaN; the product with x brings it back.
+    y = _GELU_OUTER * (x + _GELU_INNER * x * x * x)
+    return x / (_ONE + _exp(-_TWO * y))
+
+
+@njit
+def _activate(acc, activation):
+    for i in range(1024):
+        x = load(acc + 4 * i, "f32")
+        if activation == RELU:
+            # Written so that a NaN passes.
+            x = np.float32(0) if x < np.float32(0) else x
+        else:
+            x = _gelu(x)
+        store(acc + 4 * i, x, "f32")
+
+
+@njit
+def _field(job, index):
+    return load(job + 8 * index, "i64")
+
+
+@njit(inline="always")
+def _at(acc, i, j):
+    """Address of the accumulator of row i, column j."""
+    return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
+
+
+@njit
+def _add_array(acc, rows, cols, factor, source, row_stride, col_stride, kind):
+    for i in range(rows):
+        for j in range(cols):
+            at = _at(acc, i, j)
+            addend = _get(source + i * row_stride + j * col_stride, kind)
+            store(at, load(at, "f32") + factor * addend, "f32")
+
+
+@njit
+def _arithmetic(acc, job, row, col, rows, cols):
+    """alpha, beta * c, bias and activation, in place."""
+    alpha = np.float32(load(job + 8 * ALPHA, "f64"))
+    beta = np.float32(load(job + 8 * BETA, "f64"))
+    if alpha != _ONE:
+        for i in range(1024):
+            store(acc + 4 * i, alpha * load(acc + 4 * i, "f32"), "f32")
+    if beta != np.float32(0):
+        row_stride, col_stride = _field(job, C_ROW_STRIDE), _field(job, C_COL_STRIDE)
+        source = _field(job, C) + row * row_stride + col * col_stride
+        _add_array(acc, rows, cols, beta, source, row_stride, col_stride, _field(job, C_KIND))
+    if _field(job, BIAS) != 0:
+        row_stride, col_stride = _field(job, BIAS_ROW_STRIDE), _field(job, BIAS_COL_STRIDE)
+        source = _field(job, BIAS) + row * row_stride + col * col_stride
+        _add_array(acc, rows, cols, _ONE, source, row_stride, col_stride, _field(job, BIAS_KIND))
+    activation = _field(job, ACTIVATION)
+    if activation != 0:
+        _activate(acc, activation)
+
+
+# --- the kernels ------------------------------------------------------------------------------
+
+
+def _epilogue_function(kind: int) -> Any:
+    item = _ITEM_BYTES[kind]
+    element = "u16" if item == 2 else "u32"
+    fingerprint = FINGERPRINT
+
+    @njit
+    def put_row(acc, i, target):
+        source = _at(acc, i, 0)
+        _put16(source, target, kind)
+        _put16(source + 1024, target + 16 * item, kind)
+
+    def epilogue(acc, job, row, col, scratch):
+        rows, cols = min(32, _field(job, M) - row), min(32, _field(job, N) - col)
+        row_stride, col_stride = _field(job, OUT_ROW_STRIDE), _field(job, OUT_COL_STRIDE)
+        target = _field(job, OUT) + row * row_stride + col * col_stride
+        if kind != _INT32 and _field(job, PLAIN) == 0:
+            _arithmetic(acc, job, row, col, rows, cols)
+        if cols == 32 and col_stride == item:
+            for i in range(rows):
+                put_row(acc, i, target + i * row_stride)
+        else:
+            for i in range(rows):
+                put_row(acc, i, scratch)
+                to = target + i * row_stride
+                for j in range(cols):
+                    store(to + j * col_stride, load(scratch + j * item, element), element)
+        return fingerprint & 0
+
+    return epilogue
+
+
+@lru_cache(maxsize=None)
+def epilogue_kernel(dtype: str) -> int:
+    """Address of the epilogue that writes `dtype`.
+
+    Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
+    overwrite), of the job, first row, first column, address of 256 bytes of scratch.
+    """
+    return compile_kernel(_epilogue_function(KINDS[dtype]), EPILOGUE_ARITY)

@@ -1,0 +1,84 @@
+"""What follows the product: ``out = activation(alpha * product + beta * c + bias)``, rounded once to out's dtype.
+
+The arithmetic is done in the accumulator's dtype (float32 for 16-bit results), as the epilogues of cuBLASLt do
+(cuBLAS documentation, ``cublasLtEpilogue_t``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec.planning import Activation
+
+__all__ = ["finish", "gelu", "relu"]
+
+_GELU_SLOPE = math.sqrt(2.0 / math.pi)
+
+
+def relu(x: Any) -> Any:
+    """Replace negative elements by zero, in place; NaN stays NaN."""
+    return np.maximum(x, 0, out=x)
+
+
+def gelu(x: Any) -> Any:
+    """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    inner = x * x
+    inner *= x.dtype.type(0.044715)
+    inner += 1
+    inner *= x
+    inner *= x.dtype.type(_GELU_SLOPE)
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= x.dtype.type(0.5)
+    x *= inner
+    return x
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {
+    Activation.RELU: relu,
+    Activation.GELU: gelu,
+}
+
+
+def finish(
+    product: Any,
+    out: Any,
+    *,
+    alpha: complex,
+    beta: complex,
+    c: Any | None,
+    bias: Any | None,
+    activation: Activation | None,
+) -> None:
+    """Apply the epilogue to ``product``, in place, and write the result to ``out``.
+
+    Parameters
+    ----------
+    product : numpy.ndarray, shape (..., m, n)
+        Accumulator; overwritten. May be ``out`` itself.
+    out : numpy.ndarray, shape (..., m, n)
+        Receives the result, rounded to its dtype.
+    alpha, beta : complex
+        Factors of the product and of ``c``; ``c`` is not read where ``beta`` is zero, as in BLAS.
+    c : numpy.ndarray or None, shape (..., m, n)
+        May be ``out`` itself.
+    bias : numpy.ndarray or None, shape (n,)
+    activation : Activation or None
+    """
+    scalar = product.dtype.type
+    with np.errstate(all="ignore"):
+        if alpha != 1:
+            product *= scalar(alpha)
+        if c is not None and beta != 0:
+            addend = c.astype(product.dtype, copy=False)
+            product += addend if beta == 1 else addend * scalar(beta)
+        if bias is not None:
+            product += bias.astype(product.dtype, copy=False)
+        if activation is not None:
+            _ACTIVATIONS[activation](product)
+        if product is not out:
+            out[...] = product

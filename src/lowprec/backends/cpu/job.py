@@ -1,0 +1,74 @@
+"""The fields of a GEMM job: what Python tells the native driver, as an array of 64-bit words.
+
+Strides are in bytes here; `ALPHA` and `BETA` are float64. The counters that the threads share come
+first, each on a cache line of its own.
+"""
+
+from __future__ import annotations
+
+# --- written by the threads ---
+PACK_NEXT = 0  # the next task of the packing phase
+PACK_DONE = 8  # how many of those are complete
+TASK_NEXT = 16  # the next block of the result
+NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
+
+# --- set up once ---
+(
+    M,
+    N,
+    K,
+    STEPS,
+    A,
+    A_ROW_STRIDE,
+    A_COL_STRIDE,
+    B,
+    B_ROW_STRIDE,
+    B_COL_STRIDE,
+    OUT,
+    OUT_ROW_STRIDE,
+    OUT_COL_STRIDE,
+    C,
+    C_ROW_STRIDE,
+    C_COL_STRIDE,
+    C_KIND,
+    BIAS,
+    BIAS_ROW_STRIDE,
+    BIAS_COL_STRIDE,
+    BIAS_KIND,
+    ALPHA,
+    BETA,
+    ACTIVATION,
+    PLAIN,
+    TILE_CONFIG,
+    PACK_A,
+    PACK_B,
+    KERNEL,
+    EPILOGUE,
+    A_PARTS,
+    B_PARTS,
+    B_PACKED,
+    B_STRIP_BYTES,
+    A_STRIP_BYTES,
+    STRIPS_M,
+    STRIPS_N,
+    PACK_B_STRIPS,
+    PACK_B_STEPS,
+    PACK_B_TASKS,
+    PACK_TASKS,
+    TASK_STRIPS_M,
+    TASK_STRIPS_N,
+    TASKS_N,
+    TASKS,
+    CHUNK_STEPS,
+    INNER_STEPS,
+    ACC_OFFSET,
+    SCRATCH_OFFSET,
+) = range(32, 32 + 49)
+
+WORDS = 96
+
+#: Codes of element types, as `C_KIND` and `BIAS_KIND` hold them.
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
+
+RELU, GELU = 1, 2
+ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}

@@ -1,0 +1,214 @@
+"""The few machine-level operations that numba does not offer, and the way from Python to a kernel.
+
+A kernel is a numba `@cfunc` of integers: addresses, strides in bytes, counts. It is called through
+ctypes, which releases the GIL and unboxes nothing. Inside, memory is read and written through
+`load` and `store` (an ndarray's indexing would test every index for being negative), vectors are
+built as LLVM IR, and kernels reach each other through plain function pointers (`call`), so that
+each is compiled once and combined at run time.
+
+Importing this module imports numba; nothing on the way of ``import lowprec`` may do so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = [
+    "F32",
+    "FINGERPRINT",
+    "I16",
+    "I32",
+    "I64",
+    "atomic_add",
+    "atomic_load",
+    "atomic_store",
+    "call",
+    "compile_kernel",
+    "inline_asm",
+    "load",
+    "pause",
+    "pointer",
+    "shuffle",
+    "store",
+    "vector",
+    "yield_cpu",
+]
+
+# Inline assembly is assembled by LLVM itself.
+llvmlite.binding.initialize_native_asmparser()
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+_ELEMENTS: dict[str, tuple[Any, Any]] = {
+    "i8": (I8, types.int8),
+    "u16": (I16, types.uint16),
+    "i32": (I32, types.int32),
+    "u32": (I32, types.uint32),
+    "i64": (I64, types.intp),
+    "f32": (F32, types.float32),
+    "f64": (F64, types.float64),
+}
+
+
+def _fingerprint() -> int:
+    """Changes with the source of any kernel module.
+
+    numba's disk cache looks only at the file of the cached function itself. Each kernel mentions
+    this number, so that a change of any module that it is built from makes it a new function.
+    """
+    here = Path(__file__).parent
+    names = ("native.py", "packing.py", "epilogue.py", "driver.py", "job.py")
+    return zlib.crc32(b"".join((here / name).read_bytes() for name in names))
+
+
+FINGERPRINT = _fingerprint()
+
+# --- LLVM IR in short -------------------------------------------------------------------------
+
+
+def vector(element: Any, values: Sequence[int]) -> Any:
+    """A constant vector."""
+    return ir.Constant(ir.VectorType(element, len(values)), list(values))
+
+
+def pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def shuffle(builder: Any, a: Any, b: Any, mask: Sequence[int]) -> Any:
+    return builder.shuffle_vector(a, b, vector(I32, mask))
+
+
+def inline_asm(
+    builder: Any, text: str, constraints: str, result: Any, args: Sequence[Any]
+) -> Any:
+    signature = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(ir.InlineAsm(signature, text, constraints, side_effect=True), args)
+
+
+# --- operations for kernels -------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context, address, kind):
+    """``load(address, "f32")``: the element at an address, of any alignment."""
+    element, numba_type = _ELEMENTS[kind.literal_value]
+
+    def generate(context, builder, signature, args):
+        return builder.load(pointer(builder, args[0], element), align=1)
+
+    return numba_type(types.intp, kind), generate
+
+
+@intrinsic(prefer_literal=True)
+def store(typing_context, address, value, kind):
+    """``store(address, value, "f32")``."""
+    element, numba_type = _ELEMENTS[kind.literal_value]
+
+    def generate(context, builder, signature, args):
+        builder.store(args[1], pointer(builder, args[0], element), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, numba_type, kind), generate
+
+
+@intrinsic
+def call(typing_context, function, args):
+    """Call a kernel by its address with a tuple of integers."""
+    count = len(args)
+
+    def generate(context, builder, signature, values):
+        parameters = [builder.extract_value(values[1], i) for i in range(count)]
+        function_type = ir.FunctionType(I64, [I64] * count)
+        return builder.call(pointer(builder, values[0], function_type), parameters)
+
+    return types.intp(types.intp, types.UniTuple(types.intp, count)), generate
+
+
+@intrinsic
+def atomic_add(typing_context, address, value):
+    """Add to the int64 at an address; return what it was before."""
+
+    def generate(context, builder, signature, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+@intrinsic
+def atomic_load(typing_context, address):
+    def generate(context, builder, signature, args):
+        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def atomic_store(typing_context, address, value):
+    def generate(context, builder, signature, args):
+        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+@intrinsic
+def pause(typing_context):
+    """Tell the core that this is a spinning loop."""
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, "pause", "~{memory}", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def yield_cpu(typing_context):
+    """``sched_yield``, as a system call."""
+
+    def generate(context, builder, signature, args):
+        text = "movl $$24, %eax\nsyscall"
+        clobbers = "~{rax},~{rcx},~{r11},~{memory},~{flags}"
+        inline_asm(builder, text, clobbers, ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+# --- from Python ------------------------------------------------------------------------------
+
+# Compiled functions must outlive every address taken of them.
+_keep_alive: list[Any] = []
+
+
+def compile_kernel(function: Callable[..., Any], arity: int) -> int:
+    """Compile a Python function of integers to native code and return its address.
+
+    The machine code is kept in numba's cache on disk; where no cache can be written it is compiled
+    in each process.
+    """
+    signature = types.intp(*[types.intp] * arity)
+    options = {"nopython": True, "error_model": "numpy"}
+    try:
+        compiled = numba.cfunc(signature, cache=True, **options)(function)
+    except (OSError, RuntimeError):
+        compiled = numba.cfunc(signature, **options)(function)
+    _keep_alive.append(compiled)
+    return int(compiled.address)
+
+
+def callable_at(address: int, arity: int) -> Callable[..., int]:
+    """A Python callable for a kernel; the GIL is released while it runs."""
+    return ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_ssize_t] * arity)(address)

@@ -1,0 +1,114 @@
+"""The arrays of a product as NumPy's views in matrix form."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.backends.cpu import buffers
+from lowprec.backends.cpu.finish import finish
+from lowprec.backends.execution import Arguments
+from lowprec.formats import DType
+from lowprec.planning import GemmPlan
+
+__all__ = [
+    "ACCUMULATOR",
+    "Stacks",
+    "finish_stacks",
+    "has_epilogue",
+    "scratch",
+    "stacks_of",
+]
+
+#: In what the products are summed, by the dtype that both operands are promoted to.
+ACCUMULATOR = {
+    DType.FLOAT64: np.dtype("float64"),
+    DType.FLOAT32: np.dtype("float32"),
+    DType.FLOAT16: np.dtype("float32"),
+    DType.BFLOAT16: np.dtype("float32"),
+    DType.COMPLEX64: np.dtype("complex64"),
+    DType.COMPLEX128: np.dtype("complex128"),
+    DType.INT8: np.dtype("int32"),
+}
+
+#: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
+_SMALL_BYTES = 64 << 10
+
+
+class Stacks(NamedTuple):
+    """Stacks of matrices: vectors lifted to matrices, the batch collapsed to rows where the plan says so.
+
+    Parameters
+    ----------
+    a, b, out : numpy.ndarray, shapes (..., m, k), (..., k, n), (..., m, n)
+        Views of the arguments. The batches of ``a`` and ``b`` broadcast to that of ``out``.
+    c : numpy.ndarray or None, shape (..., m, n)
+        Broadcast to the shape of ``out``; None where beta is zero.
+    bias : numpy.ndarray or None, shape (n,)
+    """
+
+    a: Any
+    b: Any
+    out: Any
+    c: Any | None
+    bias: Any | None
+
+
+def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
+    """Return the arguments in matrix form."""
+    a, b, out = (x.ndarray() for x in arguments[:3])
+    vector_a, vector_b = a.ndim == 1, b.ndim == 1
+    if vector_b:
+        b, out = b[:, None], out[..., None]
+    if vector_a:
+        a, out = a[None, :], out[..., None, :]
+    if plan.layout.collapsed:
+        a, out = a.reshape(-1, a.shape[-1]), out.reshape(-1, out.shape[-1])
+        b = b.reshape(b.shape[-2:])
+    c = bias = None
+    if arguments.c is not None and plan.problem.has_beta:
+        c = np.broadcast_to(arguments.c.ndarray(), plan.out_shape).reshape(out.shape)
+    if arguments.bias is not None:
+        bias = arguments.bias.ndarray()
+    return Stacks(a, b, out, c, bias)
+
+
+def has_epilogue(plan: GemmPlan) -> bool:
+    """Whether anything is left to do once the product is there."""
+    problem = plan.problem
+    return (
+        problem.has_alpha
+        or problem.has_beta
+        or problem.bias is not None
+        or problem.activation is not None
+    )
+
+
+def finish_stacks(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
+    """Apply the plan's epilogue to ``product`` (overwritten) and write ``stacks.out``."""
+    finish(
+        product,
+        stacks.out,
+        alpha=arguments.alpha,
+        beta=arguments.beta,
+        c=stacks.c,
+        bias=stacks.bias,
+        activation=plan.problem.activation,
+    )
+
+
+@contextlib.contextmanager
+def scratch(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Any]:
+    """Lend an uninitialised C-contiguous array for the length of a ``with`` block."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _SMALL_BYTES:
+        yield np.empty(shape, dtype)
+        return
+    with buffers.borrow(nbytes) as address:
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        yield np.frombuffer(memory, dtype).reshape(shape)

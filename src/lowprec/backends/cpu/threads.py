@@ -1,0 +1,277 @@
+"""A small pool of worker threads, and how many of them to use.
+
+The kernels of this backend are native code that releases the GIL and shares work among its callers
+by an atomic counter. So all that is needed here is to have several threads make the same call:
+`run(work, workers)` calls `work()` in the calling thread and, as far as idle workers exist, in up
+to `workers - 1` others. No worker is waited for that has not started: if the caller alone came to
+the end of the work first, the others find the job closed.
+
+There is no OpenMP in this: a second OpenMP runtime beside a framework's would oversubscribe the
+machine, and its threads spin after each parallel region.
+
+`num_threads` follows the CPUs that this process may use and what the BLAS library in this process
+was told, so `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS` and
+`threadpoolctl.threadpool_limits` act on this pool as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+__all__ = ["cpu_limit", "num_threads", "run"]
+
+_REFRESH_SECONDS = 1.0
+_RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
+
+# --- the pool ---------------------------------------------------------------------------------
+
+
+class _Job:
+    """One `run`: the work, a ticket per helper that may still start, and what came of each."""
+
+    __slots__ = ("outcomes", "tickets", "work")
+
+    def __init__(self, work: Callable[[], None], helpers: int) -> None:
+        self.work = work
+        self.tickets = [None] * helpers
+        self.outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def close(self) -> int:
+        """Withdraw the tickets that no helper has taken; return how many were withdrawn."""
+        withdrawn = 0
+        # `list.pop` is atomic: each ticket goes either to a helper or back to the caller.
+        while True:
+            try:
+                self.tickets.pop()
+            except IndexError:
+                return withdrawn
+            withdrawn += 1
+
+
+class _Worker:
+    """A daemon thread that sleeps on a lock of its own until it is handed a job."""
+
+    __slots__ = ("_idle", "_job", "_wake")
+
+    def __init__(self, idle: list[_Worker], number: int) -> None:
+        self._idle = idle
+        self._job: _Job | None = None
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        threading.Thread(target=self._loop, name=f"lowprec-{number}", daemon=True).start()
+
+    def hand(self, job: _Job) -> None:
+        self._job = job
+        self._wake.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._wake.acquire()
+            job, self._job = self._job, None
+            if job is not None:
+                self._help(job)
+            # A reference kept here would hold the last job's operands until the next one.
+            del job
+
+    def _help(self, job: _Job) -> None:
+        try:
+            job.tickets.pop()
+        except IndexError:
+            self._idle.append(self)
+            return
+        outcome: BaseException | None = None
+        try:
+            job.work()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, raised there
+            outcome = error
+        # Idle first: a caller that returns and calls again must find this worker.
+        self._idle.append(self)
+        job.outcomes.put(outcome)
+
+
+class _Pool:
+    """Idle workers as a stack; the one that slept least is woken first."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def _take(self, limit: int) -> _Worker | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            pass
+        with self._lock:
+            if self._count >= limit:
+                return None
+            self._count += 1
+            number = self._count
+        return _Worker(self._idle, number)
+
+    def run(self, work: Callable[[], None], workers: int) -> None:
+        helpers = []
+        # The limit on all workers keeps concurrent callers from oversubscribing the machine.
+        for _ in range(workers - 1):
+            worker = self._take(workers - 1)
+            if worker is None:
+                break
+            helpers.append(worker)
+        if not helpers:
+            work()
+            return
+        job = _Job(work, len(helpers))
+        for worker in helpers:
+            worker.hand(job)
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001 - raised again once the helpers are done
+            error = raised
+        started = len(helpers) - job.close()
+        for _ in range(started):
+            error = job.outcomes.get() or error
+        if error is not None:
+            raise error
+
+
+_pool = _Pool()
+
+
+def _after_fork_in_child() -> None:
+    """Only the forking thread lives on in the child: begin with an empty pool."""
+    global _pool, _limits
+    _pool = _Pool()
+    _limits = _Limits()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def run(work: Callable[[], None], workers: int) -> None:
+    """Call `work()` in this thread and in up to ``workers - 1`` pool threads at the same time.
+
+    Returns when every call that began has returned. `work` must divide the work among its callers
+    itself, and one call must be enough to complete all of it: how many helpers take part is not
+    promised.
+
+    Parameters
+    ----------
+    work : callable
+        Takes no argument; its result is ignored.
+    workers : int
+        Largest number of threads, the calling one included.
+
+    Raises
+    ------
+    BaseException
+        Whatever `work` raised, after all calls have ended. If several did, one of them.
+    """
+    if workers <= 1:
+        work()
+    else:
+        _pool.run(work, workers)
+
+
+# --- how many threads -------------------------------------------------------------------------
+
+
+def _cgroup_cpus() -> int | None:
+    """The CPU quota of this process's control group (version 2), rounded up; None if unlimited."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        return None
+
+
+def cpu_limit() -> int:
+    """CPUs that this process may use: its affinity mask and its control group's quota."""
+    try:
+        cpus = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        cpus = os.cpu_count() or 1
+    quota = _cgroup_cpus()
+    return cpus if quota is None else min(cpus, quota)
+
+
+def _loaded(path: str) -> ctypes.PyDLL | None:
+    """A handle on a library that is in the process already; nothing is ever loaded by this."""
+    try:
+        return ctypes.PyDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE) if _RTLD_NOLOAD else None
+    except OSError:
+        return None
+
+
+def _mkl_getter() -> Callable[[], int] | None:
+    for name in ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so.1"):
+        library = _loaded(name)
+        getter = getattr(library, "MKL_Get_Max_Threads", None) if library else None
+        if getter is not None:
+            getter.restype = ctypes.c_int
+            return getter  # type: ignore[no-any-return]
+    return None
+
+
+def _openblas_getter() -> Callable[[], int] | None:
+    """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
+    for path in sorted(paths, key=lambda path: ("numpy" not in path, path)):
+        library = _loaded(path)
+        for prefix in ("scipy_", ""):
+            for suffix in ("64_", ""):
+                name = f"{prefix}openblas_get_num_threads{suffix}"
+                getter = getattr(library, name, None) if library else None
+                if getter is not None:
+                    getter.restype = ctypes.c_int
+                    return getter  # type: ignore[no-any-return]
+    return None
+
+
+class _Limits:
+    """What `num_threads` needs, looked up now and then: a call in between costs half a microsecond."""
+
+    def __init__(self) -> None:
+        self.cpus = 1
+        self.getter: Callable[[], int] | None = None
+        self.getter_is_mkl = False
+        self.expires = -math.inf
+
+    def refresh(self, now: float) -> None:
+        self.cpus = cpu_limit()
+        if not self.getter_is_mkl:
+            mkl = _mkl_getter()
+            if mkl is not None:
+                self.getter, self.getter_is_mkl = mkl, True
+            elif self.getter is None:
+                self.getter = _openblas_getter()
+        self.expires = now + _REFRESH_SECONDS
+
+
+_limits = _Limits()
+
+
+def num_threads() -> int:
+    """How many threads a product may use now, the calling one included.
+
+    The least of the CPUs in the affinity mask, the control group's quota and what MKL (if it is
+    loaded) or else NumPy's OpenBLAS would use. Affinity and quota are looked up once a second.
+    """
+    limits = _limits
+    now = time.monotonic()
+    if now >= limits.expires:
+        limits.refresh(now)
+    getter = limits.getter
+    return limits.cpus if getter is None else max(1, min(limits.cpus, getter()))

@@ -1,0 +1,92 @@
+"""Show what decides how products run: devices, libraries, the mode in force, variables, warnings.
+
+Frameworks are not imported for it; of those that are installed the version is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from lowprec import info as source
+from lowprec.cli.options import add_json
+from lowprec.cli.output import Table, print_json, print_table
+
+EXAMPLES = """\
+examples:
+  lowprec info
+  lowprec info --json
+  LOWPREC_MATH_MODE=tf32 lowprec info
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the facts."""
+    facts = source.info()
+    if options.json:
+        print_json(facts)
+        return 0
+    for number, table in enumerate(_tables(facts)):
+        if number:
+            print()
+        print_table(table)
+    return 0
+
+
+def _tables(facts: dict[str, Any]) -> Iterator[Table]:
+    title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform']}"
+    yield Table(title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))])
+    for device in facts["devices"]:
+        yield _device(device, facts["gpu"])
+    yield Table(
+        "libraries",
+        ("name", "version", "status", "role"),
+        [_library(entry, facts["blas"]) for entry in facts["libraries"]],
+    )
+    yield Table(
+        "environment",
+        ("variable", "value", "effect"),
+        [(v["name"], v["value"] or "(unset)", v["effect"]) for v in facts["environment"]],
+    )
+    warnings = facts["warnings"] or ["none"]
+    yield Table("warnings", ("",), [(text,) for text in warnings])
+
+
+def _mode(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if mode["error"]:
+        yield "mode", f"none: {mode['error']}"
+        return
+    asked = f"; {mode['requested']} was asked for" if mode["requested"] else ""
+    yield "mode", f"{mode['name']} (from {mode['source']}{asked})"
+    for reason in mode["reasons"]:
+        yield "because", reason
+
+
+def _device(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
+    rows = [
+        ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
+        ("threads", f"up to {device['threads']} per product"),
+        *((s["name"], _use(s)) for s in device["instruction_sets"]),
+        ("GPU", f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")),
+    ]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _use(instruction_set: dict[str, Any]) -> str:
+    if not instruction_set["present"]:
+        return "no"
+    used = {True: "used by", False: "not used", None: "used as"}[instruction_set["used"]]
+    return f"yes, {used} {instruction_set['by']}".rstrip()
+
+
+def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:
+    role = entry["role"]
+    if entry["name"] == "numpy" and blas["name"]:
+        role += f" (BLAS: {blas['name']} {blas['version']})"
+    return entry["name"], entry["version"] or "-", entry["status"], role

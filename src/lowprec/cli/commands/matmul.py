@@ -1,0 +1,92 @@
+"""Multiply two .npy files and write the product to a third.
+
+The output appears under its name once it is complete; until then an older file of that name stays as it is. What ran
+is printed: mode, kernel, guaranteed error, time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from lowprec import dispatch
+from lowprec.cli.files import Array, check_output, read_pair, write_array
+from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype
+from lowprec.cli.output import Table, note, print_json, print_table, seconds
+from lowprec.planning import GemmPlan
+
+EXAMPLES = """\
+examples:
+  lowprec matmul A.npy B.npy -o C.npy
+  lowprec matmul A.npy B.npy -o C.npy --mode tf32
+  lowprec matmul A.npy B.npy -o C.npy --dtype bfloat16 --out-dtype float32
+
+A bfloat16 result is stored as raw 2-byte elements: the .npy format has no bfloat16. In Python,
+numpy.load("C.npy").view(ml_dtypes.bfloat16) reads it; on this command line, --dtype bfloat16.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_operands(parser, required=True)
+    parser.add_argument("-o", "--output", metavar="C.npy", required=True, help="file to write")
+    add_mode(parser)
+    add_rtol(parser)
+    add_dtype(parser)
+    parser.add_argument("--out-dtype", type=dtype, help="element type of the result")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Multiply, write, and tell what ran."""
+    check_output(options.output)
+    a, b = read_pair(options.a, options.b, options.dtype)
+    chosen: dict[str, Any] = {
+        "out_dtype": None if options.out_dtype is None else str(options.out_dtype),
+        "math_mode": options.mode,
+        "rtol": options.rtol,
+    }
+    plan = dispatch.plan(a, b, **chosen)
+    begin = time.perf_counter()
+    result: Array = dispatch.matmul(a, b, **chosen)
+    elapsed = time.perf_counter() - begin
+    write_array(options.output, result)
+    if options.json:
+        print_json(_facts(options.output, plan, elapsed))
+    else:
+        print_table(_table(options.output, plan, elapsed))
+    if result.dtype.kind == "V":
+        note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")
+    return 0
+
+
+def _facts(output: str, plan: GemmPlan, elapsed: float) -> dict[str, Any]:
+    return {
+        "output": output,
+        "shape": list(plan.out_shape),
+        "dtype": str(plan.out_dtype),
+        "elapsed_ms": elapsed * 1e3,
+        "plan": plan.to_dict(),
+    }
+
+
+def _table(output: str, plan: GemmPlan, elapsed: float) -> Table:
+    shape = " x ".join(map(str, plan.out_shape)) or "scalar"
+    rate = f", {plan.flops / elapsed / 1e9:.3g} GFLOP/s" if plan.flops else ""
+    condition = f", if {plan.bound.condition}" if plan.bound.condition else ""
+    rows = [
+        ("mode", _mode(plan)),
+        ("kernel", f"{plan.kernel}: {plan.kernel_reason}"),
+        ("error", f"at most {plan.bound.relative:.3g} |A||B|{condition}"),
+        ("time", f"{seconds(elapsed)}{rate} (one call, what a first call loads included)"),
+    ]
+    return Table(f"{output}: {shape}, {plan.out_dtype}", ("", ""), rows)
+
+
+def _mode(plan: GemmPlan) -> str:
+    if not plan.mode_has_effect:
+        return plan.note
+    who = f"from {plan.resolved.source}" if plan.resolved else ""
+    reasons = " ".join(plan.resolved.reasons) if plan.resolved else ""
+    return f"{plan.mode} ({who})" + (f"; {reasons}" if reasons else "")

@@ -1,0 +1,11 @@
+"""The one exception that means: tell the user in one line, without a traceback."""
+
+from __future__ import annotations
+
+from lowprec.errors import LowprecError
+
+__all__ = ["CommandError"]
+
+
+class CommandError(LowprecError):
+    """A mistake in the command line or in a file that it names; the message is shown as it is."""

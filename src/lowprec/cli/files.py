@@ -1,0 +1,225 @@
+"""Operands from ``.npy`` files, and results into them.
+
+Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing: the array goes
+to a temporary name in the same folder, which then takes the place of the output in one step.
+
+The ``.npy`` format has no bfloat16 and no float8: NumPy writes such arrays as raw elements of 1 or 2 bytes
+(``|V1``, ``|V2``), so whoever reads them has to say what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from lowprec.cli.errors import CommandError
+from lowprec.formats import OPERAND_DTYPES, DType
+
+__all__ = ["Array", "check_output", "numpy_dtype", "read_array", "read_pair", "write_array"]
+
+Array = npt.NDArray[Any]
+
+#: How an ``.npz`` file begins.
+_ARCHIVE = b"PK\x03\x04"
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return NumPy's dtype of an element type, those of ml_dtypes included.
+
+    Examples
+    --------
+    >>> numpy_dtype(DType.BFLOAT16).itemsize
+    2
+    """
+    return np.dtype(getattr(ml_dtypes, dtype.label, dtype.label))
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read_pair(
+    a: str, b: str, dtype: DType | None = None, *, mapped: bool = False
+) -> tuple[Array, Array]:
+    """Return the arrays of two files; see :func:`read_array`."""
+    return read_array(a, dtype, mapped=mapped), read_array(b, dtype, mapped=mapped)
+
+
+def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
+    """Return the array of an ``.npy`` file, in native byte order.
+
+    Parameters
+    ----------
+    path : str
+    dtype : DType, optional
+        What the elements shall be. Raw elements (bfloat16 and float8 as NumPy writes them) are taken as this type,
+        others are converted to it, rounding to nearest.
+    mapped : bool
+        Whether to map the file instead of reading it, for a caller that needs shape, strides and dtype only.
+
+    Raises
+    ------
+    CommandError
+        If the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            shape = _check_header(path, file)
+        # NumPy cannot map what has no bytes.
+        mode = "r" if mapped and math.prod(shape) else None
+        array: Array = np.load(path, mmap_mode=mode, allow_pickle=False)
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {_reason(error)}") from None
+    except ValueError as error:
+        raise CommandError(f"cannot read {path}: {error}") from None
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return _as_dtype(path, array, dtype)
+
+
+def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
+    """Return the shape that the header gives, after everything that can be wrong with it."""
+    if file.read(len(_ARCHIVE)) == _ARCHIVE:
+        raise CommandError(
+            f"{path} is an archive of arrays (.npz); save each array to an .npy file of its own"
+        )
+    file.seek(0)
+    try:
+        version = np.lib.format.read_magic(file)
+    except ValueError:
+        raise CommandError(f"{path} is not an .npy file; numpy.save writes one") from None
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise CommandError(f"{path} holds records, not a matrix of numbers (.npy version {version})")
+    shape, _, dtype = readers[version](file)
+    if dtype.hasobject:
+        raise CommandError(
+            f"{path} holds Python objects, which only unpickling could read, and that may run any code; "
+            "save an array of numbers"
+        )
+    if dtype.fields is not None or dtype.subdtype is not None:
+        raise CommandError(f"{path} holds records ({dtype}), not a matrix of numbers")
+    promised = math.prod(shape) * dtype.itemsize
+    present = os.fstat(file.fileno()).st_size - file.tell()
+    if present < promised:
+        raise CommandError(
+            f"{path} is cut short: its header promises {promised} bytes of data, the file has {present}"
+        )
+    return tuple(shape)
+
+
+def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
+    if array.dtype.kind == "V" and array.dtype.type is np.void:
+        return _raw_as(path, array, dtype)
+    if dtype is None or array.dtype == numpy_dtype(dtype):
+        return array
+    if array.dtype.kind not in "biufc":
+        raise CommandError(f"{path} holds {array.dtype}, which is not a number")
+    return _converted(path, array, dtype)
+
+
+def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
+    size = array.dtype.itemsize
+    fitting = [d.label for d in OPERAND_DTYPES if d.bits == 8 * size and _is_raw_on_disk(d)]
+    if not fitting:
+        raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
+    if dtype is None or dtype.label not in fitting:
+        given = f"; --dtype {dtype} does not fit" if dtype is not None else ""
+        raise CommandError(
+            f"{path} holds raw elements of {size} byte{'s' * (size > 1)}, as NumPy stores "
+            f"{' and '.join(fitting)}{given}; say which with --dtype {fitting[0]}"
+        )
+    return array.view(numpy_dtype(dtype))
+
+
+def _is_raw_on_disk(dtype: DType) -> bool:
+    return numpy_dtype(dtype).kind == "V" or dtype.is_float8
+
+
+def _converted(path: str, array: Array, dtype: DType) -> Array:
+    """Return the array as another element type; refuse what would lose an imaginary part or wrap around."""
+    if array.dtype.kind == "c" and not dtype.is_complex:
+        raise CommandError(f"{path} holds {array.dtype}; --dtype {dtype} would drop the imaginary part")
+    target = numpy_dtype(dtype)
+    with np.errstate(all="ignore"):
+        converted: Array = array.astype(target)
+    if dtype is DType.INT8 and not np.array_equal(converted, array):
+        raise CommandError(f"{path} holds {array.dtype} values that int8 cannot hold")
+    return converted
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def check_output(path: str) -> None:
+    """Refuse an output that could not be written, before the time for computing it is spent.
+
+    Raises
+    ------
+    CommandError
+        If the folder is missing or read-only, or the path names something that is not a regular file.
+    """
+    try:
+        target = Path(path).resolve()
+        if target.exists() and not target.is_file():
+            kind = "a folder" if target.is_dir() else "not a regular file"
+            raise CommandError(f"cannot write {path}: it is {kind}")
+        folder_exists = target.parent.is_dir()
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {_reason(error)}") from None
+    if not folder_exists:
+        raise CommandError(f"cannot write {path}: the folder {target.parent} does not exist")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise CommandError(f"cannot write {path}: the folder {target.parent} is not writable")
+
+
+def write_array(path: str, array: Array) -> None:
+    """Write an ``.npy`` file under exactly this name, wholly or not at all.
+
+    An existing file keeps its content until the new one is complete, and its permissions after that. A link stays a
+    link: what it points to is replaced.
+
+    Raises
+    ------
+    CommandError
+        If the file cannot be written; then nothing has changed.
+    """
+    check_output(path)
+    target = Path(path).resolve()
+    try:
+        with _temporary_beside(target) as temporary:
+            with temporary.open("xb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.replace(target)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {_reason(error)}") from None
+
+
+@contextlib.contextmanager
+def _temporary_beside(target: Path) -> Iterator[Path]:
+    """Hand out an unused name in the target's folder; whatever happens, no file of that name is left."""
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""Under which conditions something was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowprec.info import info
+
+__all__ = ["conditions", "describe"]
+
+
+def conditions() -> dict[str, Any]:
+    """Return what a measured time depends on: machine, threads, versions."""
+    facts = info()
+    cpu = facts["devices"][0]
+    versions = {entry["name"]: entry["version"] for entry in facts["libraries"] if entry["version"]}
+    return {
+        "lowprec": facts["version"],
+        "python": facts["python"],
+        "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
+        "tile_units": any(s["used"] for s in cpu["instruction_sets"]),
+        "blas": facts["blas"]["name"],
+        "versions": versions,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return the conditions as one line."""
+    machine, versions = found["machine"], found["versions"]
+    units = "with" if found["tile_units"] else "without"
+    mkl = f", MKL {versions['mkl']}" if "mkl" in versions else ""
+    return (
+        f"{machine['name']} {units} tile units (AMX), {machine['threads']} threads; lowprec {found['lowprec']}, "
+        f"NumPy {versions['numpy']} ({found['blas']}){mkl}"
+    )

@@ -1,0 +1,111 @@
+"""Times that can be compared: variants take turns in one process, and medians decide.
+
+What a machine does slowly (a clock that drops, a neighbour that wakes up) hits all variants alike when they take
+turns. Each timed call follows an untimed call of the same variant, since the first call after another library's is
+slower: caches hold that one's data, and its threads may still spin. Operands are rotated, so that no variant finds
+its own in the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MIN_ROUNDS", "Timing", "take_turns"]
+
+#: A median of fewer is no median.
+MIN_ROUNDS = 3
+
+#: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
+_SHORTEST_SAMPLE = 1e-3
+_MOST_CALLS_PER_SAMPLE = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one variant.
+
+    Parameters
+    ----------
+    samples : tuple of float
+        Seconds per call, one of each round.
+    """
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds per call."""
+        return statistics.median(self.samples)
+
+    def speedup_over(self, other: Timing) -> float:
+        """Return the median of the ratios of each round, in which both ran next to each other."""
+        pairs = zip(other.samples, self.samples, strict=True)
+        return statistics.median(theirs / mine for theirs, mine in pairs)
+
+
+def take_turns(
+    variants: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    *,
+    budget: float,
+    settle: float = 0.0,
+    step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Timing]:
+    """Time each variant once per round, in changing order.
+
+    Parameters
+    ----------
+    variants : mapping of str to callable
+        Each is called with a running number that picks the operands.
+    rounds : int
+        How many samples to take of each.
+    budget : float
+        Seconds after which no new round begins, once ``MIN_ROUNDS`` are done.
+    settle : float
+        Seconds for which the untimed calls go on, at least one: NumPy's OpenBLAS threads spin for tens of
+        milliseconds after a product and slow down whatever another library runs meanwhile.
+    step : callable
+        Called with the number of the round before each.
+
+    Returns
+    -------
+    dict of str to Timing
+
+    Examples
+    --------
+    >>> timings = take_turns({"nothing": lambda i: None, "sum": lambda i: sum(range(1000))}, 3, budget=1.0)
+    >>> timings["nothing"].speedup_over(timings["sum"]) > 1
+    True
+    """
+    names = list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.perf_counter()
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
+            break
+        step(f"round {number + 1}")
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(_sample(variants[name], number, settle))
+    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
+
+
+def _sample(call: Callable[[int], Any], number: int, settle: float) -> float:
+    """Return the seconds per call, after untimed calls."""
+    clock = time.perf_counter
+    begin = start = clock()
+    while True:
+        call(number)
+        now = clock()
+        last, start = now - start, now
+        if now - begin >= settle:
+            break
+    calls = min(max(1, int(_SHORTEST_SAMPLE / max(last, 1e-9))), _MOST_CALLS_PER_SAMPLE)
+    start = clock()
+    for i in range(calls):
+        call(number + 1 + i)
+    return (clock() - start) / calls

@@ -1,0 +1,144 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from lowprec.errors import LowprecError
+from lowprec.formats import DType, dtype_from_name
+from lowprec.modes import MathMode, mode_names, parse_mode
+
+__all__ = [
+    "add_dtype",
+    "add_json",
+    "add_mode",
+    "add_operands",
+    "add_rtol",
+    "add_seed",
+    "count",
+    "listed",
+    "mode",
+    "shape",
+]
+
+T = TypeVar("T")
+
+
+def mode(text: str) -> MathMode:
+    """Read a math mode or an alias."""
+    try:
+        return parse_mode(text, what="mode")
+    except LowprecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def dtype(text: str) -> DType:
+    """Read an element type."""
+    try:
+        return dtype_from_name(text)
+    except LowprecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Read a shape.
+
+    Examples
+    --------
+    >>> shape("8x128x64"), shape("16")
+    ((8, 128, 64), (16,))
+    """
+    words = text.lower().split("x")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write one as 1024x512")
+    return tuple(map(int, words))
+
+
+def count(text: str) -> int:
+    """Read a number of at least one."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _rtol(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number; a relative tolerance is written as 1e-3"
+        ) from None
+
+
+def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Return the reader of a list with commas.
+
+    Examples
+    --------
+    >>> listed(count)("256,1024")
+    (256, 1024)
+    """
+
+    def read_all(text: str) -> tuple[T, ...]:
+        words = [word.strip() for word in text.split(",")]
+        # In order, each once.
+        return tuple(dict.fromkeys(read(word) for word in words))
+
+    return read_all
+
+
+def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add ``A.npy B.npy``."""
+    for name, role in (("a", "left"), ("b", "right")):
+        parser.add_argument(
+            name,
+            metavar=f"{name.upper()}.npy",
+            nargs=None if required else "?",
+            help=f"{role} operand, as numpy.save writes it",
+        )
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Add ``--mode``."""
+    parser.add_argument(
+        "--mode",
+        type=mode,
+        help=f"math mode for float32 and complex64 operands ({mode_names()}; default: the one in force)",
+    )
+
+
+def add_rtol(parser: argparse.ArgumentParser) -> None:
+    """Add ``--rtol``."""
+    parser.add_argument(
+        "--rtol",
+        type=_rtol,
+        metavar="TOLERANCE",
+        help="take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dtype``."""
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        help="element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Add ``--seed``."""
+    parser.add_argument("--seed", type=_seed, default=0, help="of the random operands (default: 0)")

@@ -1,0 +1,162 @@
+"""What the commands print: tables, sections of facts, JSON, a progress bar.
+
+With rich installed and a terminal on the other side, tables are drawn and a bar shows progress; everywhere else the
+same cells come as aligned plain text. Results go to standard output, everything about them to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+__all__ = ["Table", "note", "print_json", "print_table", "progress", "seconds"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under a heading.
+
+    Parameters
+    ----------
+    title : str
+    columns : sequence of str
+        Headings; one that starts with ``>`` is aligned to the right. All empty: a list of facts without headings.
+    rows : sequence of sequence of str
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]] = field(default_factory=list)
+
+    @property
+    def headings(self) -> list[str]:
+        """The headings without their alignment."""
+        return [c.removeprefix(">") for c in self.columns]
+
+
+def print_table(table: Table) -> None:
+    """Print a table to standard output."""
+    console = _console(sys.stdout)
+    if console is None:
+        print(plain_text(table))
+    else:
+        console.print(_rich_table(table), soft_wrap=False)
+
+
+def plain_text(table: Table) -> str:
+    """Return the table as aligned text.
+
+    Examples
+    --------
+    >>> print(plain_text(Table("Sizes", ["name", ">n"], [["a", "8"], ["bc", "1024"]])))
+    Sizes
+      name     n
+      a        8
+      bc    1024
+    """
+    lines = [list(row) for row in table.rows]
+    if any(table.headings):
+        lines.insert(0, table.headings)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = [c.startswith(">") for c in table.columns]
+    text = [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
+        for line in lines
+    ]
+    return "\n".join([table.title, *(f"  {line}".rstrip() for line in text)])
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document; a number that JSON does not have (Inf, NaN) becomes null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def note(text: str) -> None:
+    """Print a remark about the results to standard error."""
+    print(text, file=sys.stderr)
+
+
+def seconds(value: float) -> str:
+    """Return a time in the unit that suits it.
+
+    Examples
+    --------
+    >>> seconds(0.00213), seconds(1.5), seconds(8.5e-06)
+    ('2.13 ms', '1.50 s', '8.50 us')
+    """
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
+    return f"{value / scale:.3g} {unit}" if value >= 100 * scale else f"{value / scale:.2f} {unit}"
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error while the block runs, where that is a terminal and rich is installed.
+
+    Yields
+    ------
+    callable
+        To be called with a few words before each of the ``total`` steps.
+    """
+    console = _console(sys.stderr)
+    if console is None:
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        started = False
+
+        def step(words: str) -> None:
+            nonlocal started
+            bar.update(task, description=f"{description}: {words}", advance=int(started))
+            started = True
+
+        yield step
+
+
+def _console(stream: TextIO) -> Any | None:
+    """Return rich's console on this stream if it is a terminal and rich is installed, else None."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, highlight=False)
+
+
+def _rich_table(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(
+        title=Text(table.title, style="bold"),
+        title_justify="left",
+        show_header=any(table.headings),
+        box=box.SIMPLE_HEAD,
+    )
+    for column, heading in zip(table.columns, table.headings, strict=True):
+        right = column.startswith(">")
+        drawn.add_column(Text(heading), justify="right" if right else "left", no_wrap=right)
+    for row in table.rows:
+        # As Text, so that a bracket in a path is not taken for markup.
+        drawn.add_row(*(Text(cell) for cell in row))
+    return drawn

@@ -1,0 +1,163 @@
+"""The pipeline, and nothing else: arrays in, mode, plan, execution, array out.
+
+A call like one before it (same device, dtypes, shapes, strides, mode and epilogue) finds its plan and its executor by
+one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lowprec import policy
+from lowprec.arrays import ArrayView, library_of
+from lowprec.backends import Executor, backend_of
+from lowprec.formats import DType
+from lowprec.modes import MathMode
+from lowprec.planning import plan_gemm
+from lowprec.request import PLAIN, Request, check_devices, check_scalars, make_request, spec_of
+from lowprec.selection import mode_within
+
+__all__ = ["matmul"]
+
+_CACHE_SIZE = 4096
+
+
+class _Prepared(NamedTuple):
+    execute: Executor
+    out_shape: tuple[int, ...]
+    out_dtype: DType
+
+
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out: Any = None,
+    c: Any = None,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+) -> Any:
+    """Multiply two arrays: ``out = activation(alpha * a @ b + beta * c + bias)``.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, k) or (k,)
+        Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8.
+    b : array, shape (..., k, n) or (k,)
+        On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
+        float16 to float32.
+    out : array, shape (..., m, n), optional
+        Receives the result, which is then also what is returned. It may share memory with the operands.
+    c : array, broadcasts to (..., m, n), optional
+        Addend; not read where ``beta`` is 0.
+    alpha, beta : number
+        Factors of the product and of ``c``.
+    bias : array, shape (n,), optional
+    activation : {"relu", "gelu"}, optional
+        ``"gelu"`` is the tanh form.
+    out_dtype : dtype or str, optional
+        Of the result; the common dtype of the operands by default, int32 for int8. float32 for 16-bit operands, or a
+        16-bit type for float32 operands.
+    math_mode : str or MathMode, optional
+        How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
+    rtol : float, optional
+        Choose the cheapest mode whose guaranteed bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+
+    Returns
+    -------
+    array
+        Of the library of ``a``, on its device; ``out`` where that is given.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        An argument is no array that can be read (or written) in place, or has a dtype that is not supported.
+    ShapeError
+        The shapes do not fit together.
+    DeviceError
+        The arrays lie on different devices, or on one that no backend serves.
+    ModeError
+        There is no such mode, or no mode meets ``rtol``.
+    UnsupportedError
+        The combination is legal but cannot be served here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    >>> lowprec.matmul(a, a, math_mode="tf32")
+    array([[ 7., 10.],
+           [15., 22.]], dtype=float32)
+    """
+    library = library_of(a)
+    x = library.view(a)
+    y = library.view(b) if type(b) is type(a) else library_of(b).view(b)
+    request = PLAIN
+    if not (
+        out is c is bias is activation is out_dtype is None and alpha == 1.0 and beta == 0.0
+    ):
+        request = make_request(
+            alpha,
+            beta,
+            activation,
+            out_dtype,
+            out=None if out is None else library_of(out).writable_view(out),
+            c=None if c is None else library_of(c).view(c),
+            bias=None if bias is None else library_of(bias).view(bias),
+            has_c=c is not None,
+        )
+    mode = policy.resolve(math_mode).mode if rtol is None else _within(rtol, math_mode, x, y, request)
+    aside = request.must_go_aside(x, y)
+    prepared = _look_up(mode, x, y, request._replace(out=None) if aside else request)
+    if out is not None and not aside:
+        prepared.execute(request.arguments(x, y, request.out))
+        return out
+    result = library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)
+    prepared.execute(request.arguments(x, y, result))
+    if aside:
+        backend_of(x.device).copy(result, request.out)
+        return out
+    return library.finish(result.owner, a)
+
+
+def _within(
+    rtol: float, math_mode: str | MathMode | None, x: ArrayView, y: ArrayView, request: Request
+) -> MathMode:
+    check_devices(request.views(x, y))
+    problem = request.problem(spec_of(x), spec_of(y))
+    return mode_within(rtol, math_mode, problem, x.device)[0].mode
+
+
+def _look_up(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> _Prepared:
+    """Return the executor for these operands, from the cache where a call like this one was made before."""
+    key = (
+        mode, request.key,
+        x.device, x.dtype, x.shape, x.strides,
+        y.device, y.dtype, y.shape, y.strides,
+    )  # fmt: skip
+    prepared = _prepared.get(key)
+    if prepared is None:
+        prepared = _prepare(mode, x, y, request)
+        if len(_prepared) >= _CACHE_SIZE:
+            # Dictionaries keep their order: the oldest entry goes.
+            _prepared.pop(next(iter(_prepared)), None)
+        _prepared[key] = prepared
+    return prepared
+
+
+def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> _Prepared:
+    check_devices(request.views(x, y))
+    backend = backend_of(x.device)
+    made = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
+    check_scalars(request, made.compute_dtype)
+    return _Prepared(backend.prepare(made), made.out_shape, made.out_dtype)

@@ -1,0 +1,60 @@
+"""Exception classes, and nothing else.
+
+Every error derives from :class:`LowprecError` and from the built-in exception that fits, so that both
+``except lowprec.LowprecError`` and ``except ValueError`` read as one expects.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArrayError",
+    "BackendError",
+    "DTypeError",
+    "DeviceError",
+    "EnvironmentVariableError",
+    "LowprecError",
+    "LowprecWarning",
+    "ModeError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class LowprecError(Exception):
+    """Base class of every error that lowprec raises."""
+
+
+class ArrayError(LowprecError, TypeError):
+    """An argument is not an array that can be read or written in place: no DLPack, a tracer, a tensor with grad."""
+
+
+class DTypeError(LowprecError, TypeError):
+    """An element type, or a pair of them, that matrix multiplication does not support."""
+
+
+class ShapeError(LowprecError, ValueError):
+    """Shapes that do not fit together, or an ``out`` that overlaps an operand in a way that has no meaning."""
+
+
+class DeviceError(LowprecError, ValueError):
+    """Operands on two devices, or on a device that no backend serves."""
+
+
+class ModeError(LowprecError, ValueError):
+    """An unknown math mode, or one that cannot do what is asked (an ``rtol`` that no mode meets)."""
+
+
+class EnvironmentVariableError(LowprecError, ValueError):
+    """An environment variable holds a value that it may not hold."""
+
+
+class UnsupportedError(LowprecError, NotImplementedError):
+    """A legal request that this version or this machine cannot serve."""
+
+
+class BackendError(LowprecError, RuntimeError):
+    """A numerical library failed while it ran."""
+
+
+class LowprecWarning(UserWarning):
+    """Category of every warning that lowprec issues."""

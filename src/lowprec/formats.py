@@ -1,0 +1,219 @@
+"""Element types and number formats, as data.
+
+A *format* is a set of numbers (how many significand bits, which exponents); an *element type* is how an array
+stores one. TF32 is a format without an element type: its values live in float32.
+
+Sources: IEEE 754-2019 (binary16/32/64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); NVIDIA A100
+whitepaper (TF32); DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+
+from lowprec.errors import DTypeError
+
+__all__ = ["DType", "NumberFormat", "dtype_from_name", "promote"]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """A binary floating-point format.
+
+    Parameters
+    ----------
+    name : str
+        The field's name of the format.
+    precision : int
+        Significand bits, the hidden one included: 24 for float32.
+    emin, emax : int
+        Exponents of the smallest and the largest normal number, as powers of two.
+    largest : float
+        The largest finite number. Given, not derived: E4M3 uses its top exponent for numbers.
+    has_infinity : bool
+        Whether an overflow becomes an infinity (otherwise NaN).
+    """
+
+    name: str
+    precision: int
+    emin: int
+    emax: int
+    largest: float
+    has_infinity: bool = True
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of rounding to nearest a number in the normal range."""
+        return 2.0**-self.precision
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive number with a full significand."""
+        return 2.0**self.emin
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive number, the spacing near zero."""
+        return 2.0 ** (self.emin - self.precision + 1)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Stored significand bits, the hidden one left out: 10 for TF32."""
+        return self.precision - 1
+
+
+def _ieee(name: str, precision: int, emax: int) -> NumberFormat:
+    largest = (2.0 - 2.0 ** (1 - precision)) * 2.0**emax
+    return NumberFormat(name, precision, 1 - emax, emax, largest)
+
+
+FLOAT64 = _ieee("float64", 53, 1023)
+FLOAT32 = _ieee("float32", 24, 127)
+TF32 = _ieee("tf32", 11, 127)
+BFLOAT16 = _ieee("bfloat16", 8, 127)
+FLOAT16 = _ieee("float16", 11, 15)
+FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 4, -6, 8, 448.0, has_infinity=False)
+FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
+
+
+# Inside the class below the names FLOAT32 and FLOAT64 are its members.
+_SINGLE, _DOUBLE = FLOAT32, FLOAT64
+
+
+@unique
+class DType(Enum):
+    """Element types of the operands, by the name that NumPy, ml_dtypes and the frameworks share.
+
+    Each member's value is ``(name, bits, DLPack code, cudaDataType, format, is_complex)``. ``bits`` counts the
+    whole element, so 64 for complex64.
+    """
+
+    FLOAT64 = ("float64", 64, 2, 1, FLOAT64, False)
+    FLOAT32 = ("float32", 32, 2, 0, FLOAT32, False)
+    FLOAT16 = ("float16", 16, 2, 2, FLOAT16, False)
+    BFLOAT16 = ("bfloat16", 16, 4, 14, BFLOAT16, False)
+    COMPLEX64 = ("complex64", 64, 5, 4, _SINGLE, True)
+    COMPLEX128 = ("complex128", 128, 5, 5, _DOUBLE, True)
+    INT8 = ("int8", 8, 0, 3, None, False)
+    INT32 = ("int32", 32, 0, 10, None, False)
+    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, 10, 28, FLOAT8_E4M3FN, False)
+    FLOAT8_E5M2 = ("float8_e5m2", 8, 12, 29, FLOAT8_E5M2, False)
+
+    label: str
+    bits: int
+    dlpack_code: int
+    cuda_data_type: int
+    format: NumberFormat | None
+    is_complex: bool
+
+    def __init__(
+        self,
+        label: str,
+        bits: int,
+        dlpack_code: int,
+        cuda_data_type: int,
+        format: NumberFormat | None,  # noqa: A002 - the field's word
+        is_complex: bool,
+    ) -> None:
+        self.label = label
+        self.bits = bits
+        self.dlpack_code = dlpack_code
+        self.cuda_data_type = cuda_data_type
+        self.format = format
+        self.is_complex = is_complex
+        self._hash = hash(label)
+
+    # Enum hashes its name at every call; plan keys hold several members, so the hash is kept.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.bits // 8
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether this is one of the 8-bit floating-point types."""
+        return self.bits == 8 and self.format is not None
+
+    def __str__(self) -> str:
+        return self.label
+
+
+#: Element types that an operand may have; int32 is a result only.
+OPERAND_DTYPES = tuple(d for d in DType if d is not DType.INT32)
+
+_BY_NAME = {d.label: d for d in DType}
+_BY_DLPACK = {(d.dlpack_code, d.bits): d for d in DType}
+
+
+def operand_names() -> str:
+    """Return the accepted operand element types as one phrase for messages."""
+    return ", ".join(d.label for d in OPERAND_DTYPES)
+
+
+def dtype_from_name(name: str) -> DType:
+    """Return the element type of this name.
+
+    Raises
+    ------
+    DTypeError
+        If lowprec does not know the name; the message lists those that it knows.
+
+    Examples
+    --------
+    >>> dtype_from_name("bfloat16").bits
+    16
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise DTypeError(f"dtype {name!r} is not supported; supported: {operand_names()}") from None
+
+
+def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
+    """Return the element type of a DLPack ``(code, bits, lanes)`` triple; raise :class:`DTypeError` if unknown."""
+    found = _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+    if found is None:
+        raise DTypeError(
+            f"DLPack type (code {code}, bits {bits}, lanes {lanes}) is not supported; "
+            f"supported: {operand_names()}"
+        )
+    return found
+
+
+_WIDTH_ORDER = (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)
+_TO_COMPLEX = {DType.FLOAT32: DType.COMPLEX64, DType.FLOAT64: DType.COMPLEX128}
+_TO_REAL = {v: k for k, v in _TO_COMPLEX.items()}
+
+
+def promote(a: DType, b: DType) -> DType:
+    """Return the element type to which a product of ``a`` and ``b`` is promoted.
+
+    Floating-point operands go to the wider one; bfloat16 with float16 gives float32, since neither holds the
+    other. The rules are those of the Array API, with ml_dtypes' for bfloat16.
+
+    Raises
+    ------
+    DTypeError
+        If the pair has no common type (int8 with a float, two different float8).
+
+    Examples
+    --------
+    >>> promote(DType.BFLOAT16, DType.FLOAT16)
+    <DType.FLOAT32: ...>
+    """
+    if a is b:
+        return a
+    integer = DType.INT8 in (a, b) or DType.INT32 in (a, b)
+    if integer or a.is_float8 or b.is_float8:
+        raise DTypeError(f"operands of dtypes {a} and {b} have no common type; convert one of them")
+    real = [_TO_REAL.get(d, d) for d in (a, b)]
+    wide = [DType.FLOAT32 if d is DType.BFLOAT16 and real[0] is not real[1] else d for d in real]
+    widest = max(wide, key=_WIDTH_ORDER.index)
+    if a.is_complex or b.is_complex:
+        widest = max(widest, DType.FLOAT32, key=_WIDTH_ORDER.index)
+        return _TO_COMPLEX[widest]
+    return widest

@@ -1,0 +1,248 @@
+"""What decides how products run here: devices, libraries, the mode in force, the environment.
+
+Plain values, as threadpoolctl gives them, so that they can be printed, compared and put into a bug report. Nothing is
+imported for it: of the libraries, those in ``sys.modules`` are asked and the others' metadata is read.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec._version import __version__
+from lowprec.backends.cpu import amx, device, gemm, threads
+from lowprec.errors import EnvironmentVariableError
+from lowprec.modes import available_modes
+from lowprec.policy import environment, resolve
+
+__all__ = ["info"]
+
+#: Libraries that matter here: module, distributions that may bring it, what it is for.
+_LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
+    ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
+    ("mkl", ("mkl",), "products on the CPU"),
+    ("numba", ("numba",), "compiles the kernels for tile units (AMX)"),
+    ("torch", ("torch",), "arrays"),
+    ("jax", ("jax",), "arrays"),
+    ("cupy", ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "arrays"),
+)
+
+_TILE_SETS = ("amx_tile", "amx_bf16", "amx_int8")
+#: What the tile kernels need of the CPU; the last one converts while they pack.
+_TILE_KERNELS_NEED = (*_TILE_SETS, "avx512_bf16")
+_BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
+
+_X86_64 = ("x86_64", "AMD64")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def info() -> dict[str, Any]:
+    """Return what decides how products run in this process.
+
+    A bad value of an environment variable is reported under ``warnings``; it does not raise here. The mode in force
+    is looked up, which counts as its first use: variables that are read once are read now.
+
+    Returns
+    -------
+    dict
+        Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
+        with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use, threads
+        that a product may take) and ``instruction_sets``, where ``used`` is None if the libraries choose for
+        themselves. ``gpu``: whether one is used, and why not. ``libraries`` with version and status (``loaded``,
+        ``installed``, ``missing``). ``blas``: NumPy's. ``mode``: what is in force, who decided, the reasons.
+        ``available_modes``. ``environment``: each variable with its value, its effect and what it may hold.
+        ``warnings``: sentences.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> found = lowprec.info()
+    >>> found["mode"]["name"], found["devices"][0]["device"]
+    ('fp32', 'cpu')
+    """
+    libraries = _libraries()
+    status = {entry["name"]: entry["status"] for entry in libraries}
+    tiles, obstacle = _tile_units(numba_installed=status["numba"] != "missing")
+    mode = _mode()
+    return {
+        "version": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "devices": [_cpu(tiles)],
+        "gpu": _gpu(),
+        "libraries": libraries,
+        "blas": _blas(),
+        "mode": mode,
+        "available_modes": [str(m) for m in available_modes()],
+        "environment": [_variable(row) for row in environment.rows()],
+        "warnings": [*environment.problems(), *_costs(status, obstacle), *_unused_gpu()],
+    }
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+def _cpu(tiles: bool) -> dict[str, Any]:
+    flags = device.cpu_flags()
+    return {
+        "device": "cpu",
+        "name": device.cpu_name(),
+        "cores": os.cpu_count(),
+        "affinity": _affinity(),
+        "threads": threads.num_threads(),
+        "instruction_sets": [
+            {"name": name, "present": name in flags, "used": used if name in flags else False, "by": by}
+            for name, used, by in _instruction_sets(tiles)
+        ],
+    }
+
+
+def _instruction_sets(tiles: bool) -> list[tuple[str, bool | None, str]]:
+    """Return the instruction sets that matter for products, whether lowprec uses them, and who does."""
+    by_tiles = "lowprec's tile kernels" if tiles else ""
+    return [
+        ("avx2", None, _BLAS_CHOOSES),
+        ("avx512f", None, _BLAS_CHOOSES),
+        ("avx512_bf16", tiles, by_tiles),
+        ("avx512_fp16", False, ""),
+        *((name, tiles, by_tiles) for name in _TILE_SETS),
+    ]
+
+
+def _affinity() -> int | None:
+    """Return how many CPUs this process may use; None where the system cannot tell."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return os.cpu_count()
+
+
+def _tile_units(numba_installed: bool) -> tuple[bool, str]:
+    """Return whether products run on tile units, and what is in the way.
+
+    Whoever has multiplied knows; before that, what the CPU lists and what is installed are all that can be told
+    without importing numba.
+    """
+    missing = [name for name in _TILE_KERNELS_NEED if name not in device.cpu_flags()]
+    if missing:
+        return False, f"this CPU has no tile units (AMX; {missing[0]} is missing)"
+    if not numba_installed:
+        return False, 'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
+    if sys.platform != "linux":
+        return False, f"the tile units (AMX) are used on Linux only, not on {sys.platform}"
+    if amx.is_available.cache_info().currsize and not amx.is_available():
+        return False, "the system does not grant the tile units (AMX), or numba does not compile"
+    return True, ""
+
+
+def _gpu() -> dict[str, Any]:
+    return {"used": False, "reason": "this version has no CUDA backend", "driver": _driver()}
+
+
+def _driver() -> str | None:
+    """Return the first line of the NVIDIA driver's own words, None where there is no driver."""
+    try:
+        return _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
+    except OSError:
+        return None
+
+
+# -- libraries ------------------------------------------------------------------------------------
+
+
+def _libraries() -> list[dict[str, Any]]:
+    return [_library(*entry) for entry in _LIBRARIES]
+
+
+def _library(name: str, distributions: tuple[str, ...], role: str) -> dict[str, Any]:
+    module = sys.modules.get(name)
+    version = getattr(module, "__version__", None) or _installed_version(distributions)
+    detail = None
+    if name == "mkl":
+        # MKL is no Python module: lowprec opens the library itself.
+        opened = gemm.mkl()
+        loaded = opened is not None
+        detail = None if opened is None else opened.version
+    else:
+        loaded = module is not None
+    status = "loaded" if loaded else "missing" if version is None else "installed"
+    version = None if version is None else str(version)
+    return {"name": name, "version": version, "status": status, "role": role, "detail": detail}
+
+
+def _installed_version(distributions: tuple[str, ...]) -> str | None:
+    # Here, because it costs more to import than the rest of lowprec.
+    from importlib import metadata
+
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _blas() -> dict[str, Any]:
+    """Return which BLAS NumPy was built with."""
+    config: Any = np.show_config(mode="dicts")
+    blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
+    return {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
+
+
+# -- policy ---------------------------------------------------------------------------------------
+
+
+def _mode() -> dict[str, Any]:
+    try:
+        resolved = resolve()
+    except EnvironmentVariableError as error:
+        return {"name": None, "source": None, "requested": None, "reasons": [], "error": str(error)}
+    requested = None if resolved.requested is None else str(resolved.requested)
+    return {
+        "name": str(resolved.mode),
+        "source": str(resolved.source),
+        "requested": requested,
+        "reasons": list(resolved.reasons),
+        "error": None,
+    }
+
+
+def _variable(row: environment.VariableRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "value": row.value,
+        "effect": row.effective,
+        "meaning": row.meaning,
+        "legal": row.legal,
+        "problem": row.problem,
+    }
+
+
+# -- warnings -------------------------------------------------------------------------------------
+
+
+def _costs(status: dict[str, str], obstacle: str) -> list[str]:
+    """Return what this machine or installation lacks, and what that costs."""
+    warnings = []
+    if obstacle:
+        warnings.append(
+            f"{obstacle}: reduced-precision modes round the operands and multiply in FP32, which is not faster than fp32"
+        )
+    if status["mkl"] != "loaded" and platform.machine() in _X86_64:
+        why = "is not installed" if status["mkl"] == "missing" else "is installed but cannot be opened"
+        warnings.append(
+            f'MKL {why} (pip install "lowprec[cpu]"): products that do not run on tile units are left to NumPy\'s BLAS'
+        )
+    return warnings
+
+
+def _unused_gpu() -> list[str]:
+    if _driver() is None:
+        return []
+    return ["this machine has an NVIDIA driver, but this version has no CUDA backend: it computes on the CPU only"]

@@ -1,0 +1,36 @@
+"""Planning: shapes, strides, element types and a mode, to a printable plan. Pure: it touches no array and no device."""
+
+from lowprec.planning.bounds import ErrorBound, error_bound
+from lowprec.planning.kernels import Capabilities, Kernel
+from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, gemm_layout
+from lowprec.planning.plan import (
+    Activation,
+    Candidate,
+    Copy,
+    GemmPlan,
+    GemmProblem,
+    parse_activation,
+    plan_gemm,
+)
+from lowprec.planning.selection import Selection, check_rtol, select_mode
+
+__all__ = [
+    "Activation",
+    "Candidate",
+    "Capabilities",
+    "Copy",
+    "ErrorBound",
+    "GemmLayout",
+    "GemmPlan",
+    "GemmProblem",
+    "Kernel",
+    "OperandLayout",
+    "OperandSpec",
+    "Selection",
+    "check_rtol",
+    "error_bound",
+    "gemm_layout",
+    "parse_activation",
+    "plan_gemm",
+    "select_mode",
+]

@@ -1,0 +1,332 @@
+"""Guaranteed errors of the product, before alpha, c, bias and the activation.
+
+Notation: u is the unit roundoff of a format, gamma_d = d u / (1 - d u) with u of the accumulator. A value that a sum
+carries through at most d roundings is off by a factor within 1 +- gamma_d (Higham, *Accuracy and Stability of
+Numerical Algorithms*, 2nd ed., Lemma 3.1 and section 3.1); d = k for a sum of k products in any order. Then, for every
+element and therefore for the Frobenius norms,
+
+    |C - AB| <= ((1 + u_a) (1 + u_b) (1 + gamma_d) (1 + u_out) - 1) |A| |B|  +  an absolute term,
+
+where u_a and u_b round the operands and u_out the result. The absolute term is what underflow adds.
+
+*Tile units* (Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS): each instruction adds 32
+products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
+bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
+
+*Complex*: rounding the components of x moves x by at most u |x|. Each component of the result is a sum of 2k real
+products, off by at most gamma_d of its magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|) has norm at
+most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import expm1, frexp, inf, log1p, sqrt
+
+from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, DType, NumberFormat
+from lowprec.modes import MathMode, row
+from lowprec.planning.kernels import Kernel
+
+__all__ = ["MAX_K_INT8", "ErrorBound", "error_bound", "gamma", "holds", "operand_format"]
+
+#: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
+MAX_K_INT8 = 2**17 - 1
+
+#: Inner dimension of one tile instruction on bfloat16 data.
+TILE_K = 32
+
+SINGLE_PRECISION = (DType.FLOAT32, DType.COMPLEX64)
+
+#: Format in which products are summed.
+ACCUMULATOR: dict[DType, NumberFormat | None] = {
+    DType.FLOAT64: FLOAT64,
+    DType.COMPLEX128: FLOAT64,
+    DType.FLOAT32: FLOAT32,
+    DType.COMPLEX64: FLOAT32,
+    DType.FLOAT16: FLOAT32,
+    DType.BFLOAT16: FLOAT32,
+    DType.INT8: None,
+}
+
+# |high| + |low| <= (1 + 2^-7) |x| for the two bfloat16 parts of x: |high| is off by 2^-8, |low| is that difference.
+_PAIR_GROWTH = (1 + 2.0**-7) ** 2
+
+# Tile products per pair of operands, all summed into one element.
+_TILE_PRODUCTS = {Kernel.AMX_BF16: 1, Kernel.AMX_BF16_PAIR: 4}
+
+# Roundings within one tile instruction: 16 products one after another, then two such sums together.
+_TILE_DEPTH = 17
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBound:
+    """A guaranteed bound of the error of a product, element by element and in the Frobenius norm.
+
+    Element by element, with sums over k,
+
+    ``|C - AB| <= relative |A||B| + operand_absolute (sum_k |A| + sum_k |B| + k operand_absolute) + result_absolute``
+
+    Parameters
+    ----------
+    relative : float
+        Factor of ``|A| |B|``, and of the product of the Frobenius norms.
+    operand_absolute : float
+        What an element of an operand may lose to underflow, beyond its relative rounding.
+    result_absolute : float
+        What an element of the result may lose to underflow.
+    k : int
+        Length of the sums.
+    formula : str
+        The expression behind ``relative``.
+    absolute : str
+        What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
+    condition : str
+        What the data must satisfy for the bound to hold.
+    unconditional : bool
+        Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
+    """
+
+    relative: float
+    operand_absolute: float
+    result_absolute: float
+    k: int
+    formula: str
+    absolute: str
+    condition: str
+    unconditional: bool
+
+    def frobenius(self, norm_a: float, norm_b: float, m: int, n: int) -> float:
+        """Return the bound of ``|C - AB|`` in the Frobenius norm.
+
+        Parameters
+        ----------
+        norm_a, norm_b : float
+            Frobenius norms of the operands, shapes (m, k) and (k, n).
+        m, n : int
+
+        Examples
+        --------
+        >>> bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 256, Kernel.NUMPY)
+        >>> bound.frobenius(1.0, 1.0, 256, 256) < 0.0079
+        True
+        """
+        spread = sqrt(self.k) * (sqrt(n) * norm_a + sqrt(m) * norm_b)
+        lost = self.operand_absolute * (spread + self.k * sqrt(m * n) * self.operand_absolute)
+        return self.relative * norm_a * norm_b + lost + sqrt(m * n) * self.result_absolute
+
+
+def gamma(count: int, fmt: NumberFormat) -> float:
+    """Return gamma_count = count u / (1 - count u), infinite once count u reaches 1.
+
+    Examples
+    --------
+    >>> gamma(0, FLOAT32), gamma(2**24, FLOAT32)
+    (0.0, inf)
+    """
+    step = count * fmt.unit_roundoff
+    return step / (1 - step) if step < 1 else inf
+
+
+def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
+    """Whether ``fmt`` represents every number of another format.
+
+    Examples
+    --------
+    >>> from lowprec.formats import BFLOAT16, TF32
+    >>> holds(TF32, FLOAT16), holds(TF32, BFLOAT16), holds(FLOAT16, BFLOAT16)
+    (True, True, False)
+    """
+    return (
+        fmt.precision >= values_of.precision
+        and fmt.largest >= values_of.largest
+        and fmt.smallest_subnormal <= values_of.smallest_subnormal
+    )
+
+
+def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
+    """Return the format of what is multiplied: the mode's in single precision, else the storage's; None for int8."""
+    if compute_dtype in SINGLE_PRECISION:
+        return row(mode).operand_format
+    return compute_dtype.format
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """How an element is computed: ``terms`` real products per component, each carried through at most ``depth`` roundings.
+
+    ``in_pairs`` where both operands are sums of two parts; ``flushes`` where the units count subnormals as zero.
+    """
+
+    accumulator: NumberFormat
+    depth: int
+    terms: int
+    components: int
+    in_pairs: bool = False
+    flushes: bool = False
+
+    @property
+    def growth(self) -> float:
+        """Magnitudes of the terms together, over ``|A| |B|``."""
+        return sqrt(self.components) * (_PAIR_GROWTH if self.in_pairs else 1.0)
+
+
+def _summation(k: int, kernel: Kernel, accumulator: NumberFormat, components: int) -> _Sum:
+    products = _TILE_PRODUCTS.get(kernel)
+    if products is None:
+        return _Sum(accumulator, components * k, components * k, components)
+    instructions = components * products * -(-k // TILE_K)
+    depth = _TILE_DEPTH + instructions + components - 1 if k else 0
+    return _Sum(accumulator, depth, components * products * k, components, products > 1, True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's."""
+
+    operand: NumberFormat
+    operands: int
+    out: NumberFormat | None
+
+
+def error_bound(
+    mode: MathMode,
+    compute_dtype: DType,
+    out_dtype: DType,
+    k: int,
+    kernel: Kernel,
+    *,
+    a_exact: bool = False,
+    b_exact: bool = False,
+) -> ErrorBound:
+    """Return the guaranteed error of a product.
+
+    Parameters
+    ----------
+    mode : MathMode
+        In force; it matters in single precision only.
+    compute_dtype : DType
+        Operands' common element type.
+    out_dtype : DType
+        The result's.
+    k : int
+        Inner dimension.
+    kernel : Kernel
+    a_exact, b_exact : bool
+        Whether an operand's own element type holds only numbers of the mode's format, so that nothing is rounded.
+
+    Examples
+    --------
+    >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, Kernel.NUMPY).formula
+    '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
+    """
+    fmt = operand_format(mode, compute_dtype)
+    accumulator = ACCUMULATOR[compute_dtype]
+    if fmt is None or accumulator is None:
+        return ErrorBound(
+            0.0, 0.0, 0.0, k, "exact", "", f"k <= {MAX_K_INT8}, so that no sum leaves int32", True
+        )
+    rounds = fmt is not accumulator and compute_dtype in SINGLE_PRECISION
+    out = None if out_dtype.format is accumulator else out_dtype.format
+    rounding = _Rounding(fmt, (rounds and not a_exact) + (rounds and not b_exact), out)
+    how = _summation(k, kernel, accumulator, 2 if compute_dtype.is_complex else 1)
+    relative = _relative(rounding, how)
+    operand_loss, term_loss, out_loss = _underflow(rounding, how)
+    # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
+    # magnitudes and the modulus of the components' errors give sqrt(2) each.
+    carried = min(1 + relative, FLOAT64.largest) * how.components
+    narrow = fmt is FLOAT16 and rounding.operands > 0
+    return ErrorBound(
+        relative,
+        carried * operand_loss,
+        carried * (how.terms * term_loss + out_loss),
+        k,
+        _formula(rounding, how),
+        _absolute_text(operand_loss, term_loss, out_loss, accumulator),
+        _condition(rounding, accumulator),
+        not narrow,
+    )
+
+
+def _relative(rounding: _Rounding, how: _Sum) -> float:
+    """Return the relative bound of one component."""
+    factors = [
+        how.growth * gamma(how.depth, how.accumulator),
+        *[rounding.operand.unit_roundoff] * rounding.operands,
+    ]
+    if rounding.out:
+        factors.append(rounding.out.unit_roundoff)
+    # The product of 1 + x, less 1, without losing the digits of a small x.
+    return expm1(sum(map(log1p, factors)))
+
+
+def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
+    """Return what is lost per element of an operand beyond its relative rounding, per product, per element of C.
+
+    That is half the spacing near zero where subnormals are kept, and everything below the smallest normal number on
+    units that count subnormals as zero. Products of float16 values are multiples of 2^-48 and never get there.
+    """
+    fmt = rounding.operand
+    operand = fmt.smallest_subnormal / 2 if rounding.operands else 0.0
+    out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
+    if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
+        return operand, 0.0, out
+    if how.flushes:
+        smallest = how.accumulator.smallest_normal
+        return max(operand, smallest), smallest, out
+    # Half of float64's spacing is no float64.
+    return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+
+
+def _formula(rounding: _Rounding, how: _Sum) -> str:
+    """Return the expression behind the relative bound, with its numbers put in."""
+    factors = []
+    if rounding.operands:
+        factors.append(
+            f"(1 + 2^-{rounding.operand.precision})" + ("^2" if rounding.operands == 2 else "")
+        )
+    if how.depth:
+        growth = "sqrt(2) " if how.components == 2 else ""
+        growth += "(1 + 2^-7)^2 " if how.in_pairs else ""
+        factors.append(f"(1 + {growth}gamma_{how.depth})")
+    if rounding.out:
+        factors.append(f"(1 + 2^-{rounding.out.precision})")
+    if not factors:
+        return "exact"
+    text = f"{' '.join(factors)} - 1"
+    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{how.accumulator.precision}"
+
+
+def _absolute_text(
+    operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat
+) -> str:
+    """Return what underflow may cost, in words; nothing at the level of the accumulator's own underflow."""
+    parts = []
+    if operand_loss:
+        parts.append(f"{_power(operand_loss)} per element of an operand")
+    if term_loss >= accumulator.smallest_normal:
+        parts.append(f"{_power(term_loss)} per product (units that count subnormals as zero)")
+    if out_loss:
+        parts.append(f"{_power(out_loss)} per element of the result")
+    return ", ".join(parts)
+
+
+def _power(value: float) -> str:
+    """Return a power of two as text.
+
+    Examples
+    --------
+    >>> _power(2.0**-25)
+    '2^-25'
+    """
+    return f"2^{frexp(value)[1] - 1}"
+
+
+def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
+    """Return what the data must satisfy."""
+    texts = []
+    if rounding.operands and rounding.operand is FLOAT16:
+        texts.append(f"|x| <= {FLOAT16.largest:.0f} in the operands (beyond it Inf)")
+    if rounding.out is FLOAT16:
+        texts.append(f"|result| <= {FLOAT16.largest:.0f} (beyond it Inf)")
+    texts.append(f"no partial sum beyond {accumulator.name}'s range")
+    return "; ".join(texts)

@@ -1,0 +1,196 @@
+"""Which kernel runs a product on the CPU: a preference per kind of numbers, and what each kernel needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+from typing import Literal
+
+from lowprec.planning.layout import GemmLayout
+
+__all__ = ["Capabilities", "Kernel", "KernelChoice", "choose_kernel"]
+
+
+@unique
+class Kernel(str, Enum):
+    """How the CPU computes a product."""
+
+    AMX_BF16 = "amx_bf16"  # lowprec's tile kernel, one bfloat16 product
+    AMX_BF16_PAIR = (
+        "amx_bf16_pair"  # values as the exact sum of two bfloat16 parts, four tile products
+    )
+    AMX_INT8 = "amx_int8"  # lowprec's tile kernel for int8
+    MKL = "mkl"  # cblas_?gemm on the rounded operands
+    NUMPY = "numpy"  # numpy.matmul on the rounded operands
+
+    def __str__(self) -> str:
+        return self.value
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a device can do; whoever asked the device passes it in.
+
+    Parameters
+    ----------
+    device : str
+        Kind of the device, ``"cpu"``.
+    name : str
+        Its model, for people.
+    amx_bf16, amx_int8 : bool
+        Whether lowprec's tile kernels run: the CPU has the units, the system grants them, and the compiler is there.
+    mkl, numba : bool
+        Whether these libraries are loaded.
+    amx_bf16_minimum_flops, amx_bf16_pair_minimum_flops, amx_int8_minimum_flops, mkl_minimum_flops : int
+        Flops of the whole product below which a kernel costs more than it saves.
+    flops_per_byte : float
+        Peak rate over memory bandwidth: products of lower arithmetic intensity wait for memory.
+    """
+
+    device: str
+    name: str
+    amx_bf16: bool = False
+    amx_int8: bool = False
+    mkl: bool = False
+    numba: bool = False
+    amx_bf16_minimum_flops: int = 2_000_000
+    amx_bf16_pair_minimum_flops: int = 4_000_000
+    amx_int8_minimum_flops: int = 2_000_000
+    mkl_minimum_flops: int = 0
+    flops_per_byte: float = 16.0
+
+
+#: What is multiplied: the operands' format once rounded.
+NumberKind = Literal["float64", "float32", "tf32", "bfloat16", "float16", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """What one kernel is and what it needs.
+
+    Parameters
+    ----------
+    requires : str or None
+        Attribute of :class:`Capabilities` that must be true.
+    minimum : str or None
+        Attribute of :class:`Capabilities` with the least flops worth it.
+    units : str
+        What it runs on, for people.
+    missing : str
+        What to say where the requirement is not met.
+    """
+
+    requires: str | None
+    minimum: str | None
+    units: str
+    missing: str
+
+
+KERNELS: dict[Kernel, KernelRow] = {
+    Kernel.AMX_BF16: KernelRow(
+        "amx_bf16", "amx_bf16_minimum_flops", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
+    ),
+    Kernel.AMX_BF16_PAIR: KernelRow(
+        "amx_bf16", "amx_bf16_pair_minimum_flops",
+        "bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts", "no bfloat16 tile units (AMX)",
+    ),
+    Kernel.AMX_INT8: KernelRow(
+        "amx_int8", "amx_int8_minimum_flops", "int8 tile units (AMX)", "no int8 tile units (AMX)"
+    ),
+    Kernel.MKL: KernelRow("mkl", "mkl_minimum_flops", "MKL", "MKL is not installed"),
+    Kernel.NUMPY: KernelRow(None, None, "NumPy's BLAS", ""),
+}  # fmt: skip
+
+#: Kernels per kind of numbers, the most welcome first; the last one needs nothing.
+PREFERENCES: dict[NumberKind, tuple[Kernel, ...]] = {
+    "float64": (Kernel.MKL, Kernel.NUMPY),
+    "float32": (Kernel.MKL, Kernel.NUMPY),
+    "tf32": (Kernel.AMX_BF16_PAIR, Kernel.MKL, Kernel.NUMPY),
+    "float16": (Kernel.AMX_BF16_PAIR, Kernel.MKL, Kernel.NUMPY),
+    "bfloat16": (Kernel.AMX_BF16, Kernel.MKL, Kernel.NUMPY),
+    "int8": (Kernel.AMX_INT8, Kernel.MKL, Kernel.NUMPY),
+}
+
+#: Kernels that read operands at any strides, so that no operand is copied for them.
+READS_ANY_STRIDES = frozenset({Kernel.AMX_BF16, Kernel.AMX_BF16_PAIR, Kernel.AMX_INT8})
+
+#: Kernels that multiply bfloat16 parts, and into how many parts each operand goes.
+PARTS: dict[Kernel, int] = {Kernel.AMX_BF16_PAIR: 2}
+
+#: What happens at run time to operands that the chosen kernel cannot treat.
+FALLBACKS: dict[Kernel, tuple[str, ...]] = {
+    Kernel.AMX_BF16_PAIR: (
+        "an Inf or NaN in an operand: FP32 units with the same rounded operands",
+    ),
+}
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """A kernel, and why it and not a faster one."""
+
+    kernel: Kernel
+    reason: str
+
+
+def choose_kernel(
+    kind: NumberKind, capabilities: Capabilities, layout: GemmLayout, flops: int
+) -> KernelChoice:
+    """Return the first kernel of the table that the device has and that pays at this size.
+
+    Parameters
+    ----------
+    kind : str
+        What is multiplied, a key of ``PREFERENCES``.
+    capabilities : Capabilities
+    layout : GemmLayout
+    flops : int
+        Of the whole product, batch included.
+
+    Examples
+    --------
+    >>> from lowprec.formats import DType
+    >>> from lowprec.planning.layout import OperandSpec, gemm_layout
+    >>> square = OperandSpec.contiguous(DType.FLOAT32, (8, 8))
+    >>> choose_kernel("tf32", Capabilities("cpu", "any"), gemm_layout(square, square), 1024).reason
+    "NumPy's BLAS; no bfloat16 tile units (AMX); MKL is not installed"
+    """
+    passed_over: list[str] = []
+    for kernel in PREFERENCES[kind]:
+        objection = _objection(kernel, capabilities, layout, flops)
+        if not objection:
+            return KernelChoice(kernel, "; ".join([KERNELS[kernel].units, *passed_over]))
+        passed_over.append(objection)
+    raise AssertionError(f"no kernel without requirements for {kind}")
+
+
+def _objection(kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, flops: int) -> str:
+    """Return why this kernel does not run the product, empty if it does."""
+    row = KERNELS[kernel]
+    if row.requires and not getattr(capabilities, row.requires):
+        return row.missing
+    if row.minimum:
+        minimum = getattr(capabilities, row.minimum)
+        if flops < minimum:
+            return f"{kernel} pays from {minimum:.3g} flops, this product has {flops:.3g}"
+    if kernel is Kernel.MKL and _exceeds_32_bits(layout):
+        return "MKL counts rows, columns and leading dimensions with 32 bits"
+    return ""
+
+
+def _exceeds_32_bits(layout: GemmLayout) -> bool:
+    sizes = [layout.m, layout.n, layout.k]
+    sizes += [o.leading_dimension or 0 for o in (layout.a, layout.b, layout.out)]
+    return max(sizes) > _INT32_MAX
+
+
+def flops_per_conversion(capabilities: Capabilities) -> float:
+    """Return what rounding one element costs, in flops of numpy.matmul on float32.
+
+    Measured with two threads: numba rounds about 5e9 elements a second, NumPy 0.6e9, against 3e11 flops.
+    """
+    return 60.0 if capabilities.numba else 500.0

@@ -1,0 +1,380 @@
+"""Shapes and strides of a product, to what a GEMM is called with: m, n, k, order, leading dimension, batch.
+
+Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimensions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Literal
+
+from lowprec.errors import ShapeError
+from lowprec.formats import DType
+
+__all__ = [
+    "GemmLayout",
+    "OperandLayout",
+    "OperandSpec",
+    "contiguous_strides",
+    "gemm_layout",
+    "result_shape",
+]
+
+Shape = tuple[int, ...]
+Order = Literal["row", "col"]
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Return the strides, in elements, of a row-major array without gaps.
+
+    Examples
+    --------
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class OperandSpec:
+    """What planning needs to know of an array: everything but its address.
+
+    Parameters
+    ----------
+    dtype : DType
+    shape : tuple of int
+    strides : tuple of int
+        In elements, not bytes; one per dimension; zero and negative ones are legal.
+    """
+
+    dtype: DType
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
+        """Return the spec of a row-major array without gaps."""
+        return cls(dtype, shape, contiguous_strides(shape))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the distinct elements; a broadcast dimension (stride 0) counts once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return self.dtype.itemsize * prod(n if s or not n else 1 for n, s in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class OperandLayout:
+    """A stack of matrices in memory, in the words of BLAS.
+
+    Parameters
+    ----------
+    rows, cols : int
+        Extents of each matrix, as it enters the product.
+    row_stride, col_stride : int
+        Steps in elements from one row (column) to the next.
+    batch_strides : tuple of int
+        One per dimension of the batch, in elements; 0 where the matrix is broadcast.
+    batch_stride : int or None
+        The one step from each matrix to the next, where there is one; 0 if all are the same matrix.
+        ``None`` means that the batch is walked by ``batch_strides``.
+    order : {"row", "col"} or None
+        Which of rows and columns lies contiguous; ``None`` where BLAS cannot express the strides.
+    leading_dimension : int or None
+        The other step, at least the contiguous extent; ``None`` where BLAS cannot express the strides.
+    """
+
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+    batch_strides: Shape
+    batch_stride: int | None
+    order: Order | None
+    leading_dimension: int | None
+
+    @property
+    def op(self) -> Literal["N", "T"]:
+        """``"T"`` for a matrix that a row-major BLAS call takes as a transpose."""
+        return "T" if self.order == "col" else "N"
+
+    @property
+    def blas_expressible(self) -> bool:
+        """Whether BLAS can read the matrices where they are."""
+        return self.order is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmLayout:
+    """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Of each GEMM as it runs; where ``collapsed``, m counts the rows of all batches.
+    batch_shape : tuple of int
+        Batch as it runs; empty where ``collapsed``.
+    batch_count : int
+        Product of ``batch_shape``.
+    out_shape : tuple of int
+        Shape of the result as the caller sees it, whatever was collapsed.
+    a, b, out : OperandLayout
+        ``out`` is the caller's, or a new row-major array.
+    collapsed : bool
+        Whether the batch became rows: ``b`` is the same matrix for every batch and the rows of ``a`` and of ``out``
+        lie at one regular step, so that one large GEMM replaces many small ones.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch_shape: Shape
+    batch_count: int
+    out_shape: Shape
+    a: OperandLayout
+    b: OperandLayout
+    out: OperandLayout
+    collapsed: bool
+
+
+def _core(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int]:
+    """Return (m, n, k), or raise in NumPy's words."""
+    for position, shape in enumerate((shape_a, shape_b)):
+        if not shape:
+            raise ShapeError(
+                f"matmul: input operand {position} does not have enough dimensions (has 0, requires 1): "
+                f"shapes {shape_a} and {shape_b}"
+            )
+    m = shape_a[-2] if len(shape_a) > 1 else 1
+    n = shape_b[-1] if len(shape_b) > 1 else 1
+    k = shape_a[-1]
+    k_of_b = shape_b[-2] if len(shape_b) > 1 else shape_b[0]
+    if k != k_of_b:
+        raise ShapeError(
+            f"matmul: input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
+            f"from {k}): shapes {shape_a} and {shape_b}"
+        )
+    return m, n, k
+
+
+def _broadcast_batch(shape_a: Shape, shape_b: Shape) -> Shape:
+    """Return the common batch shape of two operands, or raise in NumPy's words."""
+    batch_a, batch_b = shape_a[:-2], shape_b[:-2]
+    ndim = max(len(batch_a), len(batch_b))
+    pairs = zip(
+        (1,) * (ndim - len(batch_a)) + batch_a,
+        (1,) * (ndim - len(batch_b)) + batch_b,
+        strict=True,
+    )
+    result = []
+    for x, y in pairs:
+        if x != y and x != 1 and y != 1:
+            raise ShapeError(
+                f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}"
+            )
+        result.append(y if x == 1 else x)
+    return tuple(result)
+
+
+def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
+    """Return the shape of ``a @ b``.
+
+    Raises
+    ------
+    ShapeError
+        If an operand is 0-d, the inner dimensions differ, or the batches do not broadcast.
+
+    Examples
+    --------
+    >>> result_shape((5, 1, 2, 3), (4, 3, 6))
+    (5, 4, 2, 6)
+    >>> result_shape((3,), (3,))
+    ()
+    """
+    m, n, _ = _core(shape_a, shape_b)
+    batch = _broadcast_batch(shape_a, shape_b)
+    return batch + (m,) * (len(shape_a) > 1) + (n,) * (len(shape_b) > 1)
+
+
+def _regular_stride(shape: Shape, strides: Shape) -> int | None:
+    """Return the one step that walks all dimensions in row-major order, or None if there is none.
+
+    Examples
+    --------
+    >>> _regular_stride((2, 3), (30, 10)), _regular_stride((2, 3), (10, 20)), _regular_stride((), ())
+    (10, None, 0)
+    """
+    walked = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    if not walked or any(n == 0 for n, _ in walked):
+        return 0
+    for (_, outer), (n, inner) in pairwise(walked):
+        if outer != n * inner:
+            return None
+    return walked[-1][1]
+
+
+def _blas_order(
+    rows: int, cols: int, row_stride: int, col_stride: int
+) -> tuple[Order | None, int | None]:
+    """Return (order, leading dimension), or (None, None) where no BLAS call can name these strides.
+
+    The stride of a dimension of extent 1 is never stepped, so it may be anything.
+
+    Examples
+    --------
+    >>> _blas_order(4, 5, 8, 1), _blas_order(4, 5, 1, 4), _blas_order(4, 5, 10, 2)
+    (('row', 8), ('col', 4), (None, None))
+    """
+    if rows == 0 or cols == 0:
+        return "row", max(cols, 1)
+    if col_stride == 1 or cols == 1:
+        if rows == 1:
+            return "row", cols
+        if row_stride >= cols:
+            return "row", row_stride
+    if row_stride == 1 or rows == 1:
+        if cols == 1:
+            return "col", rows
+        if col_stride >= rows:
+            return "col", col_stride
+    return None, None
+
+
+def _operand(
+    rows: int, cols: int, strides: tuple[int, int], batch: Shape, batch_strides: Shape
+) -> OperandLayout:
+    """Return the layout of a stack of matrices."""
+    order, leading_dimension = _blas_order(rows, cols, *strides)
+    step = _regular_stride(batch, batch_strides)
+    return OperandLayout(rows, cols, *strides, batch_strides, step, order, leading_dimension)
+
+
+def _batch_strides(spec: OperandSpec, batch: Shape) -> Shape:
+    """Return the strides of an operand's batch after broadcasting to ``batch``."""
+    own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
+    return (0,) * (len(batch) - len(own)) + tuple(own)
+
+
+def _matrix_strides(spec: OperandSpec, vector_is_row: bool) -> tuple[int, int]:
+    """Return (row stride, column stride); a 1-D operand is one row or one column."""
+    if len(spec.shape) > 1:
+        return spec.strides[-2], spec.strides[-1]
+    return (0, spec.strides[0]) if vector_is_row else (spec.strides[0], 0)
+
+
+def _out_strides(
+    strides: Shape, batch_ndim: int, has_rows: bool, has_cols: bool
+) -> tuple[tuple[int, int], Shape]:
+    """Return ((row stride, column stride), batch strides) of a result whose 1-D dimensions were removed."""
+    core = strides[batch_ndim:]
+    row = core[0] if has_rows else 0
+    col = core[-1] if has_cols else 0
+    return (row, col), strides[:batch_ndim]
+
+
+def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) -> GemmLayout:
+    """Return the layout of ``a @ b``, into ``out`` where it is given.
+
+    Parameters
+    ----------
+    a : OperandSpec, shape (..., m, k) or (k,)
+    b : OperandSpec, shape (..., k, n) or (k,)
+    out : OperandSpec, shape of the result
+
+    Raises
+    ------
+    ShapeError
+        If the shapes do not fit together, or two elements of ``out`` may share memory.
+
+    Examples
+    --------
+    >>> a = OperandSpec.contiguous(DType.FLOAT32, (8, 16, 32))
+    >>> b = OperandSpec.contiguous(DType.FLOAT32, (32, 4))
+    >>> layout = gemm_layout(a, b)
+    >>> layout.collapsed, layout.m, layout.out_shape
+    (True, 128, (8, 16, 4))
+    """
+    m, n, k = _core(a.shape, b.shape)
+    batch = _broadcast_batch(a.shape, b.shape)
+    shape = result_shape(a.shape, b.shape)
+    if out is None:
+        strides = contiguous_strides(shape)
+    else:
+        _check_out(out, shape)
+        strides = out.strides
+    core, batch_strides = _out_strides(strides, len(batch), len(a.shape) > 1, len(b.shape) > 1)
+    layout = GemmLayout(
+        m, n, k, batch, prod(batch), shape,
+        _operand(m, k, _matrix_strides(a, True), batch, _batch_strides(a, batch)),
+        _operand(k, n, _matrix_strides(b, False), batch, _batch_strides(b, batch)),
+        _operand(m, n, core, batch, batch_strides),
+        collapsed=False,
+    )  # fmt: skip
+    return _collapse(layout)
+
+
+def _check_out(out: OperandSpec, shape: Shape) -> None:
+    if out.shape != shape:
+        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
+    if may_overlap_itself(out):
+        raise ShapeError(
+            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
+            "pass an array of its own memory"
+        )
+
+
+def may_overlap_itself(spec: OperandSpec) -> bool:
+    """Whether two elements may share memory; a sufficient test, which no slice or transpose of an array fails.
+
+    Examples
+    --------
+    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (0, 1)))
+    True
+    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (-1, 3)))
+    False
+    """
+    if 0 in spec.shape:
+        return False
+    reach = 0
+    for step, extent in sorted(
+        (abs(s), n) for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1
+    ):
+        if step <= reach:
+            return True
+        reach += step * (extent - 1)
+    return False
+
+
+def _rows_of_all(operand: OperandLayout, batch_count: int) -> OperandLayout | None:
+    """Return the same elements as one matrix with the batch as rows, or None if its steps are not regular."""
+    step = operand.batch_stride
+    if step is None or (operand.rows > 1 and step != operand.rows * operand.row_stride):
+        return None
+    row_stride = step if operand.rows == 1 else operand.row_stride
+    merged = _operand(
+        operand.rows * batch_count, operand.cols, (row_stride, operand.col_stride), (), ()
+    )
+    # Windows that slide over one buffer are matrices one by one and not together.
+    return None if operand.blas_expressible and not merged.blas_expressible else merged
+
+
+def _collapse(layout: GemmLayout) -> GemmLayout:
+    """Turn the batch into rows where one GEMM can stand for all."""
+    count = layout.batch_count
+    if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
+        return layout
+    a = _rows_of_all(layout.a, count)
+    out = _rows_of_all(layout.out, count)
+    if a is None or out is None:
+        return layout
+    b = _operand(layout.k, layout.n, (layout.b.row_stride, layout.b.col_stride), (), ())
+    return GemmLayout(
+        layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True
+    )

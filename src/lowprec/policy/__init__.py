@@ -1,0 +1,23 @@
+"""Which math mode is in force: the environment, the process default, the scopes and the guard."""
+
+from __future__ import annotations
+
+from lowprec.policy.guard import fp32_guard
+from lowprec.policy.state import (
+    finish,
+    get_math_mode,
+    math_mode,
+    overriding_mode,
+    resolve,
+    set_math_mode,
+)
+
+__all__ = [
+    "finish",
+    "fp32_guard",
+    "get_math_mode",
+    "math_mode",
+    "overriding_mode",
+    "resolve",
+    "set_math_mode",
+]

@@ -1,0 +1,298 @@
+"""The environment variables, as one table, and the only place that reads them.
+
+The table makes the documentation, the rows of ``info()`` and the texts of the errors.
+
+Variables that decide a mode are read once per process, at the first use of a mode (a product, a plan,
+``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too: a variable changed in mid-process
+would act on one of the two libraries only. ``import lowprec`` reads nothing, so a bad value breaks the program that
+multiplies, not every program that imports. An empty or blank value counts as unset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from lowprec.errors import EnvironmentVariableError, ModeError
+from lowprec.modes import MathMode, mode_names, parse_mode
+
+__all__ = [
+    "VARIABLES",
+    "EnvironmentSnapshot",
+    "Variable",
+    "VariableRow",
+    "changed_since_snapshot",
+    "problems",
+    "refresh",
+    "rows",
+    "snapshot",
+]
+
+T = TypeVar("T")
+
+
+def _no_remark(text: str) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Parameters
+    ----------
+    name : str
+        The variable.
+    meaning : str
+        What it does, in one sentence.
+    legal : str
+        The values that it may hold, in words.
+    default : str
+        What holds where it is not set, in words.
+    parse : callable
+        From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
+    show : callable
+        From the value in force to words.
+    remark : callable
+        From a legal text to a warning, or to None.
+    read_once : bool
+        Whether the first use of a mode fixes the value for the rest of the process.
+    """
+
+    name: str
+    meaning: str
+    legal: str
+    default: str
+    parse: Callable[[str], T]
+    show: Callable[[T], str] = str
+    remark: Callable[[str], str | None] = _no_remark
+    read_once: bool = False
+
+    def text(self) -> str | None:
+        """Return the text in the environment now, None where it is unset or blank."""
+        return os.environ.get(self.name, "").strip() or None
+
+    def value(self, text: str | None) -> T | None:
+        """Return the value that this text stands for; raise :class:`EnvironmentVariableError` if it is not legal."""
+        return None if text is None else self.parse(text)
+
+
+def _mode_variable(name: str, meaning: str, default: str) -> Variable[MathMode]:
+    def parse(text: str) -> MathMode:
+        try:
+            return parse_mode(text, what=f"environment variable {name}:")
+        except ModeError as error:
+            raise EnvironmentVariableError(f"{error}; or unset the variable") from None
+
+    legal = f"{mode_names()}, or an alias of one of these"
+    return Variable(name, meaning, legal, default, parse, read_once=True)
+
+
+_MATH_MODE = _mode_variable(
+    "LOWPREC_MATH_MODE",
+    "The math mode where the program chooses none.",
+    MathMode.FP32.value,
+)
+_FORCE_MATH_MODE = _mode_variable(
+    "LOWPREC_FORCE_MATH_MODE",
+    "The math mode whatever the program chooses; only fp32_guard stands above it.",
+    "nothing is forced",
+)
+
+
+def _turns_tf32_off(text: str) -> bool:
+    return text == "0"
+
+
+def _tf32_effect(off: bool) -> str:
+    return "TF32 is off" if off else "lowprec does not act on this value"
+
+
+def _tf32_remark(text: str) -> str | None:
+    if _turns_tf32_off(text):
+        return None
+    return f"NVIDIA_TF32_OVERRIDE={text}: NVIDIA reserves every value but 0, and lowprec does not act on it"
+
+
+_TF32_OVERRIDE = Variable(
+    "NVIDIA_TF32_OVERRIDE",
+    "0 turns every mode that is based on TF32 into fp32, in cuBLAS as in lowprec, on the GPU as on the CPU.",
+    "0; NVIDIA reserves every other value",
+    "TF32 is allowed",
+    _turns_tf32_off,
+    _tf32_effect,
+    _tf32_remark,
+    read_once=True,
+)
+
+
+def _thread_variable(name: str, readers: str) -> Variable[str]:
+    return Variable(
+        name,
+        f"How many threads {readers} may use; read by the library itself.",
+        "a number of threads, as the library understands it",
+        "the library's own choice",
+        str,
+    )
+
+
+#: Every variable, in the order of the documentation.
+VARIABLES: tuple[Variable[Any], ...] = (
+    _MATH_MODE,
+    _FORCE_MATH_MODE,
+    _TF32_OVERRIDE,
+    _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
+    _thread_variable("MKL_NUM_THREADS", "MKL"),
+    _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
+)
+
+
+# eq=False: a snapshot is part of the key of every cached decision, so it is hashed by identity.
+@dataclass(frozen=True, slots=True, eq=False)
+class EnvironmentSnapshot:
+    """The values that hold for the rest of the process.
+
+    Parameters
+    ----------
+    math_mode : MathMode or None
+        From ``LOWPREC_MATH_MODE``.
+    force_math_mode : MathMode or None
+        From ``LOWPREC_FORCE_MATH_MODE``.
+    tf32_off : bool
+        Whether ``NVIDIA_TF32_OVERRIDE`` is 0.
+    texts : mapping of str to str or None
+        What each variable held when it was read.
+    """
+
+    math_mode: MathMode | None
+    force_math_mode: MathMode | None
+    tf32_off: bool
+    texts: Mapping[str, str | None]
+
+
+_snapshot: EnvironmentSnapshot | None = None
+_lock = Lock()
+
+
+def _take() -> EnvironmentSnapshot:
+    texts = {v.name: v.text() for v in VARIABLES if v.read_once}
+    return EnvironmentSnapshot(
+        _MATH_MODE.value(texts[_MATH_MODE.name]),
+        _FORCE_MATH_MODE.value(texts[_FORCE_MATH_MODE.name]),
+        bool(_TF32_OVERRIDE.value(texts[_TF32_OVERRIDE.name])),
+        MappingProxyType(texts),
+    )
+
+
+def snapshot() -> EnvironmentSnapshot:
+    """Return the variables that decide a mode, read at the first call and kept.
+
+    A value that is not legal is not kept: the next call reads again.
+
+    Raises
+    ------
+    EnvironmentVariableError
+        If a variable holds a value that it may not hold.
+
+    Examples
+    --------
+    >>> snapshot() is snapshot()
+    True
+    """
+    found = _snapshot
+    return found if found is not None else _first_snapshot()
+
+
+def _first_snapshot() -> EnvironmentSnapshot:
+    global _snapshot
+    # Two threads that start together must see the same values, even if a third one writes the environment.
+    with _lock:
+        if _snapshot is None:
+            _snapshot = _take()
+        return _snapshot
+
+
+def refresh() -> None:
+    """Forget the snapshot, so that the next use of a mode reads the environment again.
+
+    For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
+    """
+    global _snapshot
+    with _lock:
+        _snapshot = None
+
+
+def changed_since_snapshot() -> tuple[str, ...]:
+    """Return the names of the variables that were read once and hold another text now."""
+    taken = _snapshot
+    if taken is None:
+        return ()
+    return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
+
+
+@dataclass(frozen=True, slots=True)
+class VariableRow:
+    """What ``info()`` tells about one variable.
+
+    Parameters
+    ----------
+    name, meaning, legal : str
+        As in :class:`Variable`.
+    value : str or None
+        The text in the environment now.
+    effective : str
+        What holds in this process, in words.
+    problem : str or None
+        A warning: a value that is refused, reserved, or changed too late.
+    """
+
+    name: str
+    value: str | None
+    effective: str
+    meaning: str
+    legal: str
+    problem: str | None
+
+
+def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:
+    now = variable.text()
+    used = taken.texts[variable.name] if taken is not None and variable.read_once else now
+    effective, problem = variable.default, None
+    try:
+        if used is not None:
+            effective, problem = variable.show(variable.parse(used)), variable.remark(used)
+    except EnvironmentVariableError as error:
+        effective, problem = "refused", str(error)
+    if used != now:
+        problem = (
+            f"{variable.name} was {_shown(used)} when lowprec read it and is {_shown(now)} now; "
+            "the first value holds until the process ends"
+        )
+    return VariableRow(variable.name, now, effective, variable.meaning, variable.legal, problem)
+
+
+def _shown(text: str | None) -> str:
+    return "unset" if text is None else repr(text)
+
+
+def rows() -> tuple[VariableRow, ...]:
+    """Return what ``info()`` and the documentation show, one row per variable.
+
+    Nothing is raised and nothing is fixed by looking: without a snapshot the rows tell what it would hold.
+
+    Examples
+    --------
+    >>> rows()[0].name
+    'LOWPREC_MATH_MODE'
+    """
+    taken = _snapshot
+    return tuple(_row(v, taken) for v in VARIABLES)
+
+
+def problems() -> tuple[str, ...]:
+    """Return the warnings among :func:`rows`."""
+    return tuple(r.problem for r in rows() if r.problem is not None)

@@ -1,0 +1,232 @@
+"""A call of ``matmul`` or ``plan``, its arguments checked and in the package's own terms."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lowprec.arrays import ArrayView, may_overlap
+from lowprec.backends import Arguments
+from lowprec.errors import DeviceError, DTypeError, ShapeError
+from lowprec.formats import DType, dtype_from_name
+from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
+
+__all__ = [
+    "PLAIN",
+    "Request",
+    "ShapeDtype",
+    "check_devices",
+    "check_scalars",
+    "is_description",
+    "make_request",
+    "parse_dtype",
+    "spec_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeDtype:
+    """Shape and element type of an array that need not exist, for :func:`lowprec.plan`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : str or dtype
+        A name, or the dtype object of any library.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> a = lowprec.ShapeDtype((4096, 1024), "bfloat16")
+    >>> b = lowprec.ShapeDtype((1024, 512), "bfloat16")
+    >>> lowprec.plan(a, b).flops
+    4294967296
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.dtype)
+        shape = tuple(self.shape)
+        if any(not isinstance(n, numbers.Integral) or n < 0 for n in shape):
+            raise ShapeError(f"shape must hold non-negative integers, got {self.shape!r}")
+        object.__setattr__(self, "shape", tuple(int(n) for n in shape))
+
+
+def parse_dtype(dtype: Any) -> DType:
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a torch dtype.
+
+    Raises
+    ------
+    DTypeError
+        If lowprec has no such element type.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> parse_dtype(np.float16) is parse_dtype("float16") is parse_dtype(np.dtype("f2"))
+    True
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str):
+        return dtype_from_name(dtype)
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return dtype_from_name(str(name).removeprefix("torch."))
+
+
+def is_description(x: Any) -> bool:
+    """Whether ``x`` only describes an array: shape and dtype, no memory."""
+    if isinstance(x, tuple):
+        return len(x) == 2
+    return not hasattr(x, "__dlpack__") and hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def spec_of(x: Any) -> OperandSpec:
+    """Return shape, strides and element type of a view, or of a description as if it were contiguous."""
+    if isinstance(x, ArrayView):
+        return OperandSpec(x.dtype, x.shape, x.strides)
+    if not isinstance(x, ShapeDtype):
+        x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
+    return OperandSpec.contiguous(parse_dtype(x.dtype), x.shape)
+
+
+class Request(NamedTuple):
+    """What to do with the product. The fields are those of ``matmul``; arrays are views."""
+
+    out: ArrayView | None = None
+    c: ArrayView | None = None
+    bias: ArrayView | None = None
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    activation: Activation | None = None
+    out_dtype: DType | None = None
+
+    def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
+        """Return the arrays of the call by their names."""
+        named = {"a": a, "b": b, "out": self.out, "c": self.c, "bias": self.bias}
+        return {name: view for name, view in named.items() if view is not None}
+
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        """Everything here that a plan depends on; None for a plain product."""
+        if self is PLAIN:
+            return None
+        specs = tuple(
+            None if v is None else (v.device, v.dtype, v.shape, v.strides)
+            for v in (self.out, self.c, self.bias)
+        )
+        return (*specs, self._factors, self.activation, self.out_dtype)
+
+    @property
+    def _factors(self) -> tuple[bool, bool, bool]:
+        is_complex = isinstance(self.alpha, complex) or isinstance(self.beta, complex)
+        return self.alpha != 1, self.beta != 0, is_complex
+
+    def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
+        """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
+        out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
+        return GemmProblem(
+            a,
+            b,
+            out_dtype=self.out_dtype,
+            out=out,
+            c=c,
+            bias=bias,
+            has_alpha=self.alpha != 1,
+            has_beta=self.beta != 0,
+            activation=self.activation,
+        )
+
+    def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView) -> Arguments:
+        """Return what an executor takes."""
+        return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta)
+
+    def must_go_aside(self, a: ArrayView, b: ArrayView) -> bool:
+        """Whether writing ``out`` could change what is still to be read, so that it must be computed aside."""
+        out, c = self.out, self.c
+        if out is None:
+            return False
+        if any(x is not None and may_overlap(out, x) for x in (a, b, self.bias)):
+            return True
+        if c is None or not may_overlap(out, c):
+            return False
+        # Element by element is safe where ``c`` is ``out`` itself, but not where it lies across it.
+        same = (c.address, c.dtype, c.shape, c.strides)
+        return same != (out.address, out.dtype, out.shape, out.strides)
+
+
+#: A product with nothing around it.
+PLAIN = Request()
+
+
+def make_request(
+    alpha: Any,
+    beta: Any,
+    activation: Any,
+    out_dtype: Any,
+    *,
+    out: ArrayView | None,
+    c: ArrayView | None,
+    bias: ArrayView | None,
+    has_c: bool,
+) -> Request:
+    """Check the keyword arguments of ``matmul``.
+
+    Parameters
+    ----------
+    alpha, beta, activation, out_dtype
+        As the caller passed them.
+    out, c, bias : ArrayView or None
+    has_c : bool
+        Whether the caller gave a ``c``, if only a description.
+
+    Raises
+    ------
+    DTypeError, UnsupportedError
+        If one is not what it should be.
+    ShapeError
+        If ``beta`` has nothing to multiply.
+    """
+    alpha, beta = _scalar("alpha", alpha), _scalar("beta", beta)
+    if beta != 0 and not has_c:
+        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
+    return Request(
+        out=out,
+        c=c,
+        bias=bias,
+        alpha=alpha,
+        beta=beta,
+        activation=parse_activation(activation),
+        out_dtype=None if out_dtype is None else parse_dtype(out_dtype),
+    )
+
+
+def _scalar(name: str, value: Any) -> complex:
+    """Return a factor as a Python number."""
+    if type(value) is float:
+        return value
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, numbers.Complex):
+        return complex(value)
+    raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def check_scalars(request: Request, compute_dtype: DType) -> None:
+    """Raise where a complex factor meets real operands."""
+    for name, value in (("alpha", request.alpha), ("beta", request.beta)):
+        if isinstance(value, complex) and not compute_dtype.is_complex:
+            raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
+
+
+def check_devices(views: dict[str, ArrayView]) -> None:
+    """Raise if the arrays of a call, by their names, do not lie on one device."""
+    (first, one), *others = views.items()
+    for name, view in others:
+        if view.device != one.device:
+            raise DeviceError(
+                f"{first} is on {one.device} and {name} on {view.device}; move one of them to the other's device"
+            )

@@ -1,0 +1,52 @@
+"""``rtol=``: the cheapest mode within a tolerance, below the guard and the global override."""
+
+from __future__ import annotations
+
+from lowprec import policy
+from lowprec.arrays import Device
+from lowprec.backends import backend_of
+from lowprec.errors import ModeError
+from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode
+from lowprec.planning import Candidate, GemmProblem, check_rtol, select_mode
+
+__all__ = ["mode_within"]
+
+_TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
+
+
+def mode_within(
+    rtol: float, math_mode: str | MathMode | None, problem: GemmProblem, device: Device
+) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
+    """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
+
+    Parameters
+    ----------
+    rtol : float
+        Positive and finite.
+    math_mode : str, MathMode or None
+        The other argument, which must be None: two wishes cannot both be met.
+    problem : GemmProblem
+    device : Device
+
+    Returns
+    -------
+    ResolvedMode
+        What the guard or ``LOWPREC_FORCE_MATH_MODE`` imposes, where one of them acts.
+    tuple of Candidate
+        Empty where the choice was imposed.
+
+    Raises
+    ------
+    ModeError
+        If both arguments are given, ``rtol`` is no tolerance, or no mode meets it.
+    """
+    rtol = check_rtol(rtol)
+    if math_mode is not None:
+        raise ModeError(f"rtol={rtol} and math_mode={str(math_mode)!r} exclude each other; pass one of them")
+    imposed = policy.overriding_mode()
+    if imposed is not None:
+        return imposed, ()
+    excluded = _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
+    capabilities = backend_of(device).capabilities(device)
+    selection = select_mode(problem, capabilities, rtol, excluded)
+    return policy.finish(selection.mode, ModeSource.RTOL), selection.candidates

@@ -1,0 +1,183 @@
+"""Rounding to the formats of the modes, bit by bit: scalar oracle, fast twin and ml_dtypes against each other."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import oracles
+from lowprec import formats
+from lowprec.backends.cpu.convert import round_float32, round_scalar
+
+FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
+EXACT_TYPES = {"bf16": oracles.bfloat16, "fp16": np.float16}
+
+modes = pytest.mark.parametrize("mode", FORMATS)
+
+
+def rounded(x: np.ndarray, mode: str) -> np.ndarray:
+    out = np.full(x.shape, 777.0, np.float32)
+    round_float32(x, FORMATS[mode], out)
+    return out
+
+
+def rounded_one_by_one(x: np.ndarray, mode: str) -> np.ndarray:
+    to, away = FORMATS[mode], mode == "tf32"
+    found = [round_scalar(float(v), to, ties_away=away) for v in x]
+    # Past the largest number of the format but representable in float64: the oracle made it an infinity already.
+    return np.array(found, np.float64).astype(np.float32)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.uint32)
+
+
+def assert_same_bits(got: np.ndarray, want: np.ndarray, source: np.ndarray) -> None:
+    """Compare bits, signs of zeros included; a NaN must be a NaN, whatever its payload."""
+    differ = (bits(got) != bits(want)) & ~(np.isnan(got) & np.isnan(want))
+    if differ.any():
+        i = int(np.flatnonzero(differ)[0])
+        raise AssertionError(
+            f"{differ.sum()} of {differ.size} differ, first {i}: {float(source[i]).hex()} became "
+            f"{float(got[i]).hex()}, expected {float(want[i]).hex()}"
+        )
+
+
+def sample(rng: np.random.Generator, per_exponent: int) -> np.ndarray:
+    """Return every exponent, both signs, ties, the edges of each format, infinities, NaNs of many payloads, zeros."""
+    edges = [2.0**-149, 2.0**-137, 2.0**-136, 2.0**-134, 2.0**-133, 2.0**-126]
+    for to in FORMATS.values():
+        half_ulp_beyond = to.largest * (1 + 2.0 ** -(to.precision + 1))
+        edges += [to.smallest_subnormal / 2, to.smallest_subnormal, to.smallest_normal, to.largest]
+        edges += [half_ulp_beyond] if half_ulp_beyond < formats.FLOAT32.largest else []
+    edges += [65519.0, 65520.0, 65536.0, formats.FLOAT32.largest]
+    payloads = rng.integers(1, 1 << 23, 500, dtype=np.uint32) | np.uint32(0x7F800000)
+    few = np.array([1, 0x7FFFFF, 0x400000, 0x3FFFFF, 0x1000, 0x8000, 0x1FFF], np.uint32)
+    nans = np.concatenate([payloads, few | np.uint32(0x7F800000)])
+    special = np.array([0.0, -0.0, np.inf, -np.inf], np.float32)
+    return np.concatenate(
+        [
+            oracles.every_exponent(rng, per_exponent),
+            oracles.around(edges),
+            nans.view(np.float32),
+            (nans | np.uint32(1 << 31)).view(np.float32),
+            special,
+        ]
+    )
+
+
+@modes
+def test_twin_agrees_with_the_oracle(mode: str, rng: np.random.Generator) -> None:
+    x = sample(rng, 40)
+    assert_same_bits(rounded(x, mode), rounded_one_by_one(x, mode), x)
+
+
+@modes
+def test_twin_agrees_with_an_independent_rounding(mode: str, rng: np.random.Generator) -> None:
+    x = sample(rng, 4000)
+    assert x.size > 1_000_000
+    assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
+
+
+@pytest.mark.parametrize("mode", EXACT_TYPES)
+def test_every_16_bit_pattern_is_kept(mode: str) -> None:
+    x = np.arange(1 << 16, dtype=np.uint16).view(EXACT_TYPES[mode]).astype(np.float32)
+    assert_same_bits(rounded(x, mode), x, x)
+    assert_same_bits(rounded_one_by_one(x, mode), x, x)
+
+
+@pytest.mark.parametrize("mode", EXACT_TYPES)
+def test_every_midpoint_of_16_bit_neighbours_goes_to_even(mode: str) -> None:
+    positive = np.arange((1 << 15) - 1, dtype=np.uint16)
+    low = oracles.widen(positive.view(EXACT_TYPES[mode]))
+    high = oracles.widen((positive + np.uint16(1)).view(EXACT_TYPES[mode]))
+    finite = np.isfinite(low) & np.isfinite(high)
+    # Exact in float32: a midpoint needs one bit more than its neighbours.
+    middle = ((low[finite] + high[finite]) / 2).astype(np.float32)
+    even = np.where(positive[finite] % 2 == 0, low[finite], high[finite]).astype(np.float32)
+    for sign in (np.float32(1), np.float32(-1)):
+        assert_same_bits(rounded(sign * middle, mode), sign * even, middle)
+        below, above = np.nextafter(middle, -np.inf), np.nextafter(middle, np.inf)
+        assert_same_bits(rounded(sign * below, mode), sign * low[finite].astype(np.float32), below)
+        assert_same_bits(rounded(sign * above, mode), sign * high[finite].astype(np.float32), above)
+
+
+def test_tf32_ties_go_away_from_zero() -> None:
+    x = np.array(
+        [1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11, 2.0**-126 * (1 + 2.0**-11), 2.0**-137],
+        np.float32,
+    )
+    want = np.array(
+        [1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10, 2.0**-126 * (1 + 2.0**-10), 2.0**-136],
+        np.float32,
+    )
+    assert_same_bits(rounded(x, "tf32"), want, x)
+    assert_same_bits(rounded_one_by_one(x, "tf32"), want, x)
+
+
+@modes
+def test_overflow_begins_half_a_step_past_the_largest(mode: str) -> None:
+    to = FORMATS[mode]
+    step = 2.0 ** (to.emax - to.precision + 1)
+    threshold = np.float32(to.largest + step / 2)
+    below = np.nextafter(threshold, np.float32(0))
+    x = np.array([below, threshold, -below, -threshold, formats.FLOAT32.largest], np.float32)
+    want = np.array([to.largest, math.inf, -to.largest, -math.inf, math.inf], np.float32)
+    assert_same_bits(rounded(x, mode), want, x)
+    assert_same_bits(rounded_one_by_one(x, mode), want, x)
+
+
+@modes
+@pytest.mark.parametrize("size", [0, 1, 3, 65_535, 65_536, 65_537, 524_288, 600_001])
+def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Generator) -> None:
+    x = rng.standard_normal(size, dtype=np.float32)
+    x[size // 2 : size // 2 + 1] = np.nan
+    assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
+
+
+@modes
+def test_any_strides_are_read(mode: str, rng: np.random.Generator) -> None:
+    base = rng.standard_normal((40, 60), dtype=np.float32)
+    before = base.copy()
+    for view in (
+        base.T,
+        base[::2, ::3],
+        base[::-1, ::-1],
+        base[:, 5:9],
+        np.broadcast_to(base[0], (7, 60)),
+    ):
+        got = rounded(view, mode)
+        assert_same_bits(got.ravel(), oracles.round_to(view, mode).ravel(), view.ravel())
+    assert_same_bits(base.ravel(), before.ravel(), before.ravel())
+
+
+@modes
+def test_rounding_twice_is_rounding_once(mode: str, rng: np.random.Generator) -> None:
+    once = rounded(oracles.every_exponent(rng), mode)
+    assert_same_bits(rounded(once, mode), once, once)
+
+
+@modes
+def test_rounding_is_odd_and_monotone(mode: str, rng: np.random.Generator) -> None:
+    x = np.sort(oracles.every_exponent(rng))
+    assert (np.diff(rounded(x, mode)[np.isfinite(rounded(x, mode))]) >= 0).all()
+    assert_same_bits(rounded(-x, mode), -rounded(x, mode), x)
+
+
+@pytest.mark.parametrize("fmt", [formats.FLOAT8_E4M3FN, formats.FLOAT8_E5M2], ids=lambda f: f.name)
+def test_the_oracle_knows_float8(fmt: formats.NumberFormat, rng: np.random.Generator) -> None:
+    dtype = getattr(ml_dtypes, fmt.name)
+    x = np.concatenate(
+        [
+            oracles.every_exponent(rng, 4),
+            np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32),
+        ]
+    )
+    with np.errstate(all="ignore"):
+        want = x.astype(dtype).astype(np.float32)
+    got = np.array([round_scalar(float(v), fmt) for v in x], np.float32)
+    infinite = np.isinf(x) & (not fmt.has_infinity)
+    assert_same_bits(got[~infinite], want[~infinite], x[~infinite])

@@ -1,0 +1,547 @@
+"""Every mode and every storage against float64, on this machine's fastest units and on NumPy alone.
+
+The sharpest tests multiply by a signed permutation: each element of the result is then one rounded element of the
+operand, so that the rounding shows bit by bit through whichever kernel ran. The others compare with float64 under the
+bounds that ``oracles`` derives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+
+import lowprec
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+
+SINGLE = [np.dtype("float32"), np.dtype("complex64")]
+HALF = [np.dtype("float16"), bfloat16]
+FLOATS = [*SINGLE, *HALF, np.dtype("float64"), np.dtype("complex128")]
+
+#: m, n, k. The large ones take the tile units where there are any; the odd ones leave every tile unfilled.
+SIZES = {
+    "one": (1, 1, 1),
+    "small": (7, 5, 11),
+    "row": (1, 300, 200),
+    "tiles": (256, 256, 256),
+    "ragged": (257, 263, 269),
+    "long": (65, 70, 1500),
+}
+LARGE = ("tiles", "ragged")
+
+every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
+rounding_mode = pytest.mark.parametrize("mode", oracles.ROUNDING_MODES)
+every_size = pytest.mark.parametrize("size", SIZES)
+small_and_large = pytest.mark.parametrize("size", ["small", "ragged"])
+named = pytest.mark.parametrize
+
+
+def dtype_name(dtype: Any) -> str:
+    return np.dtype(dtype).name
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape)
+
+
+def uniform(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """One sign: errors that are a bias do not cancel."""
+    return rng.random(shape)
+
+
+def wide(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Exponents from 2^-14 to 2^10, the normal numbers of float16 with room for sums."""
+    return np.ldexp(normal(rng, shape), rng.integers(-14, 11, shape))
+
+
+def very_wide(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Exponents from 2^-55 to 2^55: float32's own, beyond float16's; products stay in float32's range."""
+    return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1, 1], shape), rng.integers(-55, 56, shape))
+
+
+DISTRIBUTIONS = {"normal": normal, "uniform": uniform, "wide": wide}
+
+
+def fill(make: Any, dtype: Any, rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    found = []
+    for shape in shapes:
+        x = make(rng, shape)
+        if np.dtype(dtype).kind == "c":
+            x = x + 1j * make(rng, shape)
+        found.append(x.astype(dtype))
+    return found
+
+
+def operands(make: Any, dtype: Any, rng: np.random.Generator, size: str) -> list[np.ndarray]:
+    m, n, k = SIZES[size]
+    return fill(make, dtype, rng, (m, k), (k, n))
+
+
+def signed_permutation(n: int, rng: np.random.Generator, dtype: Any = np.float32) -> tuple[np.ndarray, Any]:
+    """Return a matrix P with one +-1 per row and column, and what ``x @ P`` does to the columns of x."""
+    order, sign = rng.permutation(n), rng.choice([-1, 1], n)
+    matrix = np.zeros((n, n), dtype)
+    matrix[order, np.arange(n)] = sign
+    return matrix, lambda x: x[:, order] * sign.astype(x.dtype)
+
+
+@pytest.fixture(params=["this machine", "NumPy alone"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run on the fastest units that there are, then without MKL, numba and tile units."""
+    if request.param == "NumPy alone":
+        numpy_alone(monkeypatch)
+    yield request.param
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@every_mode
+@every_size
+@named("distribution", DISTRIBUTIONS)
+@named("dtype", SINGLE, ids=dtype_name)
+def test_single_precision(
+    mode: str, size: str, distribution: str, dtype: Any, rng: np.random.Generator
+) -> None:
+    a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
+    c = lowprec.matmul(a, b, math_mode=mode)
+    assert c.dtype == dtype
+    oracles.assert_within_bound(c, a, b, mode)
+
+
+@rounding_mode
+@named("size", ["small", "tiles", "ragged", "long"])
+@named("distribution", DISTRIBUTIONS)
+@named("dtype", SINGLE, ids=dtype_name)
+def test_the_error_of_rounding_is_there(
+    mode: str, size: str, distribution: str, dtype: Any, machine: str, rng: np.random.Generator
+) -> None:
+    a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
+    oracles.assert_honest(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
+
+
+@named("mode", ["fp32", "fp32_pedantic"])
+@named("size", [(40, 40, 16), (512, 512, 16)], ids=str)
+@named("dtype", SINGLE, ids=dtype_name)
+def test_fp32_is_not_rounded(
+    mode: str, size: tuple[int, int, int], dtype: Any, rng: np.random.Generator
+) -> None:
+    m, n, k = size
+    a, b = fill(normal, dtype, rng, (m, k), (k, n))
+    error = np.linalg.norm(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
+    # gamma_16 |A||B| in norm is about 16 * 6e-8 * 16 * 0.64 per element, a fiftieth of the rounding to TF32,
+    # which is about 2.8e-4 * sqrt(16).
+    bound = float(np.linalg.norm(oracles.accumulation_bound(a, b, mode)))
+    assert error <= bound < 0.1 * oracles.rounding_floor(a, b, "tf32")
+
+
+@every_mode
+@small_and_large
+@named("dtype", SINGLE, ids=dtype_name)
+def test_exponents_beyond_those_of_float16(
+    mode: str, size: str, dtype: Any, machine: str, rng: np.random.Generator
+) -> None:
+    a, b = operands(very_wide, dtype, rng, size)
+    if mode == "fp16":
+        if np.dtype(dtype).kind == "c":
+            pytest.skip("what Inf times complex is differs between libraries (C11, annex G)")
+        # Infinities from the overflow, times zeros from the underflow: NaN where IEEE 754 has it.
+        assert np.isnan(oracles.product(oracles.round_to(a, mode), oracles.round_to(b, mode))).any()
+    oracles.assert_within_bound(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
+
+
+@every_size
+@named("distribution", DISTRIBUTIONS)
+@named("dtype", [d for d in FLOATS if d not in SINGLE], ids=dtype_name)
+def test_other_storage(size: str, distribution: str, dtype: Any, rng: np.random.Generator) -> None:
+    a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
+    c = lowprec.matmul(a, b)
+    assert c.dtype == dtype
+    if dtype == np.float16 and distribution == "wide":
+        c = lowprec.matmul(a, b, out_dtype="float32")  # the sums leave float16
+    oracles.assert_within_bound(c, a, b)
+
+
+def test_float64_against_rational_arithmetic(rng: np.random.Generator) -> None:
+    a, b = fill(wide, np.float64, rng, (9, 40), (40, 8))
+    exact = oracles.exact_product(a, b)
+    # gamma_40 for the product, one rounding for the oracle.
+    allowed = oracles.gamma(41, 2.0**-53) * (np.abs(a) @ np.abs(b))
+    oracles.assert_close(lowprec.matmul(a, b), exact, allowed)
+
+
+@named("size", ["small", *LARGE])
+@named("dtype", HALF, ids=dtype_name)
+def test_16_bit_storage_accumulates_in_float32(size: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
+    a, b = operands(uniform, dtype, rng, size)
+    wide_result = lowprec.matmul(a, b, out_dtype="float32")
+    assert wide_result.dtype == np.float32
+    oracles.assert_within_bound(wide_result, a, b)
+    # One rounding of the float32 sum, so that an accumulator of 16 bits would be off by many of its units.
+    oracles.assert_within_bound(lowprec.matmul(a, b), a, b)
+
+
+@named("dtype", [np.dtype("float64"), np.dtype("complex128"), *HALF, np.dtype("int8")], ids=dtype_name)
+@small_and_large
+def test_a_mode_has_no_effect_on_other_storage(dtype: Any, size: str, rng: np.random.Generator) -> None:
+    a, b = operands(lambda r, s: 50 * normal(r, s), dtype, rng, size)
+    plain = lowprec.matmul(a, b)
+    for mode in oracles.ALL_MODES:
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), plain)
+
+
+@every_mode
+@named("size", ["row", "tiles", "ragged"])
+def test_the_plan_keeps_its_promise(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    a, b = operands(uniform, np.float32, rng, size)
+    bound = lowprec.plan(a, b, math_mode=mode).bound
+    error = np.abs(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
+    relative = bound.relative * (np.abs(a.astype(float)) @ np.abs(b.astype(float)))
+    # Uniform numbers lie in float16's range, but some fall below its normal one: k times its absolute error.
+    absolute = 2 * a.shape[1] * bound.operand_absolute * 1.01 + bound.result_absolute
+    assert (error <= relative + absolute).all()
+    # A promise of anything keeps itself: at most what is derived here, with room for another order of summing.
+    assert bound.relative <= 2 * oracles.MODES[mode][0] * 1.01 + 1.05 * 4 * a.shape[1] * 2.0**-24
+    if mode in oracles.ROUNDING_MODES:
+        assert bound.relative >= oracles.MODES[mode][0]
+
+
+# -- exact results --------------------------------------------------------------------------------
+
+
+def in_range(x: np.ndarray, mode: str) -> np.ndarray:
+    """Keep numbers that stay finite and above what tile units take for zero, their second part included."""
+    largest = 65504.0 if mode == "fp16" else 3.3e38
+    return np.where((np.abs(x) <= largest) & (np.abs(x) >= 2.0**-100), x, np.float32(1.5))
+
+
+@every_mode
+@small_and_large
+def test_every_exponent_is_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, _ = SIZES[size]
+    x = in_range(rng.permutation(oracles.every_exponent(rng, 300)), mode)[: m * n].reshape(m, n)
+    p, permute = signed_permutation(n, rng)
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode)))
+    q, permute = signed_permutation(m, rng)
+    want = permute(oracles.round_to(x, mode).T).T
+    oracles.assert_equal(lowprec.matmul(q.T, x, math_mode=mode), want)
+
+
+@every_mode
+@small_and_large
+def test_ties_and_the_edges_of_the_range(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, _ = SIZES[size]
+    # The largest TF32 number: its nearest bfloat16 is infinite, which a split in two parts must not fall for.
+    largest = {"fp16": 65504.0, "bf16": (2 - 2.0**-7) * 2.0**127}.get(mode, (2 - 2.0**-10) * 2.0**127)
+    below_overflow = np.nextafter(np.float32(largest * (1 + 2.0**-12)), np.float32(0))
+    edges = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-14, 2.0**-24, 2.0**-25]
+    pool = np.array([*edges, largest, -largest, below_overflow], np.float32)
+    pool = pool[np.isfinite(oracles.round_to(pool, mode))]
+    x = rng.choice(pool, (m, n))
+    p, permute = signed_permutation(n, rng)
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode)))
+
+
+@every_mode
+@small_and_large
+@named("view", ["transposed", "reversed", "stepped", "columns", "fortran"])
+def test_views_are_rounded_bit_by_bit(
+    mode: str, size: str, view: str, machine: str, rng: np.random.Generator
+) -> None:
+    m, n, _ = SIZES[size]
+    base = rng.standard_normal((2 * n, 2 * m + 3), dtype=np.float32)
+    before = base.copy()
+    x = {
+        "transposed": base[:n, :m].T,
+        "reversed": base[::-1, ::-1][:m, :n],
+        "stepped": base[: 2 * n : 2, ::2].T,
+        "columns": base[:m, 1 : n + 1],
+        "fortran": np.asfortranarray(base[:m, :n]),
+    }[view]
+    p, permute = signed_permutation(x.shape[1], rng)
+    for right in (p, np.asfortranarray(p)):
+        got = lowprec.matmul(x, right, math_mode=mode)
+        oracles.assert_equal(got, permute(oracles.round_to(np.ascontiguousarray(x), mode)))
+    assert base.tobytes() == before.tobytes(), "an operand was written to"
+
+
+@every_mode
+@small_and_large
+def test_complex_parts_are_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, _ = SIZES[size]
+    x = fill(normal, np.complex64, rng, (m, n))[0]
+    p, permute = signed_permutation(n, rng, np.complex64)
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode)))
+    turned = lowprec.matmul(x, np.complex64(1j) * p, math_mode=mode)
+    oracles.assert_equal(turned, np.complex64(1j) * permute(oracles.round_to(x, mode)))
+
+
+@rounding_mode
+@named("size", [(5, 7), (1500, 1400)], ids=str)
+def test_an_outer_product_is_exact(mode: str, size: tuple[int, int], rng: np.random.Generator) -> None:
+    # With k = 1 there is one product of two 11-bit numbers, 22 bits: exact in float32.
+    a, b = fill(normal, np.float32, rng, (size[0], 1), (1, size[1]))
+    c = lowprec.matmul(a, b, math_mode=mode)
+    oracles.assert_equal(c, oracles.product(oracles.round_to(a, mode), oracles.round_to(b, mode)).astype(np.float32))
+
+
+@every_mode
+@named("size", ["small", "tiles", "ragged", "long"])
+@named("dtype", [d for d in FLOATS if d not in HALF], ids=dtype_name)
+def test_small_integers_are_exact(mode: str, size: str, dtype: Any, rng: np.random.Generator) -> None:
+    # |sum| <= 1500 * 2 * 16^2 < 2^24: every partial sum is an integer that float32 holds.
+    a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
+    c = lowprec.matmul(a, b, math_mode=mode)
+    oracles.assert_equal(c, oracles.product(a, b).astype(dtype))
+
+
+@named("size", ["small", "tiles", "ragged", "long"])
+@named("dtype", HALF, ids=dtype_name)
+def test_small_integers_in_16_bits_are_exact(size: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
+    a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
+    exact = oracles.product(a, b).astype(np.float32)
+    oracles.assert_equal(lowprec.matmul(a, b, out_dtype="float32"), exact)
+    with np.errstate(over="ignore"):
+        oracles.assert_equal(lowprec.matmul(a, b), exact.astype(dtype))
+
+
+# -- int8 -----------------------------------------------------------------------------------------
+
+
+@named("size", [(1, 1, 1), (3, 4, 5), (64, 64, 64), (257, 263, 269), (33, 30, 5000)], ids=str)
+def test_int8_is_exact(size: tuple[int, int, int], machine: str, rng: np.random.Generator) -> None:
+    m, n, k = size
+    a = rng.integers(-128, 128, (m, k), dtype=np.int8)
+    b = rng.integers(-128, 128, (k, n), dtype=np.int8)
+    a[0, 0] = b[-1, -1] = -128
+    c = lowprec.matmul(a, b)
+    oracles.assert_equal(c, (a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32))
+
+
+@named("left", [-128, 127])
+@named("right", [-128, 127])
+@named("columns", [2, 64])
+def test_int8_extremes_over_a_long_k(left: int, right: int, columns: int, machine: str) -> None:
+    # The longest k whose sum cannot leave int32: 2^31 / 2^14 - 1.
+    k = 2**17 - 1
+    a, b = np.full((2, k), left, np.int8), np.full((k, columns), right, np.int8)
+    assert (lowprec.matmul(a, b) == left * right * k).all()
+
+
+def test_int8_views_and_batches(machine: str, rng: np.random.Generator) -> None:
+    a = rng.integers(-128, 128, (3, 1, 40, 70), dtype=np.int8)
+    b = rng.integers(-128, 128, (2, 50, 70), dtype=np.int8).swapaxes(1, 2)[:, ::-1]
+    want = (a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32)
+    oracles.assert_equal(lowprec.matmul(a, b), want)
+
+
+# -- Inf, NaN, zeros, subnormals ------------------------------------------------------------------
+
+SPECIAL = {
+    "inf": [np.inf],
+    "-inf": [-np.inf],
+    "nan": [np.nan],
+    "inf - inf": [np.inf, -np.inf],
+    "inf and nan": [np.inf, np.nan],
+    "signalling nan": [np.uint32(0x7F800001).view(np.float32)],
+    "negative nan": [np.uint32(0xFFFFFFFF).view(np.float32)],
+    "largest float32": [np.finfo(np.float32).max],
+    "65519": [65519.0],
+    "65520": [-65520.0],
+    "1e5": [1e5, -1e5],
+}
+
+
+@every_mode
+@named("size", ["small", "tiles", "ragged"])
+@named("special", SPECIAL)
+@named("operand", ["a", "b"])
+def test_special_numbers(
+    mode: str, size: str, special: str, operand: str, machine: str, rng: np.random.Generator
+) -> None:
+    # Away from zero, so that Inf times an element is Inf and nothing else makes a NaN.
+    a, b = (x + np.sign(x) / 8 for x in operands(normal, np.float32, rng, size))
+    b *= np.float32(2.0**-3)
+    target = {"a": a, "b": b}[operand]
+    values = SPECIAL[special]
+    target[2, 1 : 1 + len(values)] = values
+    if special == "largest float32":
+        (b if operand == "a" else a)[...] *= np.float32(2.0**-7)  # the products stay in range
+    c = lowprec.matmul(a, b, math_mode=mode)
+    want = oracles.product(oracles.round_to(a, mode), oracles.round_to(b, mode))
+    touched = ~np.isfinite(want).all(axis=1 if operand == "a" else 0)
+    assert touched.sum() <= len(values)
+    oracles.assert_within_bound(c, a, b, mode)
+
+
+@every_mode
+@small_and_large
+def test_inf_times_zero_is_nan(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    a, b = operands(uniform, np.float32, rng, size)
+    a[3, 2], b[2, 1] = np.inf, 0.0
+    b[2, 0] = np.float32(1e-30)  # zero in float16
+    a[0, 0], b[0, 3] = -0.0, np.inf
+    c = lowprec.matmul(a, b, math_mode=mode)
+    assert np.isnan(c[3, 1])
+    assert np.isnan(c[0, 3])
+    assert np.isnan(c[3, 0]) == (mode == "fp16")
+    oracles.assert_within_bound(c, a, b, mode)
+
+
+@named("dtype", HALF, ids=dtype_name)
+@named("size", ["small", "tiles", "ragged"])
+@named("special", ["inf", "-inf", "nan", "inf - inf"])
+def test_special_numbers_in_16_bits(
+    dtype: Any, size: str, special: str, machine: str, rng: np.random.Generator
+) -> None:
+    a, b = operands(normal, dtype, rng, size)
+    a[a == 0] = b[b == 0] = 1
+    a[2, 1 : 1 + len(SPECIAL[special])] = SPECIAL[special]
+    b[3, 2] = SPECIAL[special][0]
+    oracles.assert_within_bound(lowprec.matmul(a, b), a, b)
+    oracles.assert_within_bound(lowprec.matmul(a, b, out_dtype="float32"), a, b)
+
+
+@small_and_large
+def test_a_float16_result_overflows_to_infinity(size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, k = SIZES[size]
+    a, b = np.full((m, k), 256, np.float16), np.full((k, n), 255, np.float16)
+    b[:, 0] = -255
+    b[1:, 1] = 0
+    c = lowprec.matmul(a, b)  # 256 * 255 = 65280 fits, twice that does not
+    assert (c[:, 0] == -np.inf).all()
+    assert (c[:, 1] == 65280).all()
+    assert (c[:, 2:] == np.inf).all()
+    assert (lowprec.matmul(a, b, out_dtype="float32")[:, 2:] == 65280.0 * k).all()
+
+
+@every_mode
+@small_and_large
+def test_zeros_of_either_sign_give_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    a, b = operands(normal, np.float32, rng, size)
+    a[1], a[2] = 0.0, -0.0
+    b[:, 1], b[:, 2] = -0.0, 0.0
+    c = lowprec.matmul(a, b, math_mode=mode)
+    assert (c[1:3] == 0).all()
+    assert (c[:, 1:3] == 0).all()
+    oracles.assert_within_bound(c, a, b, mode)
+
+
+@small_and_large
+def test_subnormal_float16_numbers_count(size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, _ = SIZES[size]
+    x = np.ldexp(rng.integers(-1023, 1024, (m, n)).astype(np.float64), -24)
+    p, permute = signed_permutation(n, rng)
+    for dtype, mode in ((np.float16, "fp32"), (np.float32, "fp16"), (np.float32, "tf32")):
+        c = lowprec.matmul(x.astype(dtype), p.astype(dtype), out_dtype="float32", math_mode=mode)
+        oracles.assert_equal(c, permute(x.astype(np.float32)))
+
+
+@every_mode
+@small_and_large
+def test_what_float16_cannot_hold_becomes_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    m, n, _ = SIZES[size]
+    x = rng.choice(np.array([2.0**-25, 2.0**-25 * (1 + 2.0**-10), -(2.0**-30), 1e-20], np.float32), (m, n))
+    p, permute = signed_permutation(n, rng)
+    c = lowprec.matmul(x, p, math_mode=mode)
+    oracles.assert_equal(c, permute(oracles.round_to(x, mode)))
+    assert (c == 0).any() == (mode == "fp16")
+
+
+@every_mode
+@small_and_large
+def test_subnormal_float32_numbers(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+    """Kept where the units keep them; tile units take them for zero, which the bound says."""
+    m, n, _ = SIZES[size]
+    x = np.ldexp(rng.standard_normal((m, n)), rng.integers(-149, -120, (m, n))).astype(np.float32)
+    p, permute = signed_permutation(n, rng)
+    scaled = p * np.float32(2.0**40)
+    c = lowprec.matmul(x, scaled, math_mode=mode)
+    if machine == "NumPy alone" or mode.startswith("fp32"):
+        want = permute(oracles.round_to(x, mode)) * np.float32(2.0**40)
+        oracles.assert_equal(c, want)
+    oracles.assert_within_bound(c, x, scaled, mode)
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@every_mode
+@named(
+    "shapes",
+    [
+        ((3, 1, 20, 30), (4, 30, 10)),
+        ((5, 100, 64), (64, 96)),
+        ((130, 64), (3, 64, 96)),
+        ((2, 128, 256), (2, 256, 128)),
+        ((9, 1, 8), (9, 8, 1)),
+        ((2, 3, 40), (40,)),
+        ((40,), (2, 40, 3)),
+        ((40,), (40,)),
+    ],
+    ids=str,
+)
+def test_batches(mode: str, shapes: Any, machine: str, rng: np.random.Generator) -> None:
+    a, b = fill(normal, np.float32, rng, *shapes)
+    c = lowprec.matmul(a, b, math_mode=mode)
+    for x, y in ((a, b), (a.astype(np.complex64), b.astype(np.complex64))):
+        oracles.assert_within_bound(lowprec.matmul(x, y, math_mode=mode), x, y, mode)
+    assert c.shape == np.matmul(a, b).shape
+
+
+@every_mode
+def test_every_small_size(mode: str, rng: np.random.Generator) -> None:
+    a, b = fill(normal, np.float32, rng, (5, 5), (5, 5))
+    for m, n, k in itertools.product(range(6), repeat=3):
+        x, y = a[:m, :k], b[:k, :n]
+        oracles.assert_within_bound(lowprec.matmul(x, y, math_mode=mode), x, y, mode)
+
+
+@every_mode
+@named("extent", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+def test_around_the_sizes_of_tiles(mode: str, extent: int, rng: np.random.Generator) -> None:
+    # One of m, n, k at a time around the size of a tile, the others large enough for the tile units.
+    for m, n, k in ((extent, 512, 256), (512, extent, 256), (512, 512, extent)):
+        p, permute = signed_permutation(k, rng)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        columns = np.arange(n) % k
+        got = lowprec.matmul(x, p[:, columns], math_mode=mode)
+        oracles.assert_equal(got, permute(oracles.round_to(x, mode))[:, columns])
+
+
+# -- both ways agree ------------------------------------------------------------------------------
+
+
+@every_mode
+@named("size", ["small", "tiles", "ragged"])
+@named("dtype", [*SINGLE, *HALF], ids=dtype_name)
+def test_numpy_alone_computes_the_same(
+    mode: str, size: str, dtype: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    a, b = operands(wide, dtype, rng, size)
+    out_dtype = None if dtype in SINGLE else "float32"
+    fast = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
+    numpy_alone(monkeypatch)
+    plain = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
+    # Each is within the bound of accumulating the same rounded operands, so they differ by at most twice that.
+    x, y = oracles.round_to(a, mode), oracles.round_to(b, mode)
+    allowed = 2 * oracles.accumulation_bound(x, y, mode)
+    oracles.assert_close(fast, oracles.widen(plain), allowed)
+
+
+@every_mode
+@small_and_large
+def test_a_call_repeats_itself(mode: str, size: str, rng: np.random.Generator) -> None:
+    a, b = operands(normal, np.float32, rng, size)
+    first = lowprec.matmul(a, b, math_mode=mode)
+    for _ in range(3):
+        assert lowprec.matmul(a, b, math_mode=mode).tobytes() == first.tobytes()

@@ -1,0 +1,71 @@
+"""What every test shares: a clean environment, seeded randomness, and a report of what was skipped."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import defaultdict
+
+# Before lowprec is imported anywhere: a variable set in the caller's shell must not decide what a
+# test sees. Tests that are about a variable set it themselves.
+for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n == "NVIDIA_TF32_OVERRIDE"]:
+    del os.environ[_name]
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples everywhere, so that a failure seen once can be seen again; no deadline, because
+# the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.
+settings.register_profile("default", derandomize=True, deadline=None)
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
+)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator seeded by the test's own name: repeatable, and different from test to test."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+_NO_REASON = frozenset({"", "Skipped", "unconditional skip"})
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return text.removeprefix("Skipped: ").strip()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what was skipped by reason, so that nobody takes a silent skip for a pass."""
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", []):
+        skipped[_reason(report)].append(report.nodeid)
+    if not skipped:
+        return
+    total = sum(map(len, skipped.values()))
+    terminalreporter.section(f"skipped: {total}")
+    for reason, nodeids in sorted(skipped.items()):
+        files = sorted({nodeid.split("::")[0] for nodeid in nodeids})
+        terminalreporter.write_line(f"{len(nodeids):5d}  {reason}  ({', '.join(files)})")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Turn a skip that gives no reason into a failure."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and _reason(report) in _NO_REASON:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped without a reason"
+    return report

@@ -1,0 +1,145 @@
+"""Run the code that the documentation shows.
+
+Every ```` ```python ```` block of the README and of `docs/` runs, a page's blocks in order and in one
+namespace, as a reader would type them. A block fenced ```` ```python no-run ```` is shown only. So do
+the `>>>` examples in the docstrings of the package.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import pkgutil
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import lowprec
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"^```python *(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where it stands, whether it runs, and what it needs."""
+
+    page: Path
+    line: int
+    flag: str
+    code: str
+
+    @property
+    def needs(self) -> list[str]:
+        return sorted(set(_FRAMEWORK.findall(self.code)))
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    def run(self, namespace: dict[str, object]) -> None:
+        # Blank lines in front make a traceback name the line of the page.
+        code = compile("\n" * self.line + self.code, str(self.page), "exec")
+        exec(code, namespace)
+
+
+def blocks_of(page: Path, text: str) -> list[Block]:
+    """Return the Python blocks of one page, in order."""
+    return [
+        Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"])
+        for m in _FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text(encoding="utf-8"))]
+RUNNABLE = [block for block in BLOCKS if block.flag != "no-run"]
+
+
+class Pages:
+    """The namespace of each page, with the blocks that ran in it."""
+
+    def __init__(self) -> None:
+        self._namespaces: dict[Path, dict[str, object]] = {}
+        self._done: set[Block] = set()
+
+    def run(self, block: Block) -> None:
+        """Run the block after those above it, which also serves a single selected test."""
+        namespace = self._namespaces.setdefault(block.page, {"__name__": "__main__"})
+        for earlier in RUNNABLE[: RUNNABLE.index(block)]:
+            if earlier.page == block.page and earlier not in self._done and not earlier.missing:
+                self._done.add(earlier)
+                earlier.run(namespace)
+        self._done.add(block)
+        block.run(namespace)
+
+
+@pytest.fixture(scope="module")
+def pages() -> Pages:
+    return Pages()
+
+
+def _label(block: Block) -> str:
+    return f"{block.page.relative_to(ROOT).as_posix()}:{block.line}"
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=_label)
+def test_block_runs(
+    block: Block, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if block.missing:
+        pytest.skip(f"{', '.join(block.missing)} not installed")
+    monkeypatch.chdir(tmp_path)
+    pages.run(block)
+
+
+def test_flags_are_known() -> None:
+    assert {block.flag for block in BLOCKS} <= {"", "no-run"}
+
+
+def test_readme_and_docs_show_code() -> None:
+    shown = {block.page.name for block in RUNNABLE}
+    assert {"README.md", "quickstart.md", "modes.md", "precedence.md"} <= shown
+
+
+def test_a_wrong_block_fails() -> None:
+    text = (
+        "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n"
+        "```python\n\nraise ValueError(x)\n```\n"
+    )
+    first, shown, last = blocks_of(ROOT / "README.md", text)
+    assert (first.line, shown.flag, last.flag) == (3, "no-run", "")
+    namespace: dict[str, object] = {}
+    first.run(namespace)
+    with pytest.raises(ValueError, match=r"^1$") as caught:
+        last.run(namespace)
+    assert caught.tb.tb_next is not None
+    assert caught.tb.tb_next.tb_next is not None
+    assert caught.tb.tb_next.tb_next.tb_lineno == 13, "the traceback names the line of the page"
+
+
+def _modules() -> list[str]:
+    found = pkgutil.walk_packages(lowprec.__path__, "lowprec.", onerror=lambda _: None)
+    return ["lowprec", *(m.name for m in found if not m.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_docstring_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("lowprec"):
+            raise
+        pytest.skip(f"{missing.name} not installed")
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(optionflags=flags)
+    report: list[str] = []
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(test, out=report.append)
+    assert not runner.failures, "".join(report)

@@ -1,0 +1,389 @@
+"""Independent answers for the numerical tests: exact products, roundings, and bounds on the error.
+
+Nothing here uses lowprec. Products are formed in float64, where those of float32 numbers are exact
+(24 + 24 bits fit into 53), or in rational arithmetic where the operands are float64 themselves.
+
+The bounds are those of N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd edition,
+SIAM 2002 (ASNA):
+
+* rounding to nearest in a format of unit roundoff ``u``: ``fl(x) = x (1 + d)``, ``|d| <= u`` (ASNA theorem 2.2), plus
+  half of the smallest subnormal number where the format is left at the lower end (ASNA equation
+  2.8);
+* a sum of ``k`` products, in any order, blocked or not, has ``|fl(x.y) - x.y| <= gamma_k |x|.|y|`` with
+  ``gamma_k = k u / (1 - k u)`` (ASNA section 3.1). Where the products themselves are exact, it is a
+  little less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+bfloat16 = ml_dtypes.bfloat16
+
+#: Unit roundoff of what a result is stored in, and half of its smallest subnormal number.
+STORAGE = {
+    "float64": (2.0**-53, 2.0**-1074),
+    "float32": (2.0**-24, 2.0**-150),
+    "float16": (2.0**-11, 2.0**-25),
+    "bfloat16": (2.0**-8, 2.0**-134),
+    "complex128": (2.0**-53, 2.0**-1074),
+    "complex64": (2.0**-24, 2.0**-150),
+}
+
+#: Unit roundoff of the format that each mode rounds float32 operands to, and half of its smallest subnormal number.
+MODES = {
+    "fp32": (0.0, 0.0),
+    "fp32_pedantic": (0.0, 0.0),
+    "tf32": (2.0**-11, 2.0**-137),
+    "bf16": (2.0**-8, 2.0**-134),
+    "fp16": (2.0**-11, 2.0**-25),
+}
+ALL_MODES = tuple(MODES)
+ROUNDING_MODES = ("tf32", "bf16", "fp16")
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+def _to_tf32(x: np.ndarray) -> np.ndarray:
+    """Round float32 to 11 significant bits, ties away from zero, by float64 arithmetic without any bit trick."""
+    with np.errstate(invalid="ignore"):
+        wide = np.abs(x.astype(np.float64))
+        # frexp's exponents: x = f 2^e with 1/2 <= f < 1. Below the normal range the spacing stays.
+        exponent = np.maximum(np.frexp(wide)[1], -125)
+        spacing = np.ldexp(1.0, exponent - 11)
+        rounded = np.floor(wide / spacing + 0.5) * spacing
+        rounded = np.where(rounded > (2.0 - 2.0**-10) * 2.0**127, np.inf, rounded)
+        signed = np.copysign(rounded, x).astype(np.float32)
+    return np.where(np.isfinite(x), signed, x)
+
+
+def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(dtype).astype(np.float32)
+
+
+_ROUNDINGS = {
+    "tf32": _to_tf32,
+    "bf16": lambda x: _via(bfloat16, x),
+    "fp16": lambda x: _via(np.float16, x),
+}
+
+
+def round_to(x: Any, mode: str) -> np.ndarray:
+    """Return the operand as the mode sees it; only float32 and complex64 change, the latter part by part."""
+    x = np.asarray(x)
+    rounding = _ROUNDINGS.get(mode)
+    if rounding is None or x.dtype.name not in ("float32", "complex64"):
+        return x
+    if x.dtype.name == "complex64":
+        out = np.empty(x.shape, x.dtype)
+        out.real, out.imag = (
+            rounding(np.ascontiguousarray(x.real)),
+            rounding(np.ascontiguousarray(x.imag)),
+        )
+        return out
+    return rounding(x)
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+def widen(x: Any) -> np.ndarray:
+    """Return the array in float64 or complex128, with its values as they are."""
+    x = np.asarray(x)
+    # A signalling NaN announces itself when it is converted.
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def product(a: Any, b: Any) -> np.ndarray:
+    """Return ``a @ b`` in float64 or complex128, Inf and NaN as IEEE 754 has them."""
+    with np.errstate(all="ignore"):
+        return np.asarray(np.matmul(widen(a), widen(b)))
+
+
+def _fractions(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    out = np.empty(x.shape, object)
+    out.reshape(-1)[:] = [Fraction(float(v)) for v in x.reshape(-1)]
+    return out
+
+
+def exact_product(a: Any, b: Any) -> np.ndarray:
+    """Return the product of real arrays in rational arithmetic, rounded once to float64. For small arrays."""
+    return np.asarray(np.matmul(_fractions(a), _fractions(b)), dtype=np.float64)
+
+
+def magnitude(x: Any) -> np.ndarray:
+    """Return what bounds every product of parts: ``|x|``, or ``|Re x| + |Im x|``."""
+    x = widen(x)
+    return np.abs(x.real) + np.abs(x.imag) if x.dtype.kind == "c" else np.abs(x)
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a product of rounded operands is summed, at worst.
+
+    Parameters
+    ----------
+    u : float
+        Unit roundoff of the sums.
+    parts : int
+        Exact products per product of two elements. A TF32 or float16 number may be taken as the sum
+        of two bfloat16 numbers, which makes four of them; their magnitudes sum to at most (1 +
+        2^-7)^2 of the one.
+    lost : float
+        What one operation may lose below the normal range. A tile unit takes a subnormal sum for
+        zero.
+    unseen : float
+        What an operand's element may lose on its way in. A tile unit takes a subnormal number for
+        zero.
+    """
+
+    u: float
+    parts: int
+    lost: float
+    unseen: float = 0.0
+
+    @property
+    def stretch(self) -> float:
+        return 1.0 if self.parts == 1 else (1 + 2.0**-7) ** 2
+
+
+_TINY = 2.0**-126
+_DOUBLE = Arithmetic(2.0**-53, 1, 2.0**-1074)
+_SINGLE = Arithmetic(2.0**-24, 1, 2.0**-150)
+_TF32 = Arithmetic(2.0**-24, 4, _TINY, _TINY)
+_BFLOAT16 = Arithmetic(2.0**-24, 1, _TINY, _TINY)
+# Products of float16 numbers are multiples of 2^-48, and their bfloat16 parts multiples of 2^-24.
+_FLOAT16 = Arithmetic(2.0**-24, 4, 0.0)
+
+_OF_STORAGE = {
+    "float64": _DOUBLE,
+    "complex128": _DOUBLE,
+    "float32": _SINGLE,
+    "complex64": _SINGLE,
+    "float16": _FLOAT16,
+    "bfloat16": _BFLOAT16,
+}
+_OF_MODE = {"tf32": _TF32, "bf16": _BFLOAT16, "fp16": _FLOAT16}
+
+
+def arithmetic(a: Any, b: Any, mode: str) -> Arithmetic:
+    """Return how a product is summed: as its storage has it, or as the mode has it for single precision."""
+    found = {_OF_STORAGE[np.asarray(x).dtype.name] for x in (a, b)}
+    if _DOUBLE in found:
+        return _DOUBLE
+    if _SINGLE in found or len(found) > 1:
+        return _OF_MODE.get(mode, _SINGLE)
+    return found.pop()
+
+
+def gamma(k: int, u: float) -> float:
+    """Return ``gamma_k`` (ASNA lemma 3.1)."""
+    assert k * u < 1
+    return k * u / (1 - k * u)
+
+
+def accumulation_bound(a: Any, b: Any, mode: str) -> np.ndarray:
+    """Return the bound on the error of multiplying and summing operands that have been rounded already.
+
+    A complex product is two real ones per part. Where the operands are float64, the float64 product
+    that the result is compared with errs as much again.
+    """
+    a, b = np.asarray(a), np.asarray(b)
+    how = arithmetic(a, b, mode)
+    terms = a.shape[-1] * how.parts * (2 if "c" in (a.dtype.kind, b.dtype.kind) else 1)
+    with np.errstate(all="ignore"):
+        bound = gamma(terms, how.u) * how.stretch * np.matmul(magnitude(a), magnitude(b))
+        # One loss per product and one per addition; both are nothing where there is nothing to sum.
+        bound = bound + 2 * terms * how.lost
+        if how.unseen:
+            bound = bound + 1.01 * _absolute(a, b, how.unseen)
+        return bound * (2.0 if how is _DOUBLE else 1.0)
+
+
+def _absolute(a: Any, b: Any, loss: float) -> np.ndarray:
+    """Return what an absolute error t of each element does: ``t (|A| + |B|)`` along k, and ``k t^2``."""
+    size_a, size_b = magnitude(a), magnitude(b)
+    return (
+        np.matmul(size_a, np.full_like(size_b, loss))
+        + np.matmul(np.full_like(size_a, loss), size_b)
+        + size_a.shape[-1] * loss**2
+    )
+
+
+def storage_bound(value: Any, dtype: str) -> np.ndarray:
+    """Return the bound on the error of rounding a value of about this size to what the result is stored in."""
+    u, tiny = STORAGE[dtype]
+    with np.errstate(all="ignore"):
+        return u * np.abs(value) + tiny
+
+
+def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
+    """Return the bound that needs no look at the bits of the operands.
+
+    With ``A' = A (1 + d)``, ``|d| <= u``, and the same for ``B``: ``|A'B' - AB| <= (2u + u^2)
+    |A||B|``. Below the normal range of the format the error is absolute (see ``_absolute``),
+    enlarged by at most ``1 + u < 1.01``. The accumulation acts on ``|A'||B'| <= (1 + u)^2 |A||B|``,
+    again within 1.01.
+    """
+    u, tiny = MODES[mode]
+    with np.errstate(all="ignore"):
+        relative = (2 * u + u * u) * np.matmul(magnitude(a), magnitude(b))
+        return relative + 1.01 * _absolute(a, b, tiny) + 1.01 * accumulation_bound(a, b, mode)
+
+
+def rounding_floor(a: Any, b: Any, mode: str) -> float:
+    """Return the Frobenius norm of the error that rounding the operands causes, whatever multiplies them."""
+    return float(np.linalg.norm(product(round_to(a, mode), round_to(b, mode)) - product(a, b)))
+
+
+# -- assertions -----------------------------------------------------------------------------------
+
+
+def assert_close(result: Any, want: Any, allowed: Any) -> None:
+    """Compare element by element under an absolute bound each; where ``want`` is not finite, it must be met exactly.
+
+    An Inf must have its sign; a NaN must be one. Names the first differing element.
+    """
+    got, want = widen(result), np.asarray(want)
+    assert got.shape == want.shape, f"shape {got.shape}, expected {want.shape}"
+    allowed = np.broadcast_to(allowed, want.shape)
+    with np.errstate(all="ignore"):
+        close = np.abs(got - want) <= allowed
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+    bad = ~np.where(np.isfinite(want), close, same)
+    if bad.any():
+        where = tuple(map(int, np.argwhere(bad)[0]))
+        raise AssertionError(
+            f"{bad.sum()} of {bad.size} elements differ, first {where}: got {got[where]}, expected {want[where]}, "
+            f"error {abs(got[where] - want[where])}, allowed {allowed[where]}"
+        )
+
+
+def assert_equal(result: Any, want: Any) -> None:
+    """Compare without tolerance, apart from the sign of zero; names the first differing element."""
+    result, want = np.asarray(result), np.asarray(want)
+    assert result.dtype == want.dtype, f"dtype {result.dtype}, expected {want.dtype}"
+    assert_close(result, widen(want), 0.0)
+
+
+def assert_within_bound(result: Any, a: Any, b: Any, mode: str = "fp32") -> None:
+    """Compare a product with the one of the rounded operands, under the bound of accumulating and storing.
+
+    This is sharper than the mode's bound: a rounding of the wrong kind fails it where the operands
+    are chosen for it.
+    """
+    assert_expression(result, a, b, mode)
+
+
+def assert_honest(result: Any, a: Any, b: Any, mode: str) -> None:
+    """Compare with the true product under the mode's bound, and find the error that the mode must leave."""
+    exact = product(a, b)
+    assert_close(
+        result, exact, mode_bound(a, b, mode) + storage_bound(exact, np.asarray(result).dtype.name)
+    )
+    if mode in ROUNDING_MODES:
+        floor = rounding_floor(a, b, mode)
+        error = float(np.linalg.norm(widen(result) - exact))
+        assert floor > 0, "operands that the mode does not change tell nothing"
+        assert error > 0.5 * floor, (
+            f"error {error:.3g} is below half of what rounding the operands to {mode} must cause ({floor:.3g}): "
+            "this ran in higher precision"
+        )
+
+
+# -- the whole expression -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows the product: ``activation(alpha * a @ b + beta * c + bias)``."""
+
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    c: Any = None
+    bias: Any = None
+    activation: str | None = None
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return GELU in its tanh form, in float64 (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+_NOTHING = Epilogue()
+
+
+def assert_expression(
+    result: Any, a: Any, b: Any, mode: str = "fp32", then: Epilogue = _NOTHING
+) -> None:
+    """Compare the whole of what one call computes with float64.
+
+    The sum ``S = alpha P + beta C + bias`` adds at most six roundings to those of ``P``: the two
+    factors as they are converted, the two products with them, two additions; each relative to ``M =
+    |alpha||A||B| + |beta||C| + |bias|``. ReLU does not enlarge an error and rounds nothing. GELU
+    enlarges it by at most 1.13, its largest slope. Its own evaluation: the argument t of tanh
+    carries 7 roundings, and ``|t| / cosh(t)^2 < 0.448``; so ``1 + tanh(t)`` is wrong by less than
+    ``0.448 * 7u + 5u``, tanh taken to be good to 4u; half of that and two more products make ``|S|
+    (4.1 + 2) u`` of it, for which 8u stands.
+    """
+    result = np.asarray(result)
+    a, b = round_to(a, mode), round_to(b, mode)
+    how = arithmetic(a, b, mode)
+    value = then.alpha * product(a, b) if then.alpha != 1 else product(a, b)
+    with np.errstate(all="ignore"):
+        allowed = 1.01 * abs(then.alpha) * accumulation_bound(a, b, mode)
+        if then != _NOTHING:
+            size = abs(then.alpha) * np.matmul(magnitude(a), magnitude(b))
+            if then.beta:
+                value = value + then.beta * widen(then.c)
+                size = size + abs(then.beta) * magnitude(then.c)
+            if then.bias is not None:
+                value, size = value + widen(then.bias), size + magnitude(then.bias)
+            allowed = allowed + gamma(6, how.u) * size + 6 * _SINGLE.lost
+        if then.activation == "relu":
+            value = np.maximum(value, 0.0)
+        elif then.activation == "gelu":
+            allowed = 1.13 * allowed + 8 * how.u * np.abs(value)
+            value = gelu(value)
+        allowed = allowed + storage_bound(np.abs(value) + allowed, result.dtype.name)
+    assert_close(result, value, allowed)
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def every_exponent(rng: np.random.Generator, per_exponent: int = 64) -> np.ndarray:
+    """Return finite float32 numbers of both signs with every exponent, ties and near-ties of all the formats."""
+    exponent = np.repeat(np.arange(255, dtype=np.uint32), per_exponent)
+    mantissa = rng.integers(0, 1 << 23, exponent.size, dtype=np.uint32)
+    # Half of them end in a tie of TF32, bfloat16 or float16 (bit 12 or 15), or one unit beside it.
+    kind = rng.integers(0, 8, exponent.size)
+    for k, bit in ((0, 12), (1, 12), (2, 15), (3, 15)):
+        cut = np.uint32(1 << bit)
+        beside = rng.integers(-1, 2, exponent.size) * (k % 2)
+        tie = (mantissa & ~(cut * np.uint32(2) - np.uint32(1))) | cut
+        mantissa = np.where(kind == k, (tie.astype(np.int64) + beside).astype(np.uint32), mantissa)
+    sign = rng.integers(0, 2, exponent.size, dtype=np.uint32) << np.uint32(31)
+    return (sign | exponent << np.uint32(23) | mantissa).view(np.float32)
+
+
+def around(values: list[float], steps: int = 40) -> np.ndarray:
+    """Return the float32 numbers next to each value, ``steps`` on either side, with both signs."""
+    found = []
+    for value in values:
+        start = int(np.float32(value).view(np.uint32))
+        bits = np.arange(max(start - steps, 0), min(start + steps, 0x7F800000) + 1, dtype=np.uint32)
+        found += [bits, bits | np.uint32(1 << 31)]
+    return np.concatenate(found).view(np.float32)

@@ -1,0 +1,199 @@
+"""Rules about the source itself that the linters cannot express.
+
+Every checker takes source text, so that the tests can hand it a violation and see it found: a rule
+that cannot fail protects nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowprec
+from lowprec import _version
+
+PACKAGE = Path(lowprec.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+ENVIRONMENT_READER = "policy/environment.py"
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+
+#: Loaded on demand, if at all: `import lowprec` stays as light as NumPy.
+HEAVY = (
+    "cuda",
+    "cupy",
+    "jax",
+    "matplotlib",
+    "mkl",
+    "numba",
+    "nvmath",
+    "rich",
+    "scipy",
+    "tensorflow",
+    "torch",
+)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# -- checkers -------------------------------------------------------------------------------------
+
+
+def environment_reads(source: str) -> Iterator[int]:
+    """Yield the lines that reach the process environment, under whatever name `os` goes."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    tree = ast.parse(source)
+    aliases = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in {"os", "posix", "nt"}
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in {"os", "posix", "nt"}:
+            if any(alias.name in names | {"*"} for alias in node.names):
+                yield node.lineno
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and isinstance(node.value, ast.Name)
+            and node.value.id in aliases
+        ):
+            yield node.lineno
+
+
+def function_lengths(source: str) -> Iterator[tuple[str, int]]:
+    """Yield the name and the lines of each function, its docstring not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, Function):
+            continue
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        first = node.body[0]
+        if ast.get_docstring(node, clean=False) is not None:
+            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+        yield node.name, lines
+
+
+def machine_paths(source: str) -> Iterator[str]:
+    """Yield absolute paths in strings and comments, other than those every Linux machine has."""
+    path = re.compile(
+        r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+"
+    )
+    wanted = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in wanted:
+            yield from path.findall(token.string)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter holds after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    return set(done.stdout.split())
+
+
+# -- the package ----------------------------------------------------------------------------------
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_source_follows_the_house_rules(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    lines = source.count("\n")
+    assert lines <= MAX_FILE_LINES, (
+        f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
+    )
+    long = {n: k for n, k in function_lengths(source) if k > MAX_FUNCTION_LINES}
+    assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
+    assert not list(machine_paths(source)), "a path that exists on one machine only"
+    if _name(path) != ENVIRONMENT_READER:
+        where = list(environment_reads(source))
+        assert not where, f"lines {where}: only {ENVIRONMENT_READER} reads the environment"
+
+
+def test_the_rules_saw_the_package() -> None:
+    names = {_name(path) for path in SOURCES}
+    assert {"__init__.py", "dispatch.py", ENVIRONMENT_READER} <= names
+    reader = (PACKAGE / ENVIRONMENT_READER).read_text(encoding="utf-8")
+    assert list(environment_reads(reader)), "the reader of the environment does not read it"
+
+
+def test_import_is_light() -> None:
+    loaded = loaded_by("import lowprec")
+    assert "lowprec" in loaded
+    assert not loaded.intersection(HEAVY)
+
+
+def test_version_comes_from_one_place() -> None:
+    assert lowprec.__version__ == _version.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", lowprec.__version__)
+
+
+# -- the checkers themselves ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['X']",
+        "import os as _os\n_os.getenv('X')",
+        "from os import environ",
+        "from os import getenv as g",
+        "from os import *",
+        "import os.path, os\ndef f():\n    return dict(os.environb)",
+    ],
+)
+def test_environment_reads_are_found(source: str) -> None:
+    assert list(environment_reads(source))
+
+
+@pytest.mark.parametrize("source", ["import os\nos.cpu_count()", "x.environ", "'os.environ'"])
+def test_other_uses_of_os_are_left_alone(source: str) -> None:
+    assert not list(environment_reads(source))
+
+
+def test_function_length_leaves_the_docstring_out() -> None:
+    body = "\n".join(["    x = 1"] * MAX_FUNCTION_LINES)
+    documented = 'def f():\n    """One.\n\n    Two.\n    """\n    x = 1\n'
+    assert dict(function_lengths(f"def f():\n{body}\n")) == {"f": MAX_FUNCTION_LINES + 1}
+    assert dict(function_lengths(documented)) == {"f": 2}
+    assert dict(function_lengths("class C:\n    async def g(self):\n        return 1\n")) == {
+        "g": 2
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("x = '/home/someone/data.npy'", True),
+        ("# see /srv or notes.md", False),
+        ("# see /srv/project/notes.md", True),
+        ('"""Read from /mnt/disk/a."""', True),
+        ("open('/proc/cpuinfo')", False),
+        ("x = a /b/ c", False),
+        ("'n/k/m and either/or/both'", False),
+        ("'https://example.org/a/b'", False),
+    ],
+)
+def test_machine_paths_are_found(source: str, found: bool) -> None:
+    assert bool(list(machine_paths(source))) is found
+
+
+def test_loaded_by_sees_a_submodule() -> None:
+    assert "xml" in loaded_by("import xml.dom")

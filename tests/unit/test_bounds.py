@@ -1,0 +1,241 @@
+"""Guaranteed errors, against experiments: never exceeded, and nearly reached by data made for the purpose."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, TF32, DType
+from lowprec.modes import MathMode
+from lowprec.planning.bounds import MAX_K_INT8, error_bound, gamma, holds
+from lowprec.planning.kernels import Kernel
+
+ROUNDED_MODES = (MathMode.TF32, MathMode.BF16, MathMode.FP16)
+FLUSH = np.float32(2.0**-126)
+
+
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    """Round finite float32 to 11 significant bits, to nearest."""
+    fraction, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(fraction * 2**11), exponent - 11).astype(np.float32)
+
+
+ROUND = {
+    MathMode.FP32: lambda x: x,
+    MathMode.TF32: to_tf32,
+    MathMode.BF16: lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
+    MathMode.FP16: lambda x: x.astype(np.float16).astype(np.float32),
+}
+
+
+def sum_in_order(terms: np.ndarray) -> np.ndarray:
+    """Sum float32 terms over the last axis one after another."""
+    return np.cumsum(terms, axis=-1, dtype=np.float32)[..., -1]
+
+
+def product(mode: MathMode, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A product with rounded operands and the worst order of summation that a BLAS might use."""
+    x, y = ROUND[mode](a), ROUND[mode](b)
+    return sum_in_order(x[:, None, :] * y.T[None, :, :])
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < FLUSH, np.float32(0), x).astype(np.float32)
+
+
+def tile_product(parts_a: list[np.ndarray], parts_b: list[np.ndarray]) -> np.ndarray:
+    """TDPBF16PS by the manual: per 32 products two sums of 16, both together, then to the accumulator."""
+    m, k = parts_a[0].shape
+    n = parts_b[0].shape[1]
+    total = np.zeros((m, n), np.float32)
+    for start in range(0, k, 32):
+        for x in reversed(parts_a):
+            for y in reversed(parts_b):
+                sums = []
+                for odd in (0, 1):
+                    part = np.zeros((m, n), np.float32)
+                    for i in range(start + odd, min(start + 32, k), 2):
+                        terms = flush(x)[:, i, None] * flush(y)[None, i]
+                        part = flush(part + flush(terms))
+                    sums.append(part)
+                total = flush(total + flush(sums[0] + sums[1]))
+    return total
+
+
+def check(bound, computed, a, b, slack=1.0):
+    """Assert both forms of the bound against the exact product (float64 sums of float32 data: error 1e-13)."""
+    a, b = a.astype(np.complex128), b.astype(np.complex128)
+    error = np.abs(computed - a @ b)
+    rows, cols = np.abs(a).sum(1)[:, None], np.abs(b).sum(0)[None, :]
+    lost = bound.operand_absolute * (rows + cols + bound.k * bound.operand_absolute)
+    limit = bound.relative * (np.abs(a) @ np.abs(b)) + lost + bound.result_absolute
+    assert np.all(error <= limit * (1 + 1e-9))
+    norms = np.linalg.norm(a), np.linalg.norm(b)
+    assert np.linalg.norm(error) <= bound.frobenius(*norms, *computed.shape) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 300])
+@pytest.mark.parametrize("mode", ROUND)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+def test_errors_stay_within_the_bound(mode, k, scale, rng):
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, Kernel.NUMPY)
+    for draw in (rng.standard_normal, rng.random):
+        a, b = ((draw(s) * scale).astype(np.float32) for s in ((6, k), (k, 5)))
+        check(bound, product(mode, a, b), a, b)
+
+
+@pytest.mark.parametrize("mode", ROUNDED_MODES)
+def test_the_bound_is_nearly_reached(mode):
+    """Every element just below half a step above 1: all lose nearly u, in the same direction."""
+    u = {MathMode.TF32: TF32, MathMode.BF16: BFLOAT16, MathMode.FP16: FLOAT16}[mode].unit_roundoff
+    a = np.full((1, 4), 1 + u * (1 - 2.0**-6), np.float32)
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 4, Kernel.NUMPY)
+    exact = (a.astype(np.float64) @ a.T.astype(np.float64)).item()
+    error = abs(product(mode, a, a.T).item() - exact) / exact
+    assert 0.95 * bound.relative < error <= bound.relative
+
+
+def test_the_bound_tells_the_modes_apart():
+    """An FP32 result would miss half of what rounding bfloat16 operands must cost; the bounds are far apart."""
+    relative = {
+        mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, Kernel.NUMPY).relative
+        for mode in ROUND
+    }
+    assert relative[MathMode.FP32] < relative[MathMode.TF32] / 50
+    assert relative[MathMode.TF32] == relative[MathMode.FP16] < relative[MathMode.BF16] / 7
+
+
+@pytest.mark.parametrize("k", [1, 33, 200])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-63, 2.0**-64])
+def test_tile_units_stay_within_their_bound(k, scale, rng):
+    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, k, Kernel.AMX_BF16)
+    for draw in (rng.standard_normal, rng.random):
+        a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
+        x, y = ROUND[MathMode.BF16](a), ROUND[MathMode.BF16](b)
+        check(bound, tile_product([x], [y]), a, b)
+
+
+def pair(x: np.ndarray) -> list[np.ndarray]:
+    high = ROUND[MathMode.BF16](x)
+    return [high, x - high]
+
+
+@pytest.mark.parametrize("mode", [MathMode.TF32, MathMode.FP16])
+@pytest.mark.parametrize(("k", "scale"), [(1, 1.0), (100, 1.0), (100, 2.0**-10), (40, 2.0**-62)])
+def test_pairs_on_tile_units_stay_within_their_bound(mode, k, scale, rng):
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, Kernel.AMX_BF16_PAIR)
+    for draw in (rng.standard_normal, rng.random):
+        a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
+        x, y = ROUND[mode](a), ROUND[mode](b)
+        assert all(np.array_equal(ROUND[MathMode.BF16](p), p) for p in (*pair(x), *pair(y)))
+        check(bound, tile_product(pair(x), pair(y)), a, b)
+
+
+@pytest.mark.parametrize("mode", ROUND)
+def test_complex_errors_stay_within_the_bound(mode, rng):
+    k = 60
+    bound = error_bound(mode, DType.COMPLEX64, DType.COMPLEX64, k, Kernel.NUMPY)
+    ar, ai = (rng.standard_normal((5, k)).astype(np.float32) for _ in range(2))
+    br, bi = (rng.standard_normal((k, 4)).astype(np.float32) for _ in range(2))
+    real = product(mode, np.hstack([ar, -ai]), np.vstack([br, bi]))
+    imag = product(mode, np.hstack([ar, ai]), np.vstack([bi, br]))
+    check(bound, real + 1j * imag, ar + 1j * ai, br + 1j * bi)
+
+
+def test_the_complex_bound_is_nearly_reached():
+    """Rounding the components costs a complex number no more than u: no factor sqrt(2) on the rounding."""
+    part = 1 + BFLOAT16.unit_roundoff * (1 - 2.0**-8)
+    rounded = ROUND[MathMode.BF16](np.float32([part])).item()
+    bound = error_bound(MathMode.BF16, DType.COMPLEX64, DType.COMPLEX64, 1, Kernel.NUMPY)
+    error = abs((rounded + 1j * rounded) ** 2 - (part + 1j * part) ** 2)
+    assert 0.95 * bound.relative < error / abs(part + 1j * part) ** 2 <= bound.relative
+
+
+@pytest.mark.parametrize(
+    ("out", "numpy_dtype"), [(DType.FLOAT16, np.float16), (DType.BFLOAT16, ml_dtypes.bfloat16)]
+)
+def test_a_narrow_result_is_rounded_once_more(out, numpy_dtype, rng):
+    k = 40
+    for scale in (1.0, 2.0**-12):
+        bound = error_bound(MathMode.FP32, DType.FLOAT32, out, k, Kernel.NUMPY)
+        a, b = ((rng.standard_normal(s) * scale).astype(np.float32) for s in ((6, k), (k, 5)))
+        check(bound, product(MathMode.FP32, a, b).astype(numpy_dtype).astype(np.float64), a, b)
+
+
+def test_float16_underflow_is_in_the_absolute_term(rng):
+    """Operands near the smallest subnormal of float16 lose everything; the relative term alone would deny that."""
+    a, b = ((rng.standard_normal(s) * 2.0**-26).astype(np.float32) for s in ((6, 30), (30, 5)))
+    bound = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT32, 30, Kernel.NUMPY)
+    computed = product(MathMode.FP16, a, b)
+    error = np.linalg.norm(computed - a.astype(np.float64) @ b)
+    assert error > 10 * bound.relative * np.linalg.norm(a) * np.linalg.norm(b)
+    check(bound, computed, a, b)
+
+
+def test_operands_that_are_exact_are_not_rounded():
+    one = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, Kernel.NUMPY, a_exact=True)
+    both = error_bound(
+        MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, Kernel.NUMPY, a_exact=True, b_exact=True
+    )
+    # k = 1 leaves one rounding of the product: gamma_1 is a hair above u.
+    assert one.relative == pytest.approx(2.0**-8, rel=1e-3)
+    assert both.relative == pytest.approx(2.0**-24, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("compute", "out", "kernel", "formula"),
+    [
+        (DType.FLOAT64, DType.FLOAT64, Kernel.MKL, "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
+        (DType.FLOAT16, DType.FLOAT32, Kernel.NUMPY, "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
+        (DType.FLOAT16, DType.FLOAT16, Kernel.NUMPY,
+         "(1 + gamma_100) (1 + 2^-11) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
+        (DType.BFLOAT16, DType.FLOAT32, Kernel.AMX_BF16, "(1 + gamma_21) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
+        (DType.COMPLEX128, DType.COMPLEX128, Kernel.MKL,
+         "(1 + sqrt(2) gamma_200) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
+        (DType.INT8, DType.INT32, Kernel.AMX_INT8, "exact"),
+    ],
+)  # fmt: skip
+def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formula):
+    bounds = {error_bound(mode, compute, out, 100, kernel) for mode in ROUND}
+    assert {b.formula for b in bounds} == {formula}
+    assert len(bounds) == 1
+
+
+def test_int8_sums_fit_int32_up_to_the_stated_length():
+    assert MAX_K_INT8 * 128 * 128 < 2**31 <= (MAX_K_INT8 + 1) * 128 * 128
+    assert (
+        error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, Kernel.NUMPY).frobenius(1, 1, 2, 2)
+        == 0
+    )
+
+
+def test_small_float64_bounds_keep_their_digits():
+    """(1 + x) - 1 in float64 would give 0 or 2.2e-16 here."""
+    bound = error_bound(MathMode.FP32, DType.FLOAT64, DType.FLOAT64, 1, Kernel.NUMPY)
+    assert 2.0**-53 <= bound.relative < 2.0**-53 * 1.000001
+
+
+def test_an_empty_sum_is_exact():
+    for kernel in (Kernel.NUMPY, Kernel.AMX_BF16):
+        bound = error_bound(MathMode.FP32, DType.BFLOAT16, DType.FLOAT32, 0, kernel)
+        assert (bound.relative, bound.formula) == (0.0, "exact")
+
+
+def test_sums_too_long_for_the_accumulator_have_no_bound():
+    bound = error_bound(MathMode.FP32, DType.FLOAT32, DType.FLOAT32, 2**24, Kernel.NUMPY)
+    assert bound.relative == np.inf
+    assert gamma(2**24 - 1, FLOAT32) == 2**24 - 1
+
+
+def test_only_float16_operands_depend_on_the_range_of_the_data():
+    for mode in ROUND:
+        bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 8, Kernel.NUMPY)
+        assert bound.unconditional is (mode is not MathMode.FP16)
+        assert ("65504" in bound.condition) is (mode is MathMode.FP16)
+
+
+def test_formats_hold_one_another_as_their_tables_say():
+    assert holds(FLOAT32, TF32)
+    assert not holds(TF32, FLOAT32)
+    assert not holds(BFLOAT16, FLOAT16)

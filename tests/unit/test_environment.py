@@ -1,0 +1,165 @@
+"""The table of environment variables, its snapshot, and what `info()` is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lowprec.errors import EnvironmentVariableError, LowprecError
+from lowprec.modes import MathMode, available_modes
+from lowprec.policy import environment
+
+MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
+READ_ONCE = (*MODE_VARIABLES, "NVIDIA_TF32_OVERRIDE")
+
+
+@pytest.fixture(autouse=True)
+def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in environment.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    environment.refresh()
+    yield
+    environment.refresh()
+
+
+def row_of(name: str) -> environment.VariableRow:
+    return next(r for r in environment.rows() if r.name == name)
+
+
+def test_the_table_lists_what_this_version_uses() -> None:
+    assert [v.name for v in environment.VARIABLES] == [
+        *READ_ONCE,
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+    ]
+    assert tuple(v.name for v in environment.VARIABLES if v.read_once) == READ_ONCE
+    assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
+
+
+def test_nothing_set() -> None:
+    taken = environment.snapshot()
+    assert (taken.math_mode, taken.force_math_mode, taken.tf32_off) == (None, None, False)
+    assert environment.problems() == ()
+    assert all(r.value is None for r in environment.rows())
+    assert row_of("LOWPREC_MATH_MODE").effective == "fp32"
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_blank_is_unset(name: str, blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, blank)
+    taken = environment.snapshot()
+    assert (taken.math_mode, taken.force_math_mode, taken.tf32_off) == (None, None, False)
+    assert row_of(name).value is None
+    assert environment.problems() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("tf32", MathMode.TF32), (" BF16 ", MathMode.BF16), ("F16_F16_F32", MathMode.FP16)],
+)
+def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", text)
+    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "fp32_pedantic")
+    taken = environment.snapshot()
+    assert taken.math_mode is mode
+    assert taken.force_math_mode is MathMode.FP32_PEDANTIC
+    assert row_of("LOWPREC_MATH_MODE").effective == mode.value
+
+
+@pytest.mark.parametrize("name", MODE_VARIABLES)
+def test_a_bad_mode_names_variable_value_and_legal_values(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "fp23")
+    with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23'.*unset") as caught:
+        environment.snapshot()
+    assert all(mode.value in str(caught.value) for mode in available_modes())
+    assert isinstance(caught.value, LowprecError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_bad_value_is_a_row_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
+    row = row_of("LOWPREC_MATH_MODE")
+    assert (row.value, row.effective) == ("fp23", "refused")
+    (problem,) = environment.problems()
+    assert problem == row.problem
+    assert "'fp23' is not a math mode" in problem
+
+
+def test_a_bad_value_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
+    with pytest.raises(EnvironmentVariableError, match="LOWPREC_MATH_MODE"):
+        environment.snapshot()
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp16")
+    assert environment.snapshot().math_mode is MathMode.FP16
+
+
+@pytest.mark.parametrize(
+    ("text", "off", "remarks"),
+    [("0", True, 0), (" 0 ", True, 0), ("1", False, 1), ("00", False, 1), ("off", False, 1)],
+)
+def test_only_zero_turns_tf32_off(
+    text: str, off: bool, remarks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
+    assert environment.snapshot().tf32_off is off
+    problems = environment.problems()
+    assert len(problems) == remarks
+    assert all("NVIDIA reserves every value but 0" in p for p in problems)
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = environment.snapshot()
+    assert environment.changed_since_snapshot() == ()
+    monkeypatch.setenv(name, "0" if name.startswith("NVIDIA") else "bf16")
+    assert environment.snapshot() is first
+    assert environment.changed_since_snapshot() == (name,)
+    (problem,) = environment.problems()
+    assert f"{name} was unset when lowprec read it" in problem
+    assert row_of(name).effective == next(
+        v.default for v in environment.VARIABLES if v.name == name
+    )
+    environment.refresh()
+    assert environment.changed_since_snapshot() == ()
+    assert environment.problems() == ()
+    assert environment.snapshot() is not first
+
+
+def test_rows_do_not_take_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.rows()
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
+    assert environment.changed_since_snapshot() == ()
+    assert environment.snapshot().math_mode is MathMode.BF16
+
+
+def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.snapshot()
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert row_of("OMP_NUM_THREADS").effective == "4,2"
+    assert row_of("MKL_NUM_THREADS").effective == "the library's own choice"
+    assert environment.changed_since_snapshot() == ()
+    assert environment.problems() == ()
+
+
+def test_a_bad_value_does_not_break_the_import() -> None:
+    code = (
+        "import lowprec.policy as p\n"
+        "try: p.get_math_mode()\n"
+        "except ValueError as e: print(type(e).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "LOWPREC_FORCE_MATH_MODE": "fp23"},
+    )
+    assert done.stdout.strip() == "EnvironmentVariableError"

@@ -1,0 +1,174 @@
+"""Formats and element types against ml_dtypes, NumPy and the headers of DLPack and CUDA."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowprec import formats
+from lowprec.errors import DTypeError
+from lowprec.formats import (
+    OPERAND_DTYPES,
+    DType,
+    dtype_from_dlpack,
+    dtype_from_name,
+    operand_names,
+    promote,
+)
+
+REAL_FLOATS = [d for d in DType if d.format is not None and not d.is_complex]
+ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def numpy_dtype(dtype: DType) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, dtype.label) if dtype.label in ML_DTYPES else dtype.label)
+
+
+@pytest.mark.parametrize("dtype", REAL_FLOATS, ids=str)
+def test_format_against_finfo(dtype: DType) -> None:
+    info = ml_dtypes.finfo(numpy_dtype(dtype))
+    fmt = dtype.format
+    assert fmt is not None
+    assert fmt.name == dtype.label
+    assert dtype.bits == info.bits
+    assert (fmt.precision, fmt.mantissa_bits) == (info.nmant + 1, info.nmant)
+    assert fmt.emin == info.minexp
+    # finfo counts the exponent above the largest number, 2^maxexp.
+    assert fmt.emax == info.maxexp - 1
+    assert fmt.largest == float(info.max)
+    assert fmt.smallest_normal == float(info.smallest_normal)
+    assert fmt.smallest_subnormal == float(info.smallest_subnormal)
+    assert fmt.unit_roundoff == float(info.eps) / 2
+
+
+@pytest.mark.parametrize("dtype", REAL_FLOATS, ids=str)
+def test_infinity_is_what_a_cast_makes_of_an_overflow(dtype: DType) -> None:
+    fmt = dtype.format
+    assert fmt is not None
+    cast = np.array(np.inf).astype(numpy_dtype(dtype)).astype(np.float64)
+    assert np.isinf(cast) == fmt.has_infinity
+    assert np.isnan(cast) != fmt.has_infinity
+
+
+@pytest.mark.parametrize("dtype", REAL_FLOATS, ids=str)
+def test_unit_roundoff_is_reached_and_not_passed(dtype: DType) -> None:
+    fmt = dtype.format
+    assert fmt is not None
+    if dtype is DType.FLOAT64:
+        u = fmt.unit_roundoff  # no wider type to round from
+        assert 1.0 + u == 1.0 < 1.0 + 1.5 * u
+        return
+    # 1 + u is a tie and goes to the even neighbour 1; anything above it goes up to 1 + 2u.
+    tie, above = 1.0 + fmt.unit_roundoff, 1.0 + 1.25 * fmt.unit_roundoff
+    rounded = np.array([tie, above]).astype(numpy_dtype(dtype)).astype(np.float64)
+    assert rounded.tolist() == [1.0, 1.0 + 2.0 * fmt.unit_roundoff]
+
+
+def test_tf32_has_float16s_precision_and_float32s_range() -> None:
+    tf32 = formats.TF32
+    assert tf32.mantissa_bits == 10 == formats.FLOAT16.mantissa_bits
+    assert (tf32.emin, tf32.emax) == (formats.FLOAT32.emin, formats.FLOAT32.emax)
+    # Its largest number is float32's with the 13 lowest bits of the significand cleared.
+    bits = np.array(np.finfo(np.float32).max).view(np.uint32) & np.uint32(0xFFFFE000)
+    assert tf32.largest == float(bits.view(np.float32))
+    assert tf32.largest < formats.FLOAT32.largest
+
+
+@pytest.mark.parametrize("dtype", DType, ids=str)
+def test_element_type_against_numpy(dtype: DType) -> None:
+    known = numpy_dtype(dtype)
+    assert dtype.label == str(dtype) == known.name
+    assert dtype.itemsize == known.itemsize == dtype.bits // 8
+    assert dtype.is_complex == (known.kind == "c")
+    assert dtype.is_float8 == dtype.label.startswith("float8")
+    assert dtype_from_name(dtype.label) is dtype
+    if dtype.is_complex:
+        assert dtype.format is numpy_real(known).format
+
+
+def numpy_real(known: np.dtype) -> DType:
+    return dtype_from_name(np.zeros((), known).real.dtype.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dlpack", "cuda"),
+    [
+        # kDLInt 0, kDLFloat 2, kDLBfloat 4, kDLComplex 5, kDLFloat8_e4m3fn 10, kDLFloat8_e5m2 12;
+        # CUDA_R_64F 1, R_32F 0, R_16F 2, R_16BF 14, C_32F 4, C_64F 5, R_8I 3, R_32I 10, R_8F_E4M3 28, R_8F_E5M2 29.
+        ("float64", (2, 64), 1),
+        ("float32", (2, 32), 0),
+        ("float16", (2, 16), 2),
+        ("bfloat16", (4, 16), 14),
+        ("complex64", (5, 64), 4),
+        ("complex128", (5, 128), 5),
+        ("int8", (0, 8), 3),
+        ("int32", (0, 32), 10),
+        ("float8_e4m3fn", (10, 8), 28),
+        ("float8_e5m2", (12, 8), 29),
+    ],
+)
+def test_codes_of_the_headers(name: str, dlpack: tuple[int, int], cuda: int) -> None:
+    dtype = dtype_from_name(name)
+    assert dtype_from_dlpack(*dlpack) is dtype
+    assert (dtype.dlpack_code, dtype.bits) == dlpack
+    assert dtype.cuda_data_type == cuda
+
+
+def test_the_hash_is_kept_and_distinct() -> None:
+    assert len({hash(d) for d in DType}) == len(DType)
+    assert all(hash(d) == hash(d.label) for d in DType)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3", "int16", "bool", "", "Float32"])
+def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(DTypeError, match=f"dtype '{name}' is not supported") as caught:
+        dtype_from_name(name)
+    assert str(caught.value).endswith(operand_names())
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("triple", [(1, 8), (2, 128), (3, 64), (6, 8), (2, 32, 4)])
+def test_an_unknown_dlpack_type_names_its_parts(triple: tuple[int, ...]) -> None:
+    lanes = triple[2] if len(triple) == 3 else 1
+    expected = rf"code {triple[0]}, bits {triple[1]}, lanes {lanes}\) is not supported"
+    with pytest.raises(DTypeError, match=expected):
+        dtype_from_dlpack(*triple)
+
+
+def test_operands_are_all_but_int32() -> None:
+    assert set(OPERAND_DTYPES) == set(DType) - {DType.INT32}
+    assert operand_names().split(", ") == [d.label for d in OPERAND_DTYPES]
+
+
+PROMOTED = [d for d in DType if d.format is not None and not d.is_float8]
+
+
+def expected_promotion(a: DType, b: DType) -> DType:
+    if {a, b} == {DType.BFLOAT16, DType.FLOAT16}:
+        return (
+            DType.FLOAT32
+        )  # NumPy with ml_dtypes gives up on this pair; JAX and torch agree on it
+    return dtype_from_name(np.promote_types(numpy_dtype(a), numpy_dtype(b)).name)
+
+
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(PROMOTED, repeat=2)], ids=str)
+def test_promotion_of_floats_is_numpys(a: DType, b: DType) -> None:
+    assert promote(a, b) is expected_promotion(a, b)
+
+
+@pytest.mark.parametrize(("a", "b"), [*itertools.combinations(DType, 2)], ids=str)
+def test_what_has_no_common_type(a: DType, b: DType) -> None:
+    if a in PROMOTED and b in PROMOTED:
+        assert promote(a, b) is promote(b, a)
+        return
+    for first, second in ((a, b), (b, a)):
+        with pytest.raises(DTypeError, match=f"{first} and {second} have no common type"):
+            promote(first, second)
+
+
+@pytest.mark.parametrize("dtype", DType, ids=str)
+def test_a_type_with_itself_stays(dtype: DType) -> None:
+    assert promote(dtype, dtype) is dtype

@@ -1,0 +1,129 @@
+"""The mode table against the design, and the names that lead into it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowprec import formats
+from lowprec.errors import ModeError
+from lowprec.modes import (
+    ALIASES,
+    TABLE,
+    MathMode,
+    ModeSource,
+    available_modes,
+    mode_names,
+    parse_mode,
+    row,
+)
+
+#: mode: (format of each part, parts, products, JAX preset, compute type, whether it is TF32-based).
+DESIGN = {
+    "fp32": (formats.FLOAT32, 1, 1, "F32_F32_F32", "COMPUTE_32F", False),
+    "fp32_pedantic": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F_PEDANTIC", False),
+    "tf32": (formats.TF32, 1, 1, "TF32_TF32_F32", "COMPUTE_32F_FAST_TF32", True),
+    "bf16": (formats.BFLOAT16, 1, 1, "BF16_BF16_F32", "COMPUTE_32F on bfloat16 data", False),
+    "fp16": (formats.FLOAT16, 1, 1, "F16_F16_F32", "COMPUTE_32F on float16 data", False),
+    "bf16x3": (formats.BFLOAT16, 2, 3, "BF16_BF16_F32_X3", "COMPUTE_32F on bfloat16 data", False),
+    "bf16x6": (formats.BFLOAT16, 3, 6, "BF16_BF16_F32_X6", "COMPUTE_32F on bfloat16 data", False),
+    "bf16x9": (formats.BFLOAT16, 3, 9, "BF16_BF16_F32_X9", "COMPUTE_32F on bfloat16 data", False),
+    "tf32x3": (formats.TF32, 2, 3, "TF32_TF32_F32_X3", "COMPUTE_32F_FAST_TF32", True),
+    "fp16x3": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
+    "fp16x4": (formats.FLOAT16, 2, 4, None, "COMPUTE_32F on float16 data", False),
+    "fp16x3_unscaled": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
+    "fp16x4_unscaled": (formats.FLOAT16, 2, 4, None, "COMPUTE_32F on float16 data", False),
+    "fp16_karatsuba": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
+    "fp32_emulated": (formats.FLOAT32, 1, 1, None, "-", False),
+}
+
+
+def test_the_table_has_the_rows_of_the_design_in_its_order() -> None:
+    assert [r.mode.value for r in TABLE] == list(DESIGN)
+    assert [m.value for m in MathMode] == list(DESIGN)
+
+
+@pytest.mark.parametrize("name", DESIGN)
+def test_a_row_is_the_designs(name: str) -> None:
+    r = row(MathMode(name))
+    found = (r.operand_format, r.parts, r.products, r.jax_preset, r.compute_type, r.uses_tf32)
+    assert found == DESIGN[name]
+
+
+def test_a_row_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match="products"):
+        row(MathMode.TF32).products = 2  # type: ignore[misc]
+
+
+def test_the_plain_modes_are_available() -> None:
+    plain = {r.mode for r in TABLE if r.parts == 1} - {MathMode.FP32_EMULATED}
+    assert plain <= set(available_modes())
+    assert mode_names() == ", ".join(m.value for m in available_modes())
+
+
+@pytest.mark.parametrize("mode", MathMode)
+def test_a_mode_is_its_name(mode: MathMode) -> None:
+    assert str(mode) == f"{mode}" == mode.value == mode
+    assert hash(mode) == hash(mode.value)
+    assert {mode.value: 1}[mode] == 1
+
+
+@pytest.mark.parametrize("mode", available_modes())
+def test_names_in_any_case_and_presets(mode: MathMode) -> None:
+    names = [mode, mode.value, mode.value.upper(), f" {mode.value}\n", row(mode).jax_preset]
+    assert {parse_mode(name) for name in names if name is not None} == {mode}
+
+
+@pytest.mark.parametrize(
+    ("alias", "mode"),
+    [
+        ("highest", MathMode.FP32),
+        ("high", MathMode.TF32),
+        ("medium", MathMode.BF16),
+        ("float32", MathMode.FP32),
+        ("ieee", MathMode.FP32),
+        ("pedantic", MathMode.FP32_PEDANTIC),
+        ("tensorfloat32", MathMode.TF32),
+        ("bfloat16", MathMode.BF16),
+        ("float16", MathMode.FP16),
+    ],
+)
+def test_aliases(alias: str, mode: MathMode) -> None:
+    assert parse_mode(alias) is parse_mode(alias.upper()) is mode
+
+
+def test_every_preset_is_an_alias_and_no_alias_hides_a_mode() -> None:
+    presets = {r.jax_preset.lower(): r.mode for r in TABLE if r.jax_preset}
+    assert presets.items() <= ALIASES.items()
+    assert not ALIASES.keys() & {m.value for m in MathMode}
+    assert all(alias == alias.strip().lower() for alias in ALIASES)
+
+
+@pytest.mark.parametrize("name", ["fp23", "", "tf-32", 32, None, 1.5])
+def test_an_unknown_name_lists_the_known_ones(name: object) -> None:
+    with pytest.raises(ModeError, match=r"what it is .* is not a math mode; choose one of: ") as e:
+        parse_mode(name, what="what it is")  # type: ignore[arg-type]
+    assert repr(name) in str(e.value)
+    assert str(e.value).endswith(mode_names())
+
+
+@pytest.mark.parametrize("name", ["bf16x6", MathMode.BF16X6, "BF16_BF16_F32_X6"])
+def test_a_mode_that_does_not_run_yet_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_yet = dataclasses.replace(row(MathMode.BF16X6), available=False)
+    monkeypatch.setitem(row.__globals__["_ROWS"], MathMode.BF16X6, not_yet)
+    with pytest.raises(ModeError, match="the mode bf16x6 is not available in this version"):
+        parse_mode(name)
+
+
+def test_sources_are_words_in_order_of_precedence() -> None:
+    assert [str(s) for s in ModeSource] == [
+        "fp32_guard",
+        "LOWPREC_FORCE_MATH_MODE",
+        "math_mode= argument",
+        "rtol= argument",
+        "with math_mode(...)",
+        "set_math_mode(...)",
+        "LOWPREC_MATH_MODE",
+        "default",
+    ]
