@@ -16,6 +16,11 @@ from typing import Any
 
 import machine
 
+#: Before this process adds to it.
+LOAD_BEFORE = machine.load_average()
+#: A machine that is busier than this is measured together with its other work.
+QUIET_LOAD = 0.5
+
 #: Whether the variable below still reaches OpenBLAS.
 CAME_BEFORE_NUMPY = "numpy" not in sys.modules
 
@@ -65,6 +70,7 @@ def document(
 ) -> dict[str, Any]:
     """Return a result as it is written: what was measured, how, and on which machine."""
     described = machine.describe()
+    described["load_before"] = LOAD_BEFORE
     described["openblas_thread_timeout"] = 4 if CAME_BEFORE_NUMPY else None
     return {
         "benchmark": benchmark,
@@ -174,3 +180,5 @@ def finish(path: Path, content: Mapping[str, Any]) -> None:
         print_table("claims", CLAIM_HEADER, claim_rows(content["claims"]))
     write_json(path, content)
     print(f"wrote {path.name} to {path.parent}")
+    if LOAD_BEFORE is not None and LOAD_BEFORE > QUIET_LOAD:
+        print(f"The machine was not quiet: load {LOAD_BEFORE} before the start. Timings are those of a busy machine.")

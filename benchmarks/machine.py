@@ -171,6 +171,14 @@ def threads() -> dict[str, int]:
     return found
 
 
+def load_average() -> float | None:
+    """Return how many processes wanted to run in the last minute; on a quiet machine well below 1."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
 def describe() -> dict[str, Any]:
     """Return the machine as a result file shows it. Call it after the measurement, when the libraries are loaded."""
     import lowprec

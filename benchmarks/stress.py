@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
+import os
 import sys
 import threading
 import time
@@ -143,7 +144,7 @@ def run_threads(calls: int, seed: int = 0, modes: Sequence[str] = THREAD_MODES) 
 def resident_bytes() -> int:
     """Return the resident memory of this process (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _libraries() -> dict[str, Callable[[Any], Any]]:
@@ -168,10 +169,11 @@ def shapes(fresh_every: int) -> Iterator[tuple[int, int, int]]:
             yield hot[i % len(hot)]
 
 
-def run_memory(calls: int, warm_up: int, fresh_every: int = 50, seed: int = 0) -> dict[str, Any]:
+def run_memory(calls: int, warm_up: int, fresh_every: int = 20, seed: int = 0) -> dict[str, Any]:
     """Make many calls on several libraries, shapes and modes; return how memory grew after the warm-up.
 
-    The warm-up has to bring enough new shapes to fill every cache that lowprec bounds.
+    The warm-up has to bring enough new shapes (one in ``fresh_every`` calls) to fill every cache that lowprec bounds,
+    the largest of which holds 4096 entries.
     """
     rng = np.random.default_rng(seed)
     store = rng.standard_normal(2 * 256 * 256, dtype=np.float32)

@@ -6,29 +6,17 @@ one dictionary look-up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of
-from lowprec.backends import Executor, backend_of
-from lowprec.formats import DType
+from lowprec.backends import backend_of
 from lowprec.modes import MathMode
-from lowprec.planning import plan_gemm
-from lowprec.request import PLAIN, Request, check_devices, check_scalars, make_request, spec_of
+from lowprec.prepared import look_up
+from lowprec.request import PLAIN, Request, check_devices, make_request, spec_of
 from lowprec.selection import mode_within
 
 __all__ = ["matmul"]
-
-_CACHE_SIZE = 4096
-
-
-class _Prepared(NamedTuple):
-    execute: Executor
-    out_shape: tuple[int, ...]
-    out_dtype: DType
-
-
-_prepared: dict[tuple[Any, ...], _Prepared] = {}
 
 
 def matmul(
@@ -103,9 +91,8 @@ def matmul(
     x = library.view(a)
     y = library.view(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
-    if not (
-        out is c is bias is activation is out_dtype is None and alpha == 1.0 and beta == 0.0
-    ):
+    factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
+    if not (factors and out is c is bias is activation is out_dtype is None):
         request = make_request(
             alpha,
             beta,
@@ -116,18 +103,31 @@ def matmul(
             bias=None if bias is None else library_of(bias).view(bias),
             has_c=c is not None,
         )
-    mode = policy.resolve(math_mode).mode if rtol is None else _within(rtol, math_mode, x, y, request)
-    aside = request.must_go_aside(x, y)
-    prepared = _look_up(mode, x, y, request._replace(out=None) if aside else request)
-    if out is not None and not aside:
-        prepared.execute(request.arguments(x, y, request.out))
+    mode = (
+        policy.resolve(math_mode).mode if rtol is None else _within(rtol, math_mode, x, y, request)
+    )
+    prepared = look_up(mode, x, y, request)
+    target = request.out
+    if target is not None:
+        if request.must_go_aside(x, y):
+            _execute_aside(mode, x, y, request, target)
+        else:
+            prepared.execute(request.arguments(x, y, target))
         return out
     result = library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)
     prepared.execute(request.arguments(x, y, result))
-    if aside:
-        backend_of(x.device).copy(result, request.out)
-        return out
     return library.finish(result.owner, a)
+
+
+def _execute_aside(
+    mode: MathMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
+) -> None:
+    """Compute into new memory and then write ``out``, which shares memory with what is read."""
+    prepared = look_up(mode, x, y, request._replace(out=None, out_dtype=target.dtype))
+    backend = backend_of(x.device)
+    result = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device)
+    prepared.execute(request.arguments(x, y, result))
+    backend.copy(result, target)
 
 
 def _within(
@@ -136,28 +136,3 @@ def _within(
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
     return mode_within(rtol, math_mode, problem, x.device)[0].mode
-
-
-def _look_up(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> _Prepared:
-    """Return the executor for these operands, from the cache where a call like this one was made before."""
-    key = (
-        mode, request.key,
-        x.device, x.dtype, x.shape, x.strides,
-        y.device, y.dtype, y.shape, y.strides,
-    )  # fmt: skip
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _prepare(mode, x, y, request)
-        if len(_prepared) >= _CACHE_SIZE:
-            # Dictionaries keep their order: the oldest entry goes.
-            _prepared.pop(next(iter(_prepared)), None)
-        _prepared[key] = prepared
-    return prepared
-
-
-def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> _Prepared:
-    check_devices(request.views(x, y))
-    backend = backend_of(x.device)
-    made = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
-    check_scalars(request, made.compute_dtype)
-    return _Prepared(backend.prepare(made), made.out_shape, made.out_dtype)

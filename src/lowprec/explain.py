@@ -10,7 +10,7 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, library_of
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
-from lowprec.planning import Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import Candidate, Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
 from lowprec.request import (
     Request,
     check_devices,
@@ -66,10 +66,13 @@ def plan(
     >>> made.a_becomes.split(",")[0], made.resolved.source.value
     ('bfloat16', 'math_mode= argument')
     """
-    call = _Call.of({"a": a, "b": b, "out": out, "c": c, "bias": bias}, alpha, beta, activation, out_dtype)
+    call = _Call.of(
+        {"a": a, "b": b, "out": out, "c": c, "bias": bias}, alpha, beta, activation, out_dtype
+    )
     problem = call.problem()
+    candidates: tuple[Candidate, ...] = ()
     if rtol is None:
-        resolved, candidates = policy.resolve(math_mode), ()
+        resolved = policy.resolve(math_mode)
     else:
         resolved, candidates = mode_within(rtol, math_mode, problem, call.device)
     made = plan_gemm(problem, backend_of(call.device).capabilities(call.device), resolved.mode)
@@ -115,8 +118,12 @@ class _Call(NamedTuple):
         specs = {name: spec_of(view) for name, view in self.views.items()} | self.described
         request = self.request._replace(out=None) if self.aside else self.request
         problem = request.problem(specs["a"], specs["b"])
+        described = self.described
         return dataclasses.replace(
-            problem, **{n: s for n, s in self.described.items() if n in ("out", "c", "bias")}
+            problem,
+            out=described.get("out", problem.out),
+            c=described.get("c", problem.c),
+            bias=described.get("bias", problem.bias),
         )
 
     def copies(self, made: GemmPlan) -> tuple[Copy, ...]:
@@ -124,5 +131,7 @@ class _Call(NamedTuple):
         copies = [Copy(n, v.copied, v.nbytes) for n, v in self.views.items() if v.copied]
         if self.aside:
             nbytes = prod(made.out_shape) * made.out_dtype.itemsize
-            copies.append(Copy("out", "it overlaps another array: computed aside, then written", nbytes))
+            copies.append(
+                Copy("out", "it overlaps another array: computed aside, then written", nbytes)
+            )
         return tuple(copies)

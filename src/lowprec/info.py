@@ -97,7 +97,12 @@ def _cpu(tiles: bool) -> dict[str, Any]:
         "affinity": _affinity(),
         "threads": threads.num_threads(),
         "instruction_sets": [
-            {"name": name, "present": name in flags, "used": used if name in flags else False, "by": by}
+            {
+                "name": name,
+                "present": name in flags,
+                "used": used if name in flags else False,
+                "by": by,
+            }
             for name, used, by in _instruction_sets(tiles)
         ],
     }
@@ -133,7 +138,10 @@ def _tile_units(numba_installed: bool) -> tuple[bool, str]:
     if missing:
         return False, f"this CPU has no tile units (AMX; {missing[0]} is missing)"
     if not numba_installed:
-        return False, 'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
+        return (
+            False,
+            'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle',
+        )
     if sys.platform != "linux":
         return False, f"the tile units (AMX) are used on Linux only, not on {sys.platform}"
     if amx.is_available.cache_info().currsize and not amx.is_available():
@@ -232,10 +240,14 @@ def _costs(status: dict[str, str], obstacle: str) -> list[str]:
     warnings = []
     if obstacle:
         warnings.append(
-            f"{obstacle}: reduced-precision modes round the operands and multiply in FP32, which is not faster than fp32"
+            f"{obstacle}: modes round the operands and multiply in FP32, which is not faster than fp32"
         )
     if status["mkl"] != "loaded" and platform.machine() in _X86_64:
-        why = "is not installed" if status["mkl"] == "missing" else "is installed but cannot be opened"
+        why = (
+            "is not installed"
+            if status["mkl"] == "missing"
+            else "is installed but cannot be opened"
+        )
         warnings.append(
             f'MKL {why} (pip install "lowprec[cpu]"): products that do not run on tile units are left to NumPy\'s BLAS'
         )
@@ -245,4 +257,6 @@ def _costs(status: dict[str, str], obstacle: str) -> list[str]:
 def _unused_gpu() -> list[str]:
     if _driver() is None:
         return []
-    return ["this machine has an NVIDIA driver, but this version has no CUDA backend: it computes on the CPU only"]
+    return [
+        "this machine has an NVIDIA driver, but this version has no CUDA backend: it computes on the CPU only"
+    ]

@@ -98,7 +98,11 @@ _M = MathMode
 def _recovery(
     mode: MathMode, fmt: NumberFormat, parts: int, products: int, preset: str | None, inputs: str
 ) -> ModeRow:
-    compute = {"tf32": "COMPUTE_32F_FAST_TF32", "bfloat16": _BFLOAT16_DATA, "float16": _FLOAT16_DATA}[fmt.name]
+    compute = {
+        "tf32": "COMPUTE_32F_FAST_TF32",
+        "bfloat16": _BFLOAT16_DATA,
+        "float16": _FLOAT16_DATA,
+    }[fmt.name]
     uses_tf32 = fmt is formats.TF32
     return ModeRow(mode, fmt, parts, products, preset, compute, inputs, uses_tf32, available=False)
 
@@ -171,6 +175,7 @@ class ResolvedMode:
     source: ModeSource
     requested: MathMode | None = None
     reasons: tuple[str, ...] = ()
+
 
 #: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses
 #: ``highest`` and ``high`` alike, and its preset names are accepted as they stand.

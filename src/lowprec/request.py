@@ -110,10 +110,8 @@ class Request(NamedTuple):
         return {name: view for name, view in named.items() if view is not None}
 
     @property
-    def key(self) -> tuple[Any, ...] | None:
-        """Everything here that a plan depends on; None for a plain product."""
-        if self is PLAIN:
-            return None
+    def key(self) -> tuple[Any, ...]:
+        """Everything here that a plan depends on."""
         specs = tuple(
             None if v is None else (v.device, v.dtype, v.shape, v.strides)
             for v in (self.out, self.c, self.bias)
@@ -224,9 +222,10 @@ def check_scalars(request: Request, compute_dtype: DType) -> None:
 
 def check_devices(views: dict[str, ArrayView]) -> None:
     """Raise if the arrays of a call, by their names, do not lie on one device."""
-    (first, one), *others = views.items()
-    for name, view in others:
-        if view.device != one.device:
+    first = next(iter(views), "")
+    for name, view in views.items():
+        if view.device != views[first].device:
             raise DeviceError(
-                f"{first} is on {one.device} and {name} on {view.device}; move one of them to the other's device"
+                f"{first} is on {views[first].device} and {name} on {view.device}; "
+                "move one of them to the other's device"
             )

@@ -42,7 +42,9 @@ def mode_within(
     """
     rtol = check_rtol(rtol)
     if math_mode is not None:
-        raise ModeError(f"rtol={rtol} and math_mode={str(math_mode)!r} exclude each other; pass one of them")
+        raise ModeError(
+            f"rtol={rtol} and math_mode={str(math_mode)!r} exclude each other; pass one of them"
+        )
     imposed = policy.overriding_mode()
     if imposed is not None:
         return imposed, ()

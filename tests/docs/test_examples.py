@@ -107,6 +107,13 @@ def test_readme_and_docs_show_code() -> None:
     assert {"README.md", "quickstart.md", "modes.md", "precedence.md"} <= shown
 
 
+def test_reference_names_everything_public() -> None:
+    pages = [ROOT / "docs" / "api.md", ROOT / "docs" / "_generated" / "errors.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r":: (\w+)$|^\| `(\w+)`", text, re.MULTILINE))
+    assert {a or b for a, b in named} >= set(lowprec.__all__) - {"__version__"}
+
+
 def test_a_wrong_block_fails() -> None:
     text = (
         "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n"

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, TF32, DType
+from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, gamma, holds
 from lowprec.planning.kernels import Kernel
@@ -141,6 +141,21 @@ def test_complex_errors_stay_within_the_bound(mode, rng):
     real = product(mode, np.hstack([ar, -ai]), np.vstack([br, bi]))
     imag = product(mode, np.hstack([ar, ai]), np.vstack([bi, br]))
     check(bound, real + 1j * imag, ar + 1j * ai, br + 1j * bi)
+
+
+def test_complex_sums_cost_the_square_root_of_two():
+    bound = error_bound(MathMode.FP32, DType.COMPLEX128, DType.COMPLEX128, 10, Kernel.NUMPY)
+    assert bound.relative == pytest.approx(2**0.5 * gamma(20, FLOAT64), rel=1e-12, abs=0)
+
+
+def test_tile_units_may_lose_subnormal_operands(rng):
+    """A subnormal of a counts as zero, and a large b shows that far above the loss in the products."""
+    a, b = rng.random((5, 40)) * 2.0**-127, rng.random((40, 4)) * 2.0**100
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 40, Kernel.AMX_BF16)
+    computed = tile_product([ROUND[MathMode.BF16](a)], [ROUND[MathMode.BF16](b)])
+    assert np.all(computed == 0)
+    check(bound, computed, a, b)
 
 
 def test_the_complex_bound_is_nearly_reached():

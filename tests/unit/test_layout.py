@@ -225,6 +225,10 @@ def test_contiguous_strides_step_like_numpys(shape):
         assert contiguous_strides(shape) == tuple(s // 4 for s in x.strides)
 
 
+def test_strides_around_an_empty_dimension_are_those_of_extent_one():
+    assert contiguous_strides((2, 0, 3)) == (3, 3, 1)
+
+
 def test_stored_bytes_count_a_broadcast_dimension_once():
     assert spec(np.broadcast_to(numbered(5), (4, 5))).stored_bytes == 20
     assert spec(np.broadcast_to(numbered(5), (0, 5))).stored_bytes == 0

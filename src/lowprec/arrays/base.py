@@ -48,9 +48,7 @@ class Library(ABC):
         return view
 
     @abstractmethod
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
         """Return a new row-major buffer that :meth:`writable_view` and :meth:`finish` accept.
 
         Parameters

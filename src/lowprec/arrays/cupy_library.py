@@ -57,9 +57,7 @@ class CupyLibrary(Library):
         device = Device(self._device_type, int(array.device.id))
         return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
         """Return a new CuPy array from CuPy's memory pool, ordered on CuPy's current stream."""
         with self._cupy.cuda.Device(device.index):
             return self._cupy.empty(shape, NUMPY_DTYPES[dtype])

@@ -84,7 +84,9 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
     if name == _LEGACY:
         return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
     if name != _VERSIONED:
-        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which holds no array to read")
+        raise ArrayError(
+            f"__dlpack__ returned a capsule named {name!r}, which holds no array to read"
+        )
     address = _get_pointer(capsule, _VERSIONED)
     managed = _Versioned.from_address(address)
     if managed.major != _MAJOR:
@@ -130,7 +132,9 @@ def view_of_capsule(capsule: object) -> ArrayView:
 
 def _aligned_copy(view: ArrayView) -> ArrayView:
     if not view.device.is_host:
-        raise ArrayError(f"the {view.dtype} array on {view.device} is not aligned to its element size")
+        raise ArrayError(
+            f"the {view.dtype} array on {view.device} is not aligned to its element size"
+        )
     array = np.array(view.ndarray(), order="C")
     strides = contiguous_strides(view.shape)
     reason = "its memory is not aligned to the element size"
@@ -175,6 +179,8 @@ def _capsule_of(array: Any, keywords: dict[str, Any]) -> object:
         raise ArrayError(f"{what} refuses to be exported by DLPack: {error}") from error
 
 
+_DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
+
 # Unsigned integers that carry the bits of types that NumPy does not export.
 _CARRIERS: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),
@@ -204,10 +210,10 @@ class DLPackArray:
     6.0
     """
 
-    __slots__ = ("__weakref__", "_memory")
+    __slots__ = ("__weakref__", "_dtype", "_memory")
 
     def __init__(self, memory: NDArray[Any]) -> None:
-        dtype_from_name(memory.dtype.name)
+        self._dtype = _DTYPES.get(memory.dtype) or dtype_from_name(memory.dtype.name)
         self._memory = memory
 
     @property
@@ -233,7 +239,7 @@ class DLPackArray:
     @property
     def dtype(self) -> str:
         """Name of the element type."""
-        return self._memory.dtype.name
+        return self._dtype.label
 
     @property
     def device(self) -> Device:
@@ -271,13 +277,12 @@ class DLPackArray:
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the array is on the CPU and is not exported to device {dl_device}")
         memory = self._memory.copy() if copy else self._memory
-        dtype = dtype_from_name(memory.dtype.name)
-        carrier = _CARRIERS.get(dtype)
+        carrier = _CARRIERS.get(self._dtype)
         capsule = _export(memory if carrier is None else memory.view(carrier), max_version)
         if carrier is None and not copy:
             return capsule
         tensor, _ = _open(capsule)
-        tensor.code = dtype.dlpack_code
+        tensor.code = self._dtype.dlpack_code
         if copy and _get_name(capsule) == _VERSIONED:
             _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
         return capsule
@@ -290,6 +295,3 @@ def _export(memory: NDArray[Any], max_version: tuple[int, int] | None) -> object
         except TypeError:  # NumPy 2.0 exports unversioned capsules only
             pass
     return memory.__dlpack__()
-
-
-assert all(NUMPY_DTYPES[d].itemsize == c.itemsize for d, c in _CARRIERS.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray, import_array
 from lowprec.arrays.numpy_library import host_empty, host_view
@@ -21,11 +23,13 @@ class DLPackLibrary(Library):
     name = "dlpack"
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array by its DLPack capsule.
+        """Return the view of an array by its DLPack capsule, or of a buffer that lowprec made.
 
         Capsules from before DLPack 1.0 do not say whether they may be written; they count as writable.
         """
-        return host_view(array.memory) if type(array) is DLPackArray else import_array(array)
+        if type(array) is DLPackArray:
+            return host_view(array.memory)
+        return host_view(array) if type(array) is np.ndarray else import_array(array)
 
     def empty(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None

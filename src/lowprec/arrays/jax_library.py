@@ -91,7 +91,9 @@ class JaxLibrary(Library):
             If the type has 64-bit parts and JAX has them switched off: it would round the result to 32 bits.
         """
         if device != CPU:
-            raise DeviceError(f"the result would be on {device}, where lowprec cannot make JAX arrays")
+            raise DeviceError(
+                f"the result would be on {device}, where lowprec cannot make JAX arrays"
+            )
         if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
             raise DTypeError(
                 f"the result would be {dtype}, but JAX has 64-bit types switched off; enable them with "

@@ -66,7 +66,9 @@ def _view_of_copy(array: NDArray[Any]) -> ArrayView:
 def host_empty(shape: tuple[int, ...], dtype: DType, device: Device) -> NDArray[Any]:
     """Return a new NumPy array."""
     if device != CPU:
-        raise DeviceError(f"the result would be on {device}, where only the array's own library allocates")
+        raise DeviceError(
+            f"the result would be on {device}, where only the array's own library allocates"
+        )
     return np.empty(shape, NUMPY_DTYPES[dtype])
 
 

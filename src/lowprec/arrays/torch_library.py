@@ -90,9 +90,7 @@ class TorchLibrary(Library):
         self._torch.autograd.graph.increment_version(array)
         return view
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
         """Return a new tensor on the device of ``like``, from torch's own allocator."""
         torch_dtype = self._torch_dtypes[dtype]
         if like is None:
@@ -150,7 +148,9 @@ class TorchLibrary(Library):
         if array.layout is not self._torch.strided:
             return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
         if array.is_nested:
-            return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
+            return ArrayError(
+                "the torch tensor is nested; multiply its parts, from tensor.unbind()"
+            )
         if self.device_of(array.device) is None:
             return ArrayError(
                 f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "

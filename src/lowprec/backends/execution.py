@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
+from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
 __all__ = ["Arguments", "Backend", "Executor"]
@@ -35,6 +36,9 @@ class Backend(Protocol):
 
     def prepare(self, plan: GemmPlan) -> Executor:
         """Return the function that executes a plan."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
+        """Return a new row-major array of the backend's own."""
 
     def copy(self, source: ArrayView, out: ArrayView) -> None:
         """Write the elements of ``source`` to ``out``, an array of the same shape and dtype on the same device."""

@@ -3,8 +3,8 @@
 Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing: the array goes
 to a temporary name in the same folder, which then takes the place of the output in one step.
 
-The ``.npy`` format has no bfloat16 and no float8: NumPy writes such arrays as raw elements of 1 or 2 bytes
-(``|V1``, ``|V2``), so whoever reads them has to say what they are.
+The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so whoever reads
+them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
         with Path(path).open("rb") as file:
             shape = _check_header(path, file)
         # NumPy cannot map what has no bytes.
-        mode = "r" if mapped and math.prod(shape) else None
-        array: Array = np.load(path, mmap_mode=mode, allow_pickle=False)
+        mapped = mapped and 0 not in shape
+        array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
         raise CommandError(f"cannot read {path}: {_reason(error)}") from None
     except ValueError as error:
@@ -106,7 +106,9 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in readers:
-        raise CommandError(f"{path} holds records, not a matrix of numbers (.npy version {version})")
+        raise CommandError(
+            f"{path} holds records, not a matrix of numbers (.npy version {version})"
+        )
     shape, _, dtype = readers[version](file)
     if dtype.hasobject:
         raise CommandError(
@@ -136,7 +138,10 @@ def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
 
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
-    fitting = [d.label for d in OPERAND_DTYPES if d.bits == 8 * size and _is_raw_on_disk(d)]
+    # What ml_dtypes adds as a kind of void, NumPy writes as one.
+    fitting = [
+        d.label for d in OPERAND_DTYPES if d.itemsize == size and numpy_dtype(d).kind == "V"
+    ]
     if not fitting:
         raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
     if dtype is None or dtype.label not in fitting:
@@ -148,14 +153,12 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     return array.view(numpy_dtype(dtype))
 
 
-def _is_raw_on_disk(dtype: DType) -> bool:
-    return numpy_dtype(dtype).kind == "V" or dtype.is_float8
-
-
 def _converted(path: str, array: Array, dtype: DType) -> Array:
     """Return the array as another element type; refuse what would lose an imaginary part or wrap around."""
     if array.dtype.kind == "c" and not dtype.is_complex:
-        raise CommandError(f"{path} holds {array.dtype}; --dtype {dtype} would drop the imaginary part")
+        raise CommandError(
+            f"{path} holds {array.dtype}; --dtype {dtype} would drop the imaginary part"
+        )
     target = numpy_dtype(dtype)
     with np.errstate(all="ignore"):
         converted: Array = array.astype(target)

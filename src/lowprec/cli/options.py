@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from lowprec.formats import DType, dtype_from_name
 from lowprec.modes import MathMode, mode_names, parse_mode
 
 __all__ = [
+    "add_budget",
     "add_dtype",
     "add_json",
     "add_mode",
@@ -18,6 +20,7 @@ __all__ = [
     "add_rtol",
     "add_seed",
     "count",
+    "dtype",
     "listed",
     "mode",
     "shape",
@@ -142,3 +145,24 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_seed(parser: argparse.ArgumentParser) -> None:
     """Add ``--seed``."""
     parser.add_argument("--seed", type=_seed, default=0, help="of the random operands (default: 0)")
+
+
+def add_budget(parser: argparse.ArgumentParser, default: float, what: str) -> None:
+    """Add ``--budget``."""
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default=default,
+        metavar="SECONDS",
+        help=f"begin no new round of samples of a {what} after this, once three are done (default: {default:g})",
+    )
+
+
+def _budget(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value

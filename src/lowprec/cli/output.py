@@ -65,7 +65,9 @@ def plain_text(table: Table) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = [c.startswith(">") for c in table.columns]
     text = [
-        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
+        "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
+        )
         for line in lines
     ]
     return "\n".join([table.title, *(f"  {line}".rstrip() for line in text)])

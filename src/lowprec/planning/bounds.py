@@ -152,9 +152,10 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """How an element is computed: ``terms`` real products per component, each carried through at most ``depth`` roundings.
+    """How an element is summed.
 
-    ``in_pairs`` where both operands are sums of two parts; ``flushes`` where the units count subnormals as zero.
+    ``terms`` real products per component, each carried through at most ``depth`` roundings; ``in_pairs`` where both
+    operands are sums of two parts; ``flushes`` where the units count subnormals as zero.
     """
 
     accumulator: NumberFormat

@@ -144,11 +144,11 @@ def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan) -> str:
 def expected_cost(plan: GemmPlan) -> float:
     """Return the expected time in units of numpy.matmul on float32: the kernel's, and rounding the operands.
 
-    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m.
+    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m. Only single precision has candidates that round.
     """
     cost = COST_PER_FLOP[plan.kernel]
     layout = plan.layout
-    rounds = plan.mode_has_effect and plan.mode not in (MathMode.FP32, MathMode.FP32_PEDANTIC)
+    rounds = plan.mode not in (MathMode.FP32, MathMode.FP32_PEDANTIC)
     if rounds and layout.m and layout.n:
         cost += flops_per_conversion(plan.capabilities) * (1 / (2 * layout.m) + 1 / (2 * layout.n))
     return cost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec.backends.cpu.backend import copy, prepare
+from lowprec.backends.cpu.backend import allocate, copy, prepare
 from lowprec.backends.cpu.device import capabilities
 
-__all__ = ["capabilities", "copy", "prepare"]
+__all__ = ["allocate", "capabilities", "copy", "prepare"]

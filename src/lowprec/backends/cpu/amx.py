@@ -90,6 +90,8 @@ def _request_permission() -> bool:
 def _numba_compiles() -> bool:
     import numba
 
+    from lowprec.backends.cpu import native  # noqa: F401 - that it can be imported is the question
+
     return not numba.config.DISABLE_JIT
 
 
@@ -154,9 +156,7 @@ def _chunk_steps(steps: int, parts: int) -> int:
     return _ceil_div(steps, _ceil_div(steps, 64 // parts))
 
 
-def _task_shape(
-    strips_m: int, strips_n: int, fitting: int, workers: int
-) -> tuple[int, int]:
+def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
     """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread."""
     wanted = 1 if workers == 1 else 4 * workers
     task_m = min(strips_m, fitting)

@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
-from lowprec.arrays import ArrayView
-from lowprec.backends.cpu import fp32_units, tiles
+from lowprec.arrays import ArrayView, Device, library_of
+from lowprec.backends.cpu import fp32_units, gemm, tiles
 from lowprec.backends.cpu.stacks import has_epilogue
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, Kernel
 
-__all__ = ["copy", "prepare"]
+__all__ = ["allocate", "copy", "prepare"]
+
+#: Stands for NumPy, in whose arrays the backend computes.
+_ANY = np.empty(0)
 
 #: dtypes that ``numpy.matmul`` multiplies with a BLAS.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -39,33 +43,60 @@ def prepare(plan: GemmPlan) -> Executor:
         return _nothing
     if plan.kernel in fp32_units.MULTIPLY or plan.layout.k == 0:
         if _is_plain(plan):
-            return _plain_numpy
+            return _PLAIN[plan.kernel](plan)
         return functools.partial(fp32_units.execute, plan)
     return functools.partial(tiles.execute, plan)
 
 
 def _is_plain(plan: GemmPlan) -> bool:
-    """Whether ``numpy.matmul`` on the arrays as they are is all that the plan asks for."""
+    """Whether one call of a library on the arrays as they are is all that the plan asks for."""
     problem, layout = plan.problem, plan.layout
     return (
-        plan.kernel is Kernel.NUMPY
+        plan.kernel in _PLAIN
+        and layout.k > 0
+        and (layout.batch_shape == () or plan.kernel is Kernel.NUMPY)
+        and (not layout.collapsed or plan.kernel is Kernel.MKL)
         and plan.compute_dtype in _BLAS_DTYPES
         and problem.a.dtype is problem.b.dtype is plan.out_dtype
         and fp32_units.rounding_format(plan) is None
         and not has_epilogue(plan)
-        and not layout.collapsed
         and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
     )
+
+
+def _plain_numpy(plan: GemmPlan) -> Executor:
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        with np.errstate(all="ignore"):
+            np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+
+    return execute
+
+
+def _plain_mkl(plan: GemmPlan) -> Executor:
+    call = gemm.loaded_mkl().bound(plan.out_dtype.label, plan.layout)
+
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        call(a.address, b.address, out.address)
+
+    return execute
+
+
+#: Plans that need no more than one call of the library.
+_PLAIN: dict[Kernel, Callable[[GemmPlan], Executor]] = {
+    Kernel.NUMPY: _plain_numpy,
+    Kernel.MKL: _plain_mkl,
+}
 
 
 def _nothing(_: Arguments) -> None:
     """Compute a result that has no elements."""
 
 
-def _plain_numpy(arguments: Arguments) -> None:
-    a, b, out = arguments[:3]
-    with np.errstate(all="ignore"):
-        np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+def allocate(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
+    """Return a new row-major array in host memory."""
+    return library_of(_ANY).allocate(shape, dtype, device)
 
 
 def copy(source: ArrayView, out: ArrayView) -> None:

@@ -12,6 +12,7 @@ larger one.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,10 @@ class _Retained:
 
 
 _retained = _Retained()
+
+if hasattr(os, "register_at_fork"):
+    # Another thread may hold the lock at the moment of a fork.
+    os.register_at_fork(after_in_child=lambda: setattr(_retained, "lock", threading.Lock()))
 
 
 class _FreeList:

@@ -25,8 +25,7 @@ No task's result depends on which thread computes it or on how many there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 from llvmlite import ir
 from numba import njit, types
@@ -35,7 +34,6 @@ from numba.extending import intrinsic
 from lowprec.backends.cpu import job as J
 from lowprec.backends.cpu.native import (
     FINGERPRINT,
-    I64,
     atomic_add,
     atomic_load,
     atomic_store,
@@ -99,8 +97,11 @@ def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
 
 
 def micro_kernel_text(multiply: str, products: Sequence[tuple[int, int]]) -> str:
-    """Assembly of a micro-kernel: operands $0 A, $1 B, $2 accumulators, $3 steps (at least 1),
-    $4 whether to add to the accumulators, $5 where the next piece of B is."""
+    """Assembly of a micro-kernel.
+
+    Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
+    accumulators hold, $5 where the next piece of B is.
+    """
     lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
     lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
     lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]
@@ -129,7 +130,7 @@ def _micro(typing_context, parts_a, parts_b, integer, a, b, acc, steps, add, fol
     return types.void(parts_a, parts_b, integer, *[types.intp] * 6), generate
 
 
-@lru_cache(maxsize=None)
+@cache
 def micro_kernel(parts_a: int, parts_b: int, integer: bool) -> int:
     """Address of the micro-kernel for operands in so many parts; int8 operands if `integer`."""
     is_integer, fingerprint = int(integer), FINGERPRINT
@@ -298,7 +299,7 @@ def _task(job, index, scratch):
     return 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def drive_kernel() -> int:
     """Address of the driver.
 

@@ -14,7 +14,7 @@ needs one exponential and does not cancel for negative y.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.job import (
-    ACTIVATION,
-    ALPHA,
-    BETA,
-    BIAS,
-    BIAS_COL_STRIDE,
-    BIAS_KIND,
-    BIAS_ROW_STRIDE,
-    C,
-    C_COL_STRIDE,
-    C_KIND,
-    C_ROW_STRIDE,
-    GELU,
-    KINDS,
-    OUT,
-    OUT_COL_STRIDE,
-    OUT_ROW_STRIDE,
-    PLAIN,
-    RELU,
-    M,
-    N,
-)
+from lowprec.backends.cpu import job as J
 from lowprec.backends.cpu.native import (
     F16,
     F32,
@@ -62,7 +41,7 @@ __all__ = ["EPILOGUE_ARITY", "epilogue_kernel"]
 EPILOGUE_ARITY = 5
 
 _FLOAT32, _BFLOAT16, _FLOAT16, _INT32 = (
-    KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
+    J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
 )
 _ITEM_BYTES = {_FLOAT32: 4, _BFLOAT16: 2, _FLOAT16: 2, _INT32: 4}
 
@@ -159,16 +138,17 @@ def _exp(x):
 
 @njit(inline="always")
 def _gelu(x):
-    # min and max in _exp would swallow a NaN; the product with x brings it back.
+    # min and max in _exp would swallow a NaN; the division of x brings it back. Where exp(-2y)
+    # leaves float32 the result is below the smallest normal number, whatever x is.
     y = _GELU_OUTER * (x + _GELU_INNER * x * x * x)
-    return x / (_ONE + _exp(-_TWO * y))
+    return np.float32(-0.0) if y < np.float32(-44) else x / (_ONE + _exp(-_TWO * y))
 
 
 @njit
 def _activate(acc, activation):
     for i in range(1024):
         x = load(acc + 4 * i, "f32")
-        if activation == RELU:
+        if activation == J.RELU:
             # Written so that a NaN passes.
             x = np.float32(0) if x < np.float32(0) else x
         else:
@@ -199,20 +179,20 @@ def _add_array(acc, rows, cols, factor, source, row_stride, col_stride, kind):
 @njit
 def _arithmetic(acc, job, row, col, rows, cols):
     """alpha, beta * c, bias and activation, in place."""
-    alpha = np.float32(load(job + 8 * ALPHA, "f64"))
-    beta = np.float32(load(job + 8 * BETA, "f64"))
+    alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
+    beta = np.float32(load(job + 8 * J.BETA, "f64"))
     if alpha != _ONE:
         for i in range(1024):
             store(acc + 4 * i, alpha * load(acc + 4 * i, "f32"), "f32")
     if beta != np.float32(0):
-        row_stride, col_stride = _field(job, C_ROW_STRIDE), _field(job, C_COL_STRIDE)
-        source = _field(job, C) + row * row_stride + col * col_stride
-        _add_array(acc, rows, cols, beta, source, row_stride, col_stride, _field(job, C_KIND))
-    if _field(job, BIAS) != 0:
-        row_stride, col_stride = _field(job, BIAS_ROW_STRIDE), _field(job, BIAS_COL_STRIDE)
-        source = _field(job, BIAS) + row * row_stride + col * col_stride
-        _add_array(acc, rows, cols, _ONE, source, row_stride, col_stride, _field(job, BIAS_KIND))
-    activation = _field(job, ACTIVATION)
+        row_stride, col_stride = _field(job, J.C_ROW_STRIDE), _field(job, J.C_COL_STRIDE)
+        source = _field(job, J.C) + row * row_stride + col * col_stride
+        _add_array(acc, rows, cols, beta, source, row_stride, col_stride, _field(job, J.C_KIND))
+    if _field(job, J.BIAS) != 0:
+        row_stride, col_stride = _field(job, J.BIAS_ROW_STRIDE), _field(job, J.BIAS_COL_STRIDE)
+        source = _field(job, J.BIAS) + row * row_stride + col * col_stride
+        _add_array(acc, rows, cols, _ONE, source, row_stride, col_stride, _field(job, J.BIAS_KIND))
+    activation = _field(job, J.ACTIVATION)
     if activation != 0:
         _activate(acc, activation)
 
@@ -232,10 +212,10 @@ def _epilogue_function(kind: int) -> Any:
         _put16(source + 1024, target + 16 * item, kind)
 
     def epilogue(acc, job, row, col, scratch):
-        rows, cols = min(32, _field(job, M) - row), min(32, _field(job, N) - col)
-        row_stride, col_stride = _field(job, OUT_ROW_STRIDE), _field(job, OUT_COL_STRIDE)
-        target = _field(job, OUT) + row * row_stride + col * col_stride
-        if kind != _INT32 and _field(job, PLAIN) == 0:
+        rows, cols = min(32, _field(job, J.M) - row), min(32, _field(job, J.N) - col)
+        row_stride, col_stride = _field(job, J.OUT_ROW_STRIDE), _field(job, J.OUT_COL_STRIDE)
+        target = _field(job, J.OUT) + row * row_stride + col * col_stride
+        if kind != _INT32 and _field(job, J.PLAIN) == 0:
             _arithmetic(acc, job, row, col, rows, cols)
         if cols == 32 and col_stride == item:
             for i in range(rows):
@@ -251,11 +231,11 @@ def _epilogue_function(kind: int) -> Any:
     return epilogue
 
 
-@lru_cache(maxsize=None)
+@cache
 def epilogue_kernel(dtype: str) -> int:
     """Address of the epilogue that writes `dtype`.
 
     Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
     overwrite), of the job, first row, first column, address of 256 bytes of scratch.
     """
-    return compile_kernel(_epilogue_function(KINDS[dtype]), EPILOGUE_ARITY)
+    return compile_kernel(_epilogue_function(J.KINDS[dtype]), EPILOGUE_ARITY)

@@ -10,13 +10,16 @@ import ctypes
 import functools
 import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lowprec.planning import GemmLayout
+
 __all__ = ["mkl", "multiply_mkl", "multiply_numpy"]
 
-_ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112
+_ROW_MAJOR, _COL_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
 _THREADING_INTEL = 0
 
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
@@ -73,6 +76,27 @@ class Mkl:
         self.max_threads: Callable[[], int] = library.MKL_Get_Max_Threads
         self.version = _version_string(library)
 
+    def bound(self, dtype: str, layout: GemmLayout) -> Callable[[int, int, int], None]:
+        """Return the call for one product of this layout, as a function of the addresses of a, b and out.
+
+        What NumPy's attributes would be asked for on every call is worked out here once.
+        """
+        a, b, out = layout.a, layout.b, layout.out
+        # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
+        op_a, op_b = (_INT(_NO_TRANS if x.order == out.order else _TRANS) for x in (a, b))
+        lda, ldb, ldc = (_INT(x.leading_dimension or 1) for x in (a, b, out))
+        m, n, k = _INT(layout.m), _INT(layout.n), _INT(layout.k)
+        # A column-major result stands in a column-major call, where NO_TRANS means column-major.
+        order = _INT(_COL_MAJOR if out.order == "col" else _ROW_MAJOR)
+        function = self._gemms[dtype]
+        scalar = _FUNCTIONS[dtype][1] or _POINTER
+        one, zero = (scalar(x) for x in self._scalars[dtype])
+
+        def call(a: int, b: int, out: int) -> None:
+            function(order, op_a, op_b, m, n, k, one, a, lda, b, ldb, zero, out, ldc)
+
+        return call
+
     def gemm(self, a: Any, b: Any, out: Any) -> None:
         """Compute ``out = a @ b`` for 2-D arrays of one dtype that BLAS can express."""
         dtype = out.dtype.name
@@ -113,7 +137,10 @@ def _library_candidates() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         files = []
     names = [f for f in files if f.name.startswith(("libmkl_rt.so", "mkl_rt."))]
-    return [str(f.locate().resolve()) for f in names] + ["libmkl_rt.so.3", "libmkl_rt.so.2"]
+    return [str(Path(str(f.locate())).resolve()) for f in names] + [
+        "libmkl_rt.so.3",
+        "libmkl_rt.so.2",
+    ]
 
 
 @functools.cache
@@ -129,12 +156,18 @@ def mkl() -> Mkl | None:
     return None
 
 
+def loaded_mkl() -> Mkl:
+    """Return MKL for a plan that was made because it is there."""
+    library = mkl()
+    assert library is not None
+    return library
+
+
 def _is_row_major(x: Any) -> bool:
     rows, columns = x.shape
     row_stride, column_stride = x.strides
-    return (column_stride == x.itemsize or columns == 1) and (
-        row_stride >= columns * x.itemsize or rows == 1
-    )
+    one_step = column_stride == x.itemsize or columns == 1
+    return bool(one_step and (row_stride >= columns * x.itemsize or rows == 1))
 
 
 def is_blas_expressible(x: Any) -> bool:
@@ -170,8 +203,7 @@ def multiply_mkl(a: Any, b: Any, out: Any) -> None:
 
     The caller has made sure that MKL is there.
     """
-    library = mkl()
-    assert library is not None
+    library = loaded_mkl()
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     if target.ndim == 2:

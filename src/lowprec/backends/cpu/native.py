@@ -24,8 +24,10 @@ from numba import types
 from numba.extending import intrinsic
 
 __all__ = [
+    "F16",
     "F32",
     "FINGERPRINT",
+    "I8",
     "I16",
     "I32",
     "I64",
@@ -33,6 +35,7 @@ __all__ = [
     "atomic_load",
     "atomic_store",
     "call",
+    "callable_at",
     "compile_kernel",
     "inline_asm",
     "load",
@@ -83,16 +86,17 @@ def vector(element: Any, values: Sequence[int]) -> Any:
 
 
 def pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    """An integer as a pointer to `pointee`."""
     return builder.inttoptr(address, pointee.as_pointer())
 
 
 def shuffle(builder: Any, a: Any, b: Any, mask: Sequence[int]) -> Any:
+    """Elements of `a` followed by `b`, picked by position."""
     return builder.shuffle_vector(a, b, vector(I32, mask))
 
 
-def inline_asm(
-    builder: Any, text: str, constraints: str, result: Any, args: Sequence[Any]
-) -> Any:
+def inline_asm(builder: Any, text: str, constraints: str, result: Any, args: Sequence[Any]) -> Any:
+    """Assembly in AT&T syntax, with operands ``$0``, ``$1`` and so on."""
     signature = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(ir.InlineAsm(signature, text, constraints, side_effect=True), args)
 
@@ -148,6 +152,8 @@ def atomic_add(typing_context, address, value):
 
 @intrinsic
 def atomic_load(typing_context, address):
+    """Read an int64 that other threads write; what they wrote before it is seen as well."""
+
     def generate(context, builder, signature, args):
         return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
 
@@ -156,6 +162,8 @@ def atomic_load(typing_context, address):
 
 @intrinsic
 def atomic_store(typing_context, address, value):
+    """Write an int64 for other threads to see, after all that was written before."""
+
     def generate(context, builder, signature, args):
         builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
         return context.get_dummy_value()

@@ -39,7 +39,7 @@ and Inf * 0 is NaN, so packing in two parts reports any value that is not finite
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -78,6 +78,7 @@ class Scheme:
 
     @property
     def per_dword(self) -> int:
+        """Elements of k in four bytes of a tile."""
         return self.step // 16
 
 
@@ -150,7 +151,9 @@ def _words(interleave: bool, odd: bool) -> list[int]:
     return [word for pair in zip(a, b, strict=True) for word in pair] if interleave else a + b
 
 
-def _two_part_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> Any:
+def _two_part_rows(
+    builder: Any, scheme: Scheme, runs: list[Any], interleave: bool
+) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
         if scheme.rounding == "tf32":
@@ -177,7 +180,7 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
     if scheme.parts == 2:
         return _two_part_rows(builder, scheme, runs, interleave)
     if scheme.storage == "bfloat16":
-        return [shuffle(builder, *runs, _words(interleave, odd=False))], none
+        return [shuffle(builder, runs[0], runs[1], _words(interleave, odd=False))], none
     if scheme.storage == "float32":
         # The instruction puts the conversion of its last operand into the low half.
         text, words = "vcvtne2ps2bf16 $1, $2, $0", ir.VectorType(I16, 32)
@@ -320,11 +323,13 @@ def _pack_function(index: int) -> Any:
     pad = _pad_block(item, step)
     fingerprint = FINGERPRINT
 
-    def pack(  # noqa: PLR0917 - a C function
+    # fmt: off
+    def pack(
         source, lane_stride, k_stride, lanes, k,
         first_strip, end_strip, first_step, end_step,
         target, strip_bytes, is_b, scratch,
     ):
+    # fmt: on
         flags = fingerprint & 0
         tiles = scratch + _TILES_AT
         # Along the lanes memory order is step by step, along k it is strip by strip.
@@ -350,7 +355,7 @@ def _pack_function(index: int) -> Any:
     return pack
 
 
-@lru_cache(maxsize=None)
+@cache
 def pack_kernel(scheme: Scheme) -> int:
     """Address of the packing kernel of a scheme.
 

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: In what the products are summed, by the dtype that both operands are promoted to.
-ACCUMULATOR = {
+ACCUMULATOR: dict[DType, np.dtype[Any]] = {
     DType.FLOAT64: np.dtype("float64"),
     DType.FLOAT32: np.dtype("float32"),
     DType.FLOAT16: np.dtype("float32"),
@@ -110,5 +110,5 @@ def scratch(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Any]:
         yield np.empty(shape, dtype)
         return
     with buffers.borrow(nbytes) as address:
-        memory = (ctypes.c_char * nbytes).from_address(address)
+        memory: Any = (ctypes.c_char * nbytes).from_address(address)
         yield np.frombuffer(memory, dtype).reshape(shape)

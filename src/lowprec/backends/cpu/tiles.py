@@ -121,7 +121,13 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b, out = single.a, single.b, single.out
     amx.gemm(
-        a.shape[0], b.shape[1], a.shape[1], _operand(a), _operand(b), _operand(out), rounding="exact"
+        a.shape[0],
+        b.shape[1],
+        a.shape[1],
+        _operand(a),
+        _operand(b),
+        _operand(out),
+        rounding="exact",
     )
     if has_epilogue(plan):
         finish_stacks(plan, arguments, out, single)

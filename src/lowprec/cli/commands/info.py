@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from lowprec import info as source
 from lowprec.cli.options import add_json
 from lowprec.cli.output import Table, print_json, print_table
+from lowprec.info import info
 
 EXAMPLES = """\
 examples:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the facts."""
-    facts = source.info()
+    facts = info()
     if options.json:
         print_json(facts)
         return 0
@@ -41,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _tables(facts: dict[str, Any]) -> Iterator[Table]:
     title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform']}"
-    yield Table(title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))])
+    yield Table(
+        title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))]
+    )
     for device in facts["devices"]:
         yield _device(device, facts["gpu"])
     yield Table(
@@ -63,7 +65,7 @@ def _mode(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "mode", f"none: {mode['error']}"
         return
     asked = f"; {mode['requested']} was asked for" if mode["requested"] else ""
-    yield "mode", f"{mode['name']} (from {mode['source']}{asked})"
+    yield "mode", f"{mode['name']} ({mode['source']}{asked})"
     for reason in mode["reasons"]:
         yield "because", reason
 
@@ -81,8 +83,8 @@ def _device(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
 def _use(instruction_set: dict[str, Any]) -> str:
     if not instruction_set["present"]:
         return "no"
-    used = {True: "used by", False: "not used", None: "used as"}[instruction_set["used"]]
-    return f"yes, {used} {instruction_set['by']}".rstrip()
+    used, by = instruction_set["used"], instruction_set["by"]
+    return {True: f"yes, used by {by}", False: "yes, not used", None: f"yes; {by}"}[used]
 
 
 def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -10,7 +10,7 @@ import argparse
 import time
 from typing import Any
 
-from lowprec import dispatch
+from lowprec import dispatch, explain
 from lowprec.cli.files import Array, check_output, read_pair, write_array
 from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype
 from lowprec.cli.output import Table, note, print_json, print_table, seconds
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         "math_mode": options.mode,
         "rtol": options.rtol,
     }
-    plan = dispatch.plan(a, b, **chosen)
+    plan = explain.plan(a, b, **chosen)
     begin = time.perf_counter()
     result: Array = dispatch.matmul(a, b, **chosen)
     elapsed = time.perf_counter() - begin
@@ -57,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_table(_table(options.output, plan, elapsed))
     if result.dtype.kind == "V":
-        note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")
+        note(
+            f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements"
+        )
     return 0
 
 
@@ -73,20 +75,26 @@ def _facts(output: str, plan: GemmPlan, elapsed: float) -> dict[str, Any]:
 
 def _table(output: str, plan: GemmPlan, elapsed: float) -> Table:
     shape = " x ".join(map(str, plan.out_shape)) or "scalar"
-    rate = f", {plan.flops / elapsed / 1e9:.3g} GFLOP/s" if plan.flops else ""
-    condition = f", if {plan.bound.condition}" if plan.bound.condition else ""
     rows = [
         ("mode", _mode(plan)),
         ("kernel", f"{plan.kernel}: {plan.kernel_reason}"),
-        ("error", f"at most {plan.bound.relative:.3g} |A||B|{condition}"),
-        ("time", f"{seconds(elapsed)}{rate} (one call, what a first call loads included)"),
+        *(("fallback", text) for text in plan.fallbacks),
+        ("error", _bound(plan)),
+        ("time", f"{seconds(elapsed)} (a first call: loading and compiling included)"),
     ]
     return Table(f"{output}: {shape}, {plan.out_dtype}", ("", ""), rows)
+
+
+def _bound(plan: GemmPlan) -> str:
+    bound = plan.bound
+    text = f"at most {bound.relative:.3g} |A| |B|, Frobenius norms" if bound.relative else "none: exact"
+    return "; ".join(filter(None, (text, bound.absolute, f"provided: {bound.condition}")))
 
 
 def _mode(plan: GemmPlan) -> str:
     if not plan.mode_has_effect:
         return plan.note
-    who = f"from {plan.resolved.source}" if plan.resolved else ""
-    reasons = " ".join(plan.resolved.reasons) if plan.resolved else ""
-    return f"{plan.mode} ({who})" + (f"; {reasons}" if reasons else "")
+    resolved = plan.resolved
+    if resolved is None:
+        return str(plan.mode)
+    return " ".join([f"{plan.mode} ({resolved.source})", *resolved.reasons])

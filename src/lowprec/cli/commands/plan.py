@@ -7,14 +7,16 @@ each operand becomes, the kernel, copies, flops and bytes, advice, and the guara
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from lowprec import dispatch
+from lowprec import explain
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import read_pair
 from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype, shape
 from lowprec.cli.output import print_json
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
+from lowprec.request import ShapeDtype
 
 EXAMPLES = """\
 examples:
@@ -52,14 +54,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> GemmPlan:
+    a, b = _operands(options)
+    out_dtype = None if options.out_dtype is None else str(options.out_dtype)
+    return explain.plan(a, b, out_dtype=out_dtype, math_mode=options.mode, rtol=options.rtol)
+
+
+def _operands(options: argparse.Namespace) -> tuple[Any, Any]:
     if options.shapes is not None:
         if options.a is not None:
             raise CommandError("plan: give two files or --shapes, not both")
         element = str(options.dtype or DType.FLOAT32)
-        a, b = ((s, element) for s in options.shapes)
-    elif options.b is not None:
-        a, b = read_pair(options.a, options.b, options.dtype, mapped=True)
-    else:
+        a, b = options.shapes
+        return ShapeDtype(a, element), ShapeDtype(b, element)
+    if options.b is None:
         raise CommandError("plan: give two .npy files, or --shapes with two shapes")
-    out_dtype = None if options.out_dtype is None else str(options.out_dtype)
-    return dispatch.plan(a, b, out_dtype=out_dtype, math_mode=options.mode, rtol=options.rtol)
+    return read_pair(options.a, options.b, options.dtype, mapped=True)

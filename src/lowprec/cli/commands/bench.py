@@ -1,0 +1,211 @@
+"""Measure the speed of products by size, element type and mode, against numpy.matmul.
+
+A short sweep for a first impression: square matrices of normal numbers. The baseline is what one would call
+otherwise: numpy.matmul on float32 operands (complex64, float64, complex128 for those types), of the same extents.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowprec.cli.comparison import Variant
+from lowprec.cli.files import Array, numpy_dtype
+from lowprec.cli.machine import conditions, describe
+from lowprec.cli.measure import Timing, take_turns
+from lowprec.cli.operands import operand, rotation, sizes
+from lowprec.cli.options import add_budget, add_json, add_seed, count, dtype, listed, mode
+from lowprec.cli.output import Table, note, print_json, print_table, progress, seconds
+from lowprec.formats import DType
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning import GemmPlan
+
+EXAMPLES = """\
+examples:
+  lowprec bench
+  lowprec bench --sizes 512,4096 --dtypes float32 --modes fp32,bf16
+  lowprec bench --json > bench.json
+
+All variants of a size take turns in one process, and untimed calls go before each timed one, for long enough that
+the threads of the library that ran before have gone to sleep. For figures to publish, use the scripts in benchmarks/
+of the source, and set OPENBLAS_THREAD_TIMEOUT=4.
+"""
+
+_DEFAULT_SIZES = (256, 512, 1024, 2048)
+_DEFAULT_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
+
+#: numpy.matmul has a BLAS for these; everything else is compared with float32.
+_OWN_BASELINE = (DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
+_SINGLE = (DType.FLOAT32, DType.COMPLEX64)
+
+#: Seconds after which OpenBLAS's threads have stopped spinning (2^26 cycles by default).
+_SETTLE = 0.04
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    shown = ",".join(map(str, _DEFAULT_SIZES))
+    parser.add_argument(
+        "--sizes",
+        type=listed(count),
+        default=_DEFAULT_SIZES,
+        metavar="N,...",
+        help=f"extents of the square matrices (default: {shown})",
+    )
+    shown = ",".join(map(str, _DEFAULT_DTYPES))
+    parser.add_argument(
+        "--dtypes",
+        type=listed(dtype),
+        default=_DEFAULT_DTYPES,
+        metavar="DTYPE,...",
+        help=f"element types of the operands (default: {shown})",
+    )
+    parser.add_argument(
+        "--modes",
+        type=listed(mode),
+        default=available_modes(),
+        metavar="MODE,...",
+        help=f"modes of the float32 and complex64 products (default: {','.join(available_modes())})",
+    )
+    add_seed(parser)
+    parser.add_argument(
+        "--rounds", type=count, default=5, help="samples of each variant's time (default: 5)"
+    )
+    add_budget(parser, 4.0, "size")
+    add_json(parser)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One variant of one size."""
+
+    size: int
+    dtype: DType
+    variant: Variant
+    plan: GemmPlan
+    baseline: str
+
+
+@dataclass(frozen=True)
+class _Result:
+    entry: _Entry
+    timing: Timing
+    speedup: float
+
+    @property
+    def gflops(self) -> float:
+        return self.entry.plan.flops / self.timing.median / 1e9
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    rng = np.random.default_rng(options.seed)
+    results: list[_Result] = []
+    with progress("bench", len(options.sizes) * options.rounds) as step:
+        for size in options.sizes:
+            results += _measure(size, options, rng, _within(size, step))
+    found = conditions()
+    if options.json:
+        print_json({**found, "seed": options.seed, "results": [_facts(r) for r in results]})
+    else:
+        print_table(_table(results))
+        print(describe(found))
+    for reason in _reasons(results):
+        note(reason)
+    return 0
+
+
+def _within(size: int, step: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda words: step(f"n = {size}, {words}")
+
+
+def _measure(
+    size: int,
+    options: argparse.Namespace,
+    rng: np.random.Generator,
+    step: Callable[[str], None],
+) -> Iterator[_Result]:
+    entries, variants = {}, {}
+    for element in options.dtypes:
+        pairs = _pairs(rng, size, element)
+        baseline = f"numpy.matmul {element if element in _OWN_BASELINE else DType.FLOAT32}"
+        if baseline not in variants:
+            variants[baseline] = _numpy_matmul(pairs, element)
+        for variant in _variants(element, pairs, options.modes):
+            entries[variant.name] = _Entry(size, element, variant, variant.plan(), baseline)
+            variants[variant.name] = variant
+    for call in variants.values():
+        call(0)
+    timings = take_turns(variants, options.rounds, budget=options.budget, settle=_SETTLE, step=step)
+    for name, entry in entries.items():
+        yield _Result(entry, timings[name], timings[name].speedup_over(timings[entry.baseline]))
+
+
+def _pairs(rng: np.random.Generator, size: int, element: DType) -> list[tuple[Array, Array]]:
+    shapes = sizes((size,))
+    count_of_sets = rotation(2 * size * size * element.itemsize)
+    return [
+        (operand(rng, shapes[0], element), operand(rng, shapes[1], element))
+        for _ in range(count_of_sets)
+    ]
+
+
+def _numpy_matmul(pairs: list[tuple[Array, Array]], element: DType) -> Callable[[int], Array]:
+    target = numpy_dtype(element if element in _OWN_BASELINE else DType.FLOAT32)
+    copies = [(a.astype(target, copy=False), b.astype(target, copy=False)) for a, b in pairs]
+
+    def call(number: int) -> Array:
+        a, b = copies[number % len(copies)]
+        product: Array = np.matmul(a, b)
+        return product
+
+    return call
+
+
+def _variants(
+    element: DType, pairs: list[tuple[Array, Array]], modes: Sequence[MathMode]
+) -> list[Variant]:
+    if element in _SINGLE:
+        return [Variant(f"{element} {m}", pairs, m) for m in modes]
+    return [Variant(str(element), pairs, None)]
+
+
+def _reasons(results: list[_Result]) -> list[str]:
+    resolved = [r.entry.plan.resolved for r in results]
+    return list(dict.fromkeys(reason for r in resolved if r for reason in r.reasons))
+
+
+def _table(results: list[_Result]) -> Table:
+    columns = (">n", "operands", "mode", "kernel", ">time", ">GFLOP/s", ">x numpy")
+    cells = [
+        (
+            str(r.entry.size),
+            str(r.entry.dtype),
+            str(r.entry.plan.mode) if r.entry.plan.mode_has_effect else "-",
+            str(r.entry.plan.kernel),
+            seconds(r.timing.median),
+            f"{r.gflops:.0f}",
+            f"{r.speedup:.2f}",
+        )
+        for r in results
+    ]
+    return Table("square products, against numpy.matmul on float32 or wider", columns, cells)
+
+
+def _facts(result: _Result) -> dict[str, Any]:
+    entry = result.entry
+    return {
+        "n": entry.size,
+        "dtype": str(entry.dtype),
+        "mode": str(entry.plan.mode) if entry.plan.mode_has_effect else None,
+        "kernel": str(entry.plan.kernel),
+        "median_ms": result.timing.median * 1e3,
+        "samples": len(result.timing.samples),
+        "gflops": result.gflops,
+        "baseline": entry.baseline,
+        "speedup": result.speedup,
+    }

@@ -1,0 +1,64 @@
+"""Running a command in this process, and ``.npy`` files to run it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from lowprec.cli import main
+from lowprec.policy import environment
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def fresh_environment() -> Iterator[None]:
+    """Let each test's variables act, and none survive it."""
+    environment.refresh()
+    yield
+    environment.refresh()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run ``lowprec`` with these words in this process."""
+
+    def run(*words: object) -> Outcome:
+        code = main([str(word) for word in words])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(command: Callable[..., Outcome]) -> Callable[..., str]:
+    """Run a command that must be refused as a mistake of the user; return what it says."""
+
+    def run(*words: object) -> str:
+        code, out, err = command(*words)
+        assert code == 2
+        assert out == ""
+        assert err.startswith("lowprec: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, Path]:
+    """``A.npy`` (24, 40) and ``B.npy`` (40, 16), float32."""
+    a, b = tmp_path / "A.npy", tmp_path / "B.npy"
+    np.save(a, rng.standard_normal((24, 40), dtype=np.float32))
+    np.save(b, rng.standard_normal((40, 16), dtype=np.float32))
+    return a, b

@@ -1,0 +1,243 @@
+"""Reading and writing ``.npy``: nothing unpickled, nothing half-written, nothing guessed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowprec.cli import files
+from lowprec.cli.errors import CommandError
+from lowprec.formats import DType
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "c8", "c16", "i1", ">f4", ">c16"])
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_read_gives_the_saved_values(
+    tmp_path: Path, rng: np.random.Generator, dtype: str, shape: tuple[int, ...], mapped: bool
+) -> None:
+    saved = rng.integers(-100, 100, shape).astype(dtype)
+    np.save(tmp_path / "a.npy", saved)
+    read = files.read_array(str(tmp_path / "a.npy"), mapped=mapped)
+    assert read.dtype.isnative
+    assert read.dtype == saved.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(read, saved)
+
+
+def test_read_keeps_column_major_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.asfortranarray(np.arange(12.0).reshape(3, 4)))
+    assert files.read_array(str(tmp_path / "a.npy"), mapped=True).flags.f_contiguous
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3FN])
+def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
+    saved = np.array([[1.0, -2.0], [0.5, 3.0]]).astype(files.numpy_dtype(dtype))
+    path = str(tmp_path / "a.npy")
+    np.save(path, saved)
+    read = files.read_array(path, dtype)
+    assert read.dtype == saved.dtype
+    np.testing.assert_array_equal(read, saved)
+    with pytest.raises(CommandError, match=rf"raw elements of {saved.itemsize} byte.*{dtype}"):
+        files.read_array(path)
+    with pytest.raises(CommandError, match="--dtype float32 does not fit"):
+        files.read_array(path, DType.FLOAT32)
+
+
+def test_other_elements_are_converted(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.npy")
+    np.save(path, np.array([1.0, 1 + 2**-9, 1e300]))
+    np.testing.assert_array_equal(
+        files.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf]
+    )
+    np.save(path, np.array([-128, 0, 127]))
+    assert files.read_array(path, DType.INT8).tolist() == [-128, 0, 127]
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "words"),
+    [
+        (np.array([1 + 1j]), DType.FLOAT32, "imaginary part"),
+        (np.array([128]), DType.INT8, "int8 cannot hold"),
+        (np.array([0.5]), DType.INT8, "int8 cannot hold"),
+        (np.array([np.nan]), DType.INT8, "int8 cannot hold"),
+        (np.array(["text"]), DType.FLOAT32, "not a number"),
+        (np.array([b"12345"], "V5"), DType.FLOAT32, "raw elements of 5 bytes"),
+        (np.zeros(2, [("x", "f4")]), None, "holds records"),
+        (np.zeros(2, [("größe", "f4")]), None, "holds records"),
+    ],
+)
+def test_what_cannot_be_an_operand_is_refused(
+    tmp_path: Path, array: np.ndarray, dtype: DType | None, words: str
+) -> None:
+    path = str(tmp_path / "a.npy")
+    with open(path, "wb") as file:
+        # The version that names beyond Latin-1 need; save would warn about it.
+        np.lib.format.write_array(file, array, version=(3, 0) if "größe" in str(array.dtype) else None)
+    with pytest.raises(CommandError, match=words):
+        files.read_array(path, dtype)
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("unpickled",)
+
+
+def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("a.npy", np.array([_Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(CommandError, match="Python objects"):
+        files.read_array("a.npy")
+    Path("b.npy").write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(CommandError, match="not an .npy file"):
+        files.read_array("b.npy")
+    assert not Path("unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not an .npy file"),
+        (b"PK\x03\x04rest of an archive", r"archive of arrays \(.npz\)"),
+        (b"1.0,2.0\n", "not an .npy file"),
+        (b"\x93NUMPY\x01\x00", "cannot read"),
+        (b"\x93NUMPY\x01\x00\x06\x00{'x':}", "cannot read"),
+        (b"\x93NUMPY\x09\x00\x06\x00{'x':}", "version"),
+    ],
+)
+def test_other_content_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=words):
+        files.read_array(str(path))
+
+
+def test_a_short_file_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros((8, 8)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CommandError, match="promises 512 bytes of data, the file has 511"):
+        files.read_array(str(path))
+    # 8 exabytes, which no machine has.
+    path.write_bytes(whole.replace(b"(8, 8), }" + b" " * 20, b"(1000000000, 1000000000), }  "))
+    with pytest.raises(CommandError, match="promises 8000000000000000000 bytes"):
+        files.read_array(str(path))
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def test_write_and_read_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "no extension"
+    array = rng.standard_normal((3, 4)).astype(ml_dtypes.bfloat16)
+    files.write_array(str(path), array)
+    assert _names(tmp_path) == ["no extension"]
+    np.testing.assert_array_equal(files.read_array(str(path), DType.BFLOAT16), array)
+
+
+class _FullDisk:
+    """Writes some bytes and then fails as a full disk does."""
+
+    def __call__(self, file: object, *args: object, **kwargs: object) -> None:
+        file.write(b"half of it")  # type: ignore[attr-defined]
+        raise OSError(28, "No space left on device")
+
+
+class _Interrupt:
+    def __call__(self, file: object, *args: object, **kwargs: object) -> None:
+        file.write(b"half of it")  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+
+def test_a_failing_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "save", _FullDisk())
+    with pytest.raises(CommandError, match=r"cannot write .*C\.npy: No space left on device"):
+        files.write_array(str(tmp_path / "C.npy"), np.zeros(3))
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"), [(_FullDisk(), CommandError), (_Interrupt(), KeyboardInterrupt)]
+)
+def test_a_failing_write_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: object, error: type[BaseException]
+) -> None:
+    path = tmp_path / "C.npy"
+    path.write_bytes(b"precious")
+    monkeypatch.setattr(np, "save", failure)
+    with pytest.raises(error, match=""):
+        files.write_array(str(path), np.zeros(3))
+    assert path.read_bytes() == b"precious"
+    assert _names(tmp_path) == ["C.npy"]
+
+
+def test_a_failing_rename_leaves_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "C.npy"
+    path.write_bytes(b"precious")
+
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(CommandError, match="Permission denied"):
+        files.write_array(str(path), np.zeros(3))
+    assert path.read_bytes() == b"precious"
+    assert _names(tmp_path) == ["C.npy"]
+
+
+def test_permissions_and_links_stay(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.npy", tmp_path / "link.npy"
+    real.write_bytes(b"old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    files.write_array(str(link), np.ones(2))
+    assert link.is_symlink()
+    assert np.load(real).tolist() == [1, 1]
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    files.write_array(str(tmp_path / "C.npy"), np.ones(2))
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE((tmp_path / n).stat().st_mode) for n in ("C.npy", "plain")}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "it is a folder"),
+        ("missing/C.npy", "does not exist"),
+        ("plain/C.npy", "does not exist"),
+        ("fifo", "not a regular file"),
+    ],
+)
+def test_an_impossible_output_is_refused_early(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "plain").touch()
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(CommandError, match=words):
+        files.check_output(str(tmp_path / name))
+
+
+def test_a_folder_without_write_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Asked of the system, so that it holds for root as well.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(CommandError, match="not writable"):
+        files.check_output(str(tmp_path / "C.npy"))

@@ -1,0 +1,678 @@
+"""Arrays of every library, in and out: the same memory, true types, clear refusals, no leak."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import subprocess
+import sys
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
+from frameworks.conftest import load_or_skip
+from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of, loaded_libraries
+from lowprec.arrays.cupy_library import CupyLibrary
+from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
+from lowprec.errors import ArrayError, DeviceError, DTypeError
+from lowprec.formats import DType
+
+ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
+
+
+@pytest.fixture
+def torch() -> Any:
+    return load_or_skip(Backend.TORCH).torch
+
+
+@pytest.fixture
+def jax() -> Any:
+    return load_or_skip(Backend.JAX).jax
+
+
+def sample(dtype: DType, shape: tuple[int, ...] = (5, 3)) -> np.ndarray:
+    # Small integers: exact in every type, float8 included.
+    values = np.arange(int(np.prod(shape))) % 8
+    return values.astype(NUMPY_DTYPES[dtype]).reshape(shape)
+
+
+def pointer(array: Any) -> int:
+    """The address by the library's own means, not lowprec's."""
+    if isinstance(array, DLPackOnly):
+        return pointer(array._producer)
+    if isinstance(array, DLPackArray):
+        return pointer(np.asarray(array))
+    for means in ("data_ptr", "unsafe_buffer_pointer"):
+        if hasattr(array, means):
+            return getattr(array, means)()
+    return array.ctypes.data
+
+
+# --- in
+
+
+@ALL_DTYPES
+def test_every_dtype_comes_in_without_a_copy(xp: ArrayNamespace, dtype: DType) -> None:
+    expected = sample(dtype)
+    array = xp.asarray(expected)
+    view = library_of(array).view(array)
+    assert (view.dtype, view.shape, view.strides) == (dtype, (5, 3), (3, 1))
+    assert (view.device, view.copied) == (CPU, None)
+    assert view.address == pointer(array)
+    host = view.ndarray()
+    assert host.ctypes.data == pointer(array)
+    assert host.dtype == expected.dtype
+    assert host.tobytes() == expected.tobytes()
+
+
+@ALL_DTYPES
+def test_every_dtype_goes_out_without_a_copy(xp: ArrayNamespace, dtype: DType) -> None:
+    expected = sample(dtype)
+    like = xp.asarray(sample(DType.FLOAT32))
+    library = library_of(like)
+    for buffer in (
+        library.empty((5, 3), dtype, CPU, like),
+        library.allocate((5, 3), dtype, CPU, like).owner,
+    ):
+        view = library.writable_view(buffer)
+        assert (view.dtype, view.shape, view.strides) == (dtype, (5, 3), (3, 1))
+        view.ndarray()[...] = expected
+        address = view.address
+        result = library.finish(buffer, like)
+        assert isinstance(result, xp.result_type)
+        assert pointer(result) == address
+        back = xp.to_numpy(result)
+        assert back.dtype == expected.dtype
+        assert back.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4), (7,), (2, 1, 3)])
+def test_degenerate_shapes_both_ways(xp: ArrayNamespace, shape: tuple[int, ...]) -> None:
+    array = xp.asarray(sample(DType.FLOAT32, shape))
+    library = library_of(array)
+    view = library.view(array)
+    assert view.shape == shape
+    assert view.ndarray().tobytes() == sample(DType.FLOAT32, shape).tobytes()
+    new = library.allocate(shape, DType.BFLOAT16, CPU, array)
+    new.ndarray()[...] = sample(DType.BFLOAT16, shape)
+    result = library.finish(new.owner, array)
+    assert xp.to_numpy(result).tobytes() == sample(DType.BFLOAT16, shape).tobytes()
+
+
+def test_a_view_keeps_the_memory_alive(xp: ArrayNamespace) -> None:
+    expected = np.arange(4096, dtype=np.float32)
+    array = xp.asarray(expected.copy())
+    host = library_of(array).view(array).ndarray()
+    del array
+    gc.collect()
+    churn = [np.full(4096, -1, np.float32) for _ in range(50)]
+    np.testing.assert_array_equal(host, expected)
+    assert len(churn) == 50
+
+
+@pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.DLPACK_ONLY])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "broadcast", "negative"])
+def test_strides_come_in_as_they_are(backend: Backend, layout: str) -> None:
+    xp = load_or_skip(backend)
+    base = np.arange(48, dtype=np.float32).reshape(6, 8)
+    expected = {
+        "transposed": base.T,
+        "strided": base[::2, 1::3],
+        "broadcast": np.broadcast_to(base[0], (4, 8)),
+        "negative": base[::-1, ::-2],
+    }[layout]
+    if layout == "broadcast" and backend is Backend.TORCH:
+        array = xp.asarray(base)[0].expand(4, 8)
+    else:
+        array = xp.asarray(expected)
+    view = library_of(array).view(array)
+    if not (layout == "negative" and backend is Backend.TORCH):  # torch has no such tensors
+        assert view.strides == tuple(s // 4 for s in expected.strides)
+    assert view.read_only == (layout == "broadcast" and backend is not Backend.TORCH)
+    np.testing.assert_array_equal(view.ndarray(), expected)
+
+
+def test_writing_reaches_the_callers_memory(xp: ArrayNamespace) -> None:
+    out = xp.asarray(np.zeros((3, 4), np.float32))
+    library = library_of(out)
+    if not xp.mutable:
+        with pytest.raises(ArrayError, match="JAX arrays are immutable and cannot be out"):
+            library.writable_view(out)
+        return
+    library.writable_view(out).ndarray()[1, 2] = 7
+    assert xp.to_numpy(out)[1, 2] == 7
+
+
+@pytest.mark.parametrize("make", [list, float, str, np.float32], ids=lambda m: m.__name__)
+def test_what_is_no_array_is_refused(make: type) -> None:
+    with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*wrap it with numpy"):
+        library_of(make())
+
+
+def test_subclasses_that_change_the_meaning_are_refused() -> None:
+    with pytest.raises(ArrayError, match=r"MaskedArray is not accepted.*array.filled\(0\)"):
+        library_of(np.ma.zeros(3))
+    with pytest.raises(ArrayError, match=r"Units is not accepted.*numpy.asarray\(array\)"):
+        library_of(np.zeros(3).view(type("Units", (np.ndarray,), {})))
+
+
+def test_memory_maps_are_plain_arrays(tmp_path: Any) -> None:
+    np.save(tmp_path / "a.npy", sample(DType.FLOAT32))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    view = library_of(mapped).view(mapped)
+    assert view.read_only
+    np.testing.assert_array_equal(view.ndarray(), sample(DType.FLOAT32))
+
+
+def test_loaded_libraries_describe_themselves(torch: Any, jax: Any) -> None:
+    described = {d["name"]: d["version"] for d in (x.describe() for x in loaded_libraries())}
+    assert described["numpy"] == np.__version__
+    assert described["torch"] == str(torch.__version__)
+    assert described["jax"] == jax.__version__
+
+
+# --- torch
+
+
+def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    library = library_of(weight)
+    with pytest.raises(ArrayError, match=r"requires grad.*tensor.detach\(\).*torch.no_grad"):
+        library.view(weight)
+    assert library.view(weight.detach()).address == weight.data_ptr()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            view = library.view(weight)
+            assert view.address == weight.data_ptr()
+            assert view.ndarray().sum() == 6
+
+
+def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
+    saved = torch.ones(3)
+    x = torch.ones(3, requires_grad=True)
+    y = (x * saved).sum()
+    library_of(saved).writable_view(saved).ndarray()[...] = 5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
+    z = torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64)
+    library = library_of(z)
+    for lazy in (z.mH, z.conj().imag):
+        view = library.view(lazy)
+        assert view.copied == "torch had put off its conjugation or negation"
+        np.testing.assert_array_equal(view.ndarray(), lazy.resolve_conj().resolve_neg().numpy())
+        with pytest.raises(ArrayError, match="out cannot be written in place: torch had put off"):
+            library.writable_view(lazy)
+    assert library.view(z).copied is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda t, x: x.to_sparse(), ArrayError, r"layout torch.sparse_coo; .*to_dense"),
+        (lambda t, x: x.to_sparse_csr(), ArrayError, r"layout torch.sparse_csr; .*to_dense"),
+        (lambda t, x: x.to_mkldnn(), ArrayError, r"layout torch._mkldnn; .*to_dense"),
+        (lambda t, x: x.to("meta"), ArrayError, r"on device 'meta', where it has no memory"),
+        (lambda t, x: t.nested.nested_tensor([x, x]), ArrayError, r"nested; .*unbind"),
+        (lambda t, x: x.to(t.int64), DTypeError, r"'int64' is not supported; supported: float64"),
+        (lambda t, x: x.bool(), DTypeError, r"'bool' is not supported; supported: float64"),
+    ],
+    ids=["coo", "csr", "mkldnn", "meta", "nested", "int64", "bool"],
+)
+def test_torch_tensors_without_plain_memory_are_refused(
+    torch: Any, make: Any, error: type, message: str
+) -> None:
+    array = make(torch, torch.ones(3, 3))
+    with pytest.raises(error, match=message):
+        library_of(array).view(array)
+
+
+def test_torch_subclasses_and_transforms_are_refused(torch: Any) -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    with pytest.raises(ArrayError, match=r"Tagged is not accepted: .*as_subclass\(torch.Tensor\)"):
+        library_of(torch.ones(2).as_subclass(Tagged))
+    fake_mode = pytest.importorskip("torch._subclasses").FakeTensorMode()
+    with pytest.raises(ArrayError, match="FakeTensor is not accepted"):
+        library_of(fake_mode.from_tensor(torch.ones(2)))
+
+    def inside(x: Any) -> Any:
+        library_of(x).view(x)
+        return x.sum()
+
+    for transform in (torch.vmap, torch.func.functionalize):
+        with pytest.raises(ArrayError, match=r"inside a torch.func transform"):
+            transform(inside)(torch.ones(3, 3))
+
+
+def test_torch_devices_are_reported_truthfully(torch: Any) -> None:
+    library: Any = library_of(torch.ones(1))
+    assert library.device_of(torch.device("cpu")) == CPU
+    assert library.device_of(torch.device("cuda", 1)) == Device(2, 1)
+    assert library.device_of(torch.device("mps")) == Device(8, 0)
+    assert library.device_of(torch.device("meta")) is None
+
+    # A tensor of a GPU that this machine need not have: only what the view reads.
+    real = torch.ones(2, 3)
+    gpu_tensor = types.SimpleNamespace(
+        requires_grad=False, dtype=real.dtype, is_neg=lambda: False, data_ptr=lambda: 4096,
+        shape=real.shape, stride=real.stride, is_cpu=False, device=torch.device("cuda", 1),
+    )  # fmt: skip
+    view = library.view(gpu_tensor)
+    assert (view.device, view.address, view.strides) == (Device(2, 1), 4096, (3, 1))
+
+
+def test_torch_empty_without_like(torch: Any) -> None:
+    library = library_of(torch.ones(1))
+    made = library.empty((2, 3), DType.BFLOAT16, CPU)
+    assert (made.dtype, made.shape, made.device.type) == (torch.bfloat16, (2, 3), "cpu")
+
+
+# --- jax
+
+
+def test_jax_tracers_are_refused(jax: Any) -> None:
+    def inside(x: Any) -> Any:
+        library_of(x)
+        return x.sum()
+
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        with pytest.raises(ArrayError, match=r"a JAX tracer .*has no data.*jax.pure_callback"):
+            transform(inside)(jax.numpy.ones((3, 3)))
+
+
+def test_jax_deleted_arrays_and_keys_are_refused(jax: Any) -> None:
+    array = jax.numpy.ones(3)
+    library = library_of(array)
+    array.delete()
+    with pytest.raises(ArrayError, match=r"the JAX array cannot be read: .*deleted"):
+        library.view(array)
+    key = jax.random.key(0)
+    with pytest.raises(DTypeError, match=r"'key<fry>' is not supported"):
+        library_of(key).view(key)
+
+
+def test_jax_64_bit_results_need_64_bit_jax(jax: Any) -> None:
+    like = jax.numpy.ones(3, jax.numpy.float32)
+    with jax.enable_x64(False), pytest.raises(DTypeError, match="64-bit types switched off"):
+        library_of(like).empty((2,), DType.FLOAT64, CPU, like)
+    with pytest.raises(DeviceError, match="the result would be on cuda:0"):
+        library_of(like).empty((2,), DType.FLOAT32, Device(2, 0), like)
+
+
+def test_jax_other_layouts_are_read_right(jax: Any) -> None:
+    layout = pytest.importorskip("jax.experimental.layout")
+    expected = np.arange(6, dtype=np.float32).reshape(2, 3)
+    array = jax.device_put(expected)
+    turned = jax.device_put(array, layout.Format(layout.Layout((1, 0)), array.sharding))
+    view = library_of(turned).view(turned)
+    np.testing.assert_array_equal(view.ndarray(), expected)
+    assert view.copied == "its layout on the device is not row-major"
+
+
+def test_jax_waits_for_the_array(jax: Any) -> None:
+    x = jax.numpy.ones((600, 600), jax.numpy.float32)
+    chained = jax.jit(lambda a: (a @ a / 600) @ a)(x)
+    view = library_of(chained).view(chained)
+    assert view.ndarray()[-1, -1] == pytest.approx(600)
+
+
+def test_jax_several_devices() -> None:
+    """In its own process: the number of CPU devices is fixed when JAX starts."""
+    load_or_skip(Backend.JAX)
+    code = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+from lowprec.arrays import CPU, library_of
+from lowprec.errors import ArrayError
+from lowprec.formats import DType
+one = jax.device_put(np.ones((4, 2), np.float32), jax.devices()[1])
+library = library_of(one)
+view = library.allocate((4, 2), DType.FLOAT32, library.view(one).device, one)
+view.ndarray()[...] = 3
+result = library.finish(view.owner, one)
+assert result.device == one.device and float((result + one).sum()) == 32
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+both = jax.device_put(one, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+try:
+    library.view(both)
+except ArrayError as error:
+    assert "spread over several devices" in str(error), error
+else:
+    raise SystemExit("a sharded array was accepted")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- DLPack
+
+
+class Capsules:
+    """A producer in pure Python that writes any capsule, and counts how often its deleter is called."""
+
+    def __init__(self, memory: np.ndarray, versioned: bool = True, **changes: Any) -> None:
+        self.memory = memory
+        self.deleted = 0
+        self.struct = _Versioned() if versioned else _Tensor()
+        self.name = b"dltensor_versioned" if versioned else b"dltensor"
+        self.changes = changes
+        prototype = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+        self._destructor = prototype(self._destroy)
+        new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, prototype)
+        self._new = new(("PyCapsule_New", ctypes.pythonapi))
+
+    def _destroy(self, _: int) -> None:
+        self.deleted += 1
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.changes.get("device_type", 1), 0
+
+    def capsule(self) -> object:
+        memory = self.memory
+        ndim = memory.ndim
+        self._shape = (ctypes.c_int64 * ndim)(*memory.shape)
+        self._strides = (ctypes.c_int64 * ndim)(*[s // memory.itemsize for s in memory.strides])
+        values = {
+            "data": memory.ctypes.data, "device_type": 1, "device_id": 0, "ndim": ndim, "code": 2,
+            "bits": 8 * memory.itemsize, "lanes": 1, "shape": ctypes.addressof(self._shape),
+            "strides": ctypes.addressof(self._strides), "byte_offset": 0,
+            "major": 1, "minor": 0, "flags": 0,
+        }  # fmt: skip
+        values |= self.changes
+        versioned = isinstance(self.struct, _Versioned)
+        tensor = self.struct.tensor if versioned else self.struct
+        for field in ("major", "minor", "flags") if versioned else ():
+            setattr(self.struct, field, values.pop(field))
+        for field, *_ in _Tensor._fields_:
+            setattr(tensor, field, values[field])
+        return self._new(ctypes.addressof(self.struct), self.name, self._destructor)
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        return self.capsule()
+
+
+class OldCapsules(Capsules):
+    """A producer from before DLPack 1.0: no versions, and no ``max_version`` keyword."""
+
+    def __init__(self, memory: np.ndarray, **changes: Any) -> None:
+        super().__init__(memory, versioned=False, **changes)
+
+    def __dlpack__(self, *, stream: Any = None) -> object:  # type: ignore[override]
+        return self.capsule()
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize("kind", [Capsules, OldCapsules])
+def test_the_deleter_is_called_once_when_the_view_dies(kind: Any, memory: np.ndarray) -> None:
+    producer = kind(memory)
+    view = library_of(producer).view(producer)
+    assert view.address == memory.ctypes.data
+    host = view.ndarray()
+    gc.collect()
+    assert producer.deleted == 0
+    del view
+    gc.collect()
+    assert producer.deleted == 0  # the array made from it still reads the memory
+    np.testing.assert_array_equal(host, memory)
+    del host
+    gc.collect()
+    assert producer.deleted == 1
+    # The second time, the type is known to lack or have the keyword.
+    assert library_of(producer).view(producer).shape == (3, 4)
+    assert producer.deleted == 2
+
+
+def test_a_refused_capsule_is_deleted_too(memory: np.ndarray) -> None:
+    producer = Capsules(memory, lanes=4)
+    with pytest.raises(DTypeError, match=r"lanes 4\) is not supported"):
+        library_of(producer).view(producer)
+    gc.collect()
+    assert producer.deleted == 1
+    assert type(producer).__name__ == "Capsules"
+
+
+def test_null_strides_are_row_major_and_offsets_count(memory: np.ndarray) -> None:
+    producer = Capsules(memory, strides=None)
+    view = library_of(producer).view(producer)
+    assert view.strides == (4, 1)
+    np.testing.assert_array_equal(view.ndarray(), memory)
+    row = Capsules(memory[:1], byte_offset=16)
+    np.testing.assert_array_equal(library_of(row).view(row).ndarray(), memory[1:2])
+
+
+def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
+    library = library_of(Capsules(memory))
+    read_only = Capsules(memory, flags=1)
+    assert library.view(read_only).read_only
+    assert not library.view(read_only).ndarray().flags.writeable
+    with pytest.raises(ArrayError, match="out is read-only"):
+        library.writable_view(read_only)
+    copied = Capsules(memory, flags=2)
+    assert library.view(copied).copied == "the array's library exported a copy"
+    with pytest.raises(ArrayError, match="out cannot be written in place"):
+        library.writable_view(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"major": 2}, ArrayError, r"exported as DLPack 2.0; lowprec reads DLPack 1"),
+        ({"ndim": -1}, ArrayError, r"describes no array: ndim is -1"),
+        ({"ndim": 1000}, ArrayError, r"describes no array: ndim is 1000"),
+        ({"shape": None}, ArrayError, r"describes no array"),
+        ({"data": None}, ArrayError, r"no data: its pointer is null"),
+        ({"code": 1}, DTypeError, r"\(code 1, bits 32, lanes 1\) is not supported"),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_bad_capsules_are_refused(
+    memory: np.ndarray, changes: dict[str, Any], error: type, message: str
+) -> None:
+    producer = Capsules(memory, **changes)
+    with pytest.raises(error, match=message):
+        library_of(producer).view(producer)
+
+
+def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> None:
+    producer = Capsules(memory)
+    producer.name = b"used_dltensor"
+    with pytest.raises(ArrayError, match="capsule named b'used_dltensor'"):
+        view_of_capsule(producer.capsule())
+    with pytest.raises(ArrayError, match="returned a dict, not a capsule"):
+        view_of_capsule({})
+
+
+@pytest.mark.parametrize(
+    ("device_type", "device"),
+    [(2, Device(2, 1)), (13, Device(13, 1)), (3, CPU), (11, CPU)],
+)
+def test_devices_of_capsules(memory: np.ndarray, device_type: int, device: Device) -> None:
+    producer = Capsules(memory, device_type=device_type, device_id=1)
+    view = library_of(producer).view(producer)
+    assert view.device == device
+    assert library_of(producer).current_stream(device) == (None if device == CPU else 1)
+
+
+def test_misaligned_capsules_are_copied_on_the_host_and_refused_elsewhere() -> None:
+    raw = np.arange(41, dtype=np.uint8)
+    expected = raw[1:].view(np.float32).copy()
+    where = {"data": raw.ctypes.data + 1}
+    producer = Capsules(expected, **where)
+    view = library_of(producer).view(producer)
+    assert view.copied == "its memory is not aligned to the element size"
+    assert view.ndarray().tobytes() == expected.tobytes()
+    with pytest.raises(ArrayError, match=r"on cuda:0 is not aligned"):
+        import_array(Capsules(expected, device_type=2, **where))
+
+
+def test_a_producers_refusal_is_passed_on() -> None:
+    class Shy:
+        def __dlpack__(self, **_: Any) -> object:
+            raise BufferError("not today")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    with pytest.raises(ArrayError, match=r"Shy refuses to be exported by DLPack: not today"):
+        library_of(Shy()).view(Shy())
+
+
+@ALL_DTYPES
+def test_dlpack_array_is_read_by_torch_under_its_true_type(torch: Any, dtype: DType) -> None:
+    array = DLPackArray(sample(dtype))
+    tensor = torch.from_dlpack(array)
+    assert str(tensor.dtype) == f"torch.{dtype}"
+    assert tensor.data_ptr() == pointer(array)
+    assert load_or_skip(Backend.TORCH).to_numpy(tensor).tobytes() == sample(dtype).tobytes()
+
+
+@pytest.mark.parametrize("max_version", [None, (0, 8), (1, 0), (1, 3)])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E5M2], ids=str)
+def test_dlpack_array_exports_every_version(dtype: DType, max_version: Any) -> None:
+    array = DLPackArray(sample(dtype))
+    capsule = array.__dlpack__(max_version=max_version)
+    assert ("versioned" in repr(capsule)) == (max_version is not None and max_version[0] >= 1)
+    view = view_of_capsule(capsule)
+    assert (view.dtype, view.address, view.copied) == (dtype, pointer(array), None)
+    copy = view_of_capsule(array.__dlpack__(max_version=max_version, copy=True))
+    assert copy.address != pointer(array)
+    assert copy.ndarray().tobytes() == sample(dtype).tobytes()
+
+
+def test_dlpack_array_keywords() -> None:
+    array = DLPackArray(sample(DType.BFLOAT16))
+    assert array.__dlpack_device__() == (1, 0)
+    assert (array.shape, array.ndim, array.size) == ((5, 3), 2, 15)
+    assert (array.dtype, array.device) == ("bfloat16", CPU)
+    assert repr(array) == "DLPackArray(shape=(5, 3), dtype='bfloat16')"
+    assert array.__dlpack__(dl_device=(1, 0), stream=-1) is not None
+    with pytest.raises(BufferError, match="host memory has no stream"):
+        array.__dlpack__(stream=2)
+    with pytest.raises(BufferError, match=r"not exported to device \(2, 0\)"):
+        array.__dlpack__(dl_device=(2, 0))
+    assert np.asarray(array).ctypes.data == np.asarray(array).ctypes.data
+    assert np.asarray(array, np.float32).tolist() == sample(DType.FLOAT32).tolist()
+    assert np.array(array, copy=True).ctypes.data != np.asarray(array).ctypes.data
+    with pytest.raises(ValueError, match="conversion from bfloat16 to float32 needs a copy"):
+        np.asarray(array, np.float32, copy=False)
+    with pytest.raises(DTypeError, match="'int64' is not supported"):
+        DLPackArray(np.zeros(3, np.int64))
+
+
+def test_dlpack_array_of_read_only_memory() -> None:
+    values = sample(DType.BFLOAT16)
+    values.flags.writeable = False
+    array = DLPackArray(values)
+    assert view_of_capsule(array.__dlpack__(max_version=(1, 0))).read_only
+    with pytest.raises(BufferError, match=r"read-?only"):
+        array.__dlpack__()
+
+
+def test_an_export_keeps_the_memory_until_its_consumer_is_done(torch: Any) -> None:
+    values = np.ones((5, 3), NUMPY_DTYPES[DType.BFLOAT16])  # not a view: nothing else owns it
+    alive = weakref.ref(values)
+    tensor = torch.from_dlpack(DLPackArray(values))
+    del values
+    gc.collect()
+    assert alive() is not None
+    assert tensor.float().sum() == 15
+    del tensor
+    gc.collect()
+    assert alive() is None
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
+def test_round_trips_leave_memory_flat(xp: ArrayNamespace) -> None:
+    array = xp.asarray(np.zeros((64, 64), np.float32))
+    library = library_of(array)
+
+    def round_trips(count: int) -> None:
+        for _ in range(count):
+            view = library.allocate((64, 64), DType.BFLOAT16, CPU, array)
+            library.view(array).ndarray()
+            library.finish(view.owner, array)
+
+    rounds = 5
+    count = 20_000 if xp.name == "jax" else 100_000
+    round_trips(2_000)
+    resident = []
+    for _ in range(rounds + 1):
+        gc.collect()
+        resident.append(resident_bytes())
+        round_trips(count // rounds)
+    # A leak grows in every round, an allocator's pools do not. A capsule (100 bytes) lost per
+    # round trip would be 400 kB a round or more, a buffer 32 MB.
+    growth = [after - before for before, after in itertools.pairwise(resident)]
+    assert min(growth) < 100_000, growth
+
+
+def test_exports_that_outlive_the_interpreter_do_no_harm(torch: Any) -> None:
+    """Arrays that adopted lowprec's memory and are still alive at exit, in modules and in cycles."""
+    load_or_skip(Backend.JAX)
+    code = """
+import sys, numpy as np, torch, jax, ml_dtypes
+from lowprec.arrays import DLPackArray
+def array(): return DLPackArray(np.ones((1000, 10), ml_dtypes.bfloat16))
+kept = [array() for _ in range(3)], [torch.from_dlpack(array()) for _ in range(3)]
+adopted = [jax.dlpack.from_dlpack(array()) for _ in range(3)]
+capsule = array().__dlpack__(max_version=(1, 0))
+sys.kept = kept, adopted, capsule
+torch.kept = adopted
+cycle = [adopted]; cycle.append(cycle)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+# --- cupy, as far as it can be followed without a GPU
+
+
+class _FakeCupy(types.SimpleNamespace):
+    """The parts of CuPy that lowprec touches, with the values that its reference documents."""
+
+    class ndarray:
+        def __init__(self, dtype: Any = "float32", strides: tuple[int, ...] = (16, 4)) -> None:
+            self.dtype = np.dtype(dtype)
+            self.shape = (3, 4)
+            self.strides = strides
+            self.device = types.SimpleNamespace(id=1)
+            self.data = types.SimpleNamespace(ptr=0x7F00)
+
+
+def test_cupy_arrays_are_read_by_their_attributes() -> None:
+    streams = {0: 0, 1: 0x1234}
+    fake = _FakeCupy(
+        __version__="14.0",
+        cuda=types.SimpleNamespace(
+            runtime=types.SimpleNamespace(is_hip=False),
+            get_current_stream=lambda index: types.SimpleNamespace(ptr=streams[index]),
+        ),
+    )
+    library = CupyLibrary(fake)
+    view = library.view(fake.ndarray())
+    assert (view.device, view.address, view.strides) == (Device(2, 1), 0x7F00, (4, 1))
+    assert library.view(fake.ndarray(NUMPY_DTYPES[DType.BFLOAT16])).dtype is DType.BFLOAT16
+    assert library.current_stream(Device(2, 1)) == 0x1234
+    assert library.current_stream(Device(2, 0)) == 1  # the default stream by its DLPack number
+    with pytest.raises(ArrayError, match="no multiples of 4"):
+        library.view(fake.ndarray(strides=(18, 6)))
+    with pytest.raises(DTypeError, match="'int64' is not supported"):
+        library.view(fake.ndarray("int64"))

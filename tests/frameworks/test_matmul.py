@@ -1,0 +1,681 @@
+"""``lowprec.matmul`` over every array library: shapes, strides, epilogues, ``out``, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+from numpy.typing import NDArray
+
+import lowprec
+from frameworks.backends import ArrayNamespace, Backend
+from oracles import Epilogue
+
+DTYPES = ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
+
+
+def make(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> NDArray[Any]:
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    if dtype == np.int8:
+        return rng.integers(-128, 128, shape, dtype=np.int8)
+    x = rng.standard_normal(shape)
+    if dtype.kind == "c":
+        x = x + 1j * rng.standard_normal(shape)
+    return x.astype(dtype)
+
+
+def frozen(x: NDArray[Any]) -> NDArray[Any]:
+    x.flags.writeable = False
+    return x
+
+
+def assert_result(xp: ArrayNamespace, result: Any, like: NDArray[Any]) -> NDArray[Any]:
+    """Check type, shape and dtype of a result; return its elements."""
+    assert isinstance(result, xp.result_type)
+    elements = xp.to_numpy(result)
+    assert isinstance(elements, np.ndarray)
+    assert elements.shape == like.shape
+    assert elements.dtype == like.dtype
+    return elements
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+SHAPES = [
+    ((3,), (3,)),
+    ((3,), (3, 4)),
+    ((2, 3), (3,)),
+    ((2, 3), (3, 4)),
+    ((5, 2, 3), (3, 4)),
+    ((2, 3), (5, 3, 4)),
+    ((5, 2, 3), (5, 3, 4)),
+    ((5, 1, 2, 3), (6, 3, 4)),
+    ((1, 2, 3), (5, 3, 4)),
+    ((3,), (5, 3, 4)),
+    ((5, 2, 3), (3,)),
+    ((2, 1, 1, 2, 3), (1, 4, 3, 3, 2)),
+    ((1, 1), (1, 1)),
+    ((1, 5), (5, 1)),
+    ((5, 1), (1, 5)),
+]
+
+EMPTY_SHAPES = [
+    ((0,), (0,)),
+    ((2, 0), (0, 3)),
+    ((0, 3), (3, 2)),
+    ((2, 3), (3, 0)),
+    ((0, 0), (0, 0)),
+    ((0, 2, 3), (3, 4)),
+    ((0, 2, 3), (1, 3, 4)),
+    ((5, 2, 0), (0, 4)),
+    ((0,), (0, 3)),
+    ((2, 0), (0,)),
+]
+
+
+@every_dtype
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_shapes(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Generator) -> None:
+    a, b = (make(rng, *s, dtype=dtype) for s in shapes)
+    like = np.empty(np.matmul(oracles.widen(a), oracles.widen(b)).shape, a.dtype)
+    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), like)
+    oracles.assert_within_bound(got, a, b)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize("shapes", EMPTY_SHAPES, ids=str)
+def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Generator) -> None:
+    a, b = (make(rng, *s, dtype=dtype) for s in shapes)
+    like = np.zeros(np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape, np.int32 if dtype == "int8" else a.dtype)
+    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), like)
+    assert (got == 0).all()
+
+
+def test_an_empty_sum_leaves_the_epilogue(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b, c, bias = make(rng, 2, 0), make(rng, 0, 3), make(rng, 2, 3), make(rng, 3)
+    got = lowprec.matmul(
+        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=np.inf
+    )
+    # 2 c is exact, so that the sum is rounded once.
+    np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
+
+
+def test_int8(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = make(rng, 2, 5, 70, dtype="int8"), make(rng, 70, 9, dtype="int8")
+    want = (a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32)
+    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), want)
+    np.testing.assert_array_equal(got, want)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_modes(xp: ArrayNamespace, mode: str, dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
+    got = lowprec.matmul(xp.asarray(a), xp.asarray(b), math_mode=mode)
+    oracles.assert_within_bound(assert_result(xp, got, a @ b), a, b, mode)
+    oracles.assert_honest(xp.to_numpy(got), a, b, mode)
+
+
+@every_mode
+def test_a_scope_is_an_argument_for_all_calls(xp: ArrayNamespace, mode: str, rng: np.random.Generator) -> None:
+    a, b = xp.asarray(make(rng, 20, 30)), xp.asarray(make(rng, 30, 25))
+    argument = xp.to_numpy(lowprec.matmul(a, b, math_mode=mode))
+    with lowprec.math_mode(mode):
+        scope = xp.to_numpy(lowprec.matmul(a, b))
+    lowprec.set_math_mode(mode)
+    try:
+        default = xp.to_numpy(lowprec.matmul(a, b))
+    finally:
+        lowprec.set_math_mode(None)
+    assert argument.tobytes() == scope.tobytes() == default.tobytes()
+    with lowprec.fp32_guard():
+        guarded = xp.to_numpy(lowprec.matmul(a, b, math_mode=mode))
+    assert guarded.tobytes() == xp.to_numpy(lowprec.matmul(a, b)).tobytes()
+
+
+# -- strides --------------------------------------------------------------------------------------
+
+VIEWS = {
+    "transposed": lambda x: x[:30, :20].T,
+    "fortran": lambda x: np.asfortranarray(x[:20, :30]),
+    "columns": lambda x: x[:20, 3:33],
+    "every other row": lambda x: x[:40:2, :30],
+    "every other column": lambda x: x[:20, :60:2],
+    "steps both ways": lambda x: x[1:41:2, 2:62:2],
+    "rows reversed": lambda x: x[:20, :30][::-1],
+    "columns reversed": lambda x: x[:20, :30][:, ::-1],
+    "reversed and stepped": lambda x: x[40:0:-2, 60:0:-2],
+    "one row repeated": lambda x: np.broadcast_to(x[0, :30], (20, 30)),
+    "one column repeated": lambda x: np.broadcast_to(x[:20, :1], (20, 30)),
+    "one number repeated": lambda x: np.broadcast_to(x[0, 0], (20, 30)),
+    "sliding window": lambda x: np.lib.stride_tricks.sliding_window_view(x[0, :49], 30),
+    "read-only": lambda x: frozen(x[:20, :30].copy()),
+    "a batch of one": lambda x: x[None, :20, :30],
+    "a batch of columns": lambda x: np.moveaxis(x[:60, :30].reshape(20, 3, 30), 1, 0),
+    "a batch, reversed": lambda x: x[:60, :30].reshape(3, 20, 30)[::-1],
+    "a batch as the last axis": lambda x: np.moveaxis(x[:60, :60].reshape(60, 20, 3)[:30], 2, 0).swapaxes(1, 2),
+    "one matrix repeated": lambda x: np.broadcast_to(x[:20, :30], (4, 20, 30)),
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64", "int8"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides(xp: ArrayNamespace, mode: str, dtype: str, view: str, rng: np.random.Generator) -> None:
+    base = make(rng, 64, 64, dtype=dtype)
+    x = VIEWS[view](base)
+    assert x.shape[-2:] == (20, 30)
+    before = x.copy()
+    right, left = make(rng, 30, 12, dtype=dtype), make(rng, 12, 20, dtype=dtype)
+    for a, b in ((x, right), (left, x), (right.T, np.swapaxes(x, -1, -2))):
+        got = xp.to_numpy(lowprec.matmul(xp.asarray(a), xp.asarray(b), math_mode=mode))
+        if dtype == "int8":
+            np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32))
+        else:
+            oracles.assert_within_bound(got, a, b, mode)
+    assert x.tobytes() == before.tobytes(), "an operand was written to"
+
+
+def test_a_read_only_operand_stays_as_it_is(rng: np.random.Generator) -> None:
+    a, b = frozen(make(rng, 20, 30)), frozen(make(rng, 30, 12))
+    for mode in oracles.ALL_MODES:
+        oracles.assert_within_bound(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
+        oracles.assert_within_bound(lowprec.matmul(b.T, a.T, math_mode=mode), b.T, a.T, mode)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_unaligned_memory(dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 12, dtype=dtype)
+    buffer = np.zeros(a.nbytes + 1, np.uint8)
+    shifted = buffer[1:].view(a.dtype).reshape(a.shape)
+    shifted[...] = a
+    oracles.assert_within_bound(lowprec.matmul(shifted, b), a, b)
+
+
+# -- libraries ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex128"])
+def test_the_result_belongs_to_the_library_of_a(
+    xp: ArrayNamespace, other_xp: ArrayNamespace, dtype: str, rng: np.random.Generator
+) -> None:
+    a, b = make(rng, 4, 5, dtype=dtype), make(rng, 5, 6, dtype=dtype)
+    got = lowprec.matmul(xp.asarray(a), other_xp.asarray(b))
+    like = np.empty((4, 6), a.dtype)
+    oracles.assert_within_bound(assert_result(xp, got, like), a, b)
+
+
+def test_out_of_another_library(xp: ArrayNamespace, other_xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = make(rng, 4, 5), make(rng, 5, 6)
+    memory = np.full((4, 6), 7.0, np.float32)
+    out = other_xp.asarray(memory)
+    if not other_xp.mutable:
+        with pytest.raises(lowprec.ArrayError, match="out"):
+            lowprec.matmul(xp.asarray(a), xp.asarray(b), out=out)
+        return
+    assert lowprec.matmul(xp.asarray(a), xp.asarray(b), out=out) is out
+    oracles.assert_within_bound(memory, a, b)
+
+
+MIXED = [
+    ("float32", "float64", "float64"),
+    ("float16", "float32", "float32"),
+    ("bfloat16", "float32", "float32"),
+    ("bfloat16", "float16", "float32"),
+    ("float16", "float64", "float64"),
+    ("float32", "complex64", "complex64"),
+    ("float64", "complex64", "complex128"),
+    ("complex64", "complex128", "complex128"),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "result"), MIXED)
+def test_mixed_dtypes_go_to_the_wider(
+    xp: ArrayNamespace, one: str, two: str, result: str, rng: np.random.Generator
+) -> None:
+    a, b = make(rng, 4, 50, dtype=one), make(rng, 50, 6, dtype=two)
+    for x, y in ((a, b), (b.T, a.T)):
+        got = xp.to_numpy(lowprec.matmul(xp.asarray(x), xp.asarray(y)))
+        assert got.dtype == result
+        oracles.assert_within_bound(got, x, y)
+
+
+# -- the whole expression -------------------------------------------------------------------------
+
+EPILOGUES = {
+    "alpha": {"alpha": -0.7},
+    "alpha is zero": {"alpha": 0.0},
+    "beta": {"beta": 1.3, "c": (20, 25)},
+    "beta is one": {"beta": 1.0, "c": (20, 25)},
+    "c without beta": {"c": (20, 25)},
+    "bias": {"bias": (25,)},
+    "relu": {"activation": "relu"},
+    "gelu": {"activation": "gelu"},
+    "bias and relu": {"bias": (25,), "activation": "relu"},
+    "everything": {"alpha": 0.3, "beta": -2.5, "c": (20, 25), "bias": (25,), "activation": "gelu"},
+}
+
+
+def epilogue_of(
+    name: str, xp: ArrayNamespace, dtype: str, rng: np.random.Generator
+) -> tuple[Epilogue, dict[str, Any]]:
+    """Return an epilogue as the oracle takes it, and as ``matmul`` takes it."""
+    plain = dict(EPILOGUES[name])
+    for key in ("c", "bias"):
+        if key in plain:
+            plain[key] = make(rng, *plain[key], dtype=dtype)
+    given = {k: xp.asarray(v) if k in ("c", "bias") else v for k, v in plain.items()}
+    return Epilogue(**plain), given
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
+    then, given = epilogue_of(name, xp, dtype, rng)
+    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b), **given), np.empty((20, 25), a.dtype))
+    oracles.assert_expression(got, a, b, then=then)
+
+
+@every_mode
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("size", [(20, 25, 30), (260, 250, 255)], ids=str)
+def test_epilogues_in_every_mode(mode: str, name: str, size: Any, rng: np.random.Generator) -> None:
+    m, n, k = size
+    a, b = make(rng, m, k), make(rng, k, n)
+    plain = {key: v for key, v in EPILOGUES[name].items() if key not in ("c", "bias")}
+    shapes = {"c": (m, n), "bias": (n,)}
+    plain.update({key: make(rng, *shapes[key]) for key in EPILOGUES[name] if key in shapes})
+    got = lowprec.matmul(a, b, math_mode=mode, **plain)
+    oracles.assert_expression(got, a, b, mode, Epilogue(**plain))
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "bias"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
+    then, given = epilogue_of(name, xp, dtype, rng)
+    got = xp.to_numpy(lowprec.matmul(xp.asarray(a), xp.asarray(b), **given))
+    oracles.assert_expression(got, a, b, then=then)
+
+
+def test_complex_factors(rng: np.random.Generator) -> None:
+    a, b, c = (make(rng, *s, dtype="complex64") for s in ((20, 30), (30, 25), (20, 25)))
+    then = Epilogue(alpha=0.5 - 2j, beta=1j, c=c)
+    got = lowprec.matmul(a, b, alpha=then.alpha, beta=then.beta, c=c)
+    # A complex product takes three roundings per part instead of one; 4 units of the magnitudes more.
+    size = abs(then.alpha) * 2 * (oracles.magnitude(a) @ oracles.magnitude(b)) + 2 * oracles.magnitude(c)
+    want = then.alpha * oracles.product(a, b) + then.beta * oracles.widen(c)
+    allowed = 2.1 * 2 * oracles.accumulation_bound(a, b, "fp32") + oracles.gamma(10, 2.0**-24) * size
+    oracles.assert_close(got, want, allowed)
+
+
+@pytest.mark.parametrize("a_shape", [(30,), (4, 20, 30), (20, 30)], ids=str)
+@pytest.mark.parametrize("b_shape", [(30, 25), (4, 30, 25)], ids=str)
+def test_c_and_bias_broadcast(xp: ArrayNamespace, a_shape: Any, b_shape: Any, rng: np.random.Generator) -> None:
+    a, b = make(rng, *a_shape), make(rng, *b_shape)
+    shape = np.matmul(a, b).shape
+    bias = make(rng, 25)
+    for c in (make(rng, *shape), make(rng, 25), np.broadcast_to(np.float32(2), shape)):
+        got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.5, bias=xp.asarray(bias))
+        then = Epilogue(beta=0.5, c=np.broadcast_to(c, shape), bias=bias)
+        oracles.assert_expression(xp.to_numpy(got), a, b, then=then)
+
+
+def test_c_is_not_read_where_beta_is_zero(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30), make(rng, 30, 25)
+    c = np.full((20, 25), np.nan, np.float32)
+    got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.0)
+    oracles.assert_within_bound(xp.to_numpy(got), a, b)
+
+
+def test_activations_of_special_numbers(xp: ArrayNamespace) -> None:
+    x = np.array([[-np.inf, -1e30, -20.0, -0.0, 0.0, 20.0, 1e30, np.inf, np.nan]], np.float32)
+    one = np.ones((1, 1), np.float32)
+    relu = xp.to_numpy(lowprec.matmul(xp.asarray(one), xp.asarray(x), activation="relu"))
+    np.testing.assert_array_equal(relu, np.maximum(x, 0))
+    gelu = xp.to_numpy(lowprec.matmul(xp.asarray(one), xp.asarray(x), activation="gelu"))
+    # The cube overflows far out, where tanh is 1 all the same; x times (1 - 1) is 0 on the left.
+    np.testing.assert_array_equal(gelu[0, 1:7], [0, 0, 0, 0, 20, np.float32(1e30)])
+    assert gelu[0, 7] == np.inf
+    assert np.isnan(gelu[0, 8])
+
+
+OUT_DTYPES = [
+    ("float16", "float32"),
+    ("bfloat16", "float32"),
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float32"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), OUT_DTYPES)
+def test_out_dtype(xp: ArrayNamespace, dtype: str, out_dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
+    want = np.dtype(getattr(ml_dtypes, out_dtype, out_dtype))
+    got = lowprec.matmul(xp.asarray(a), xp.asarray(b), out_dtype=out_dtype)
+    oracles.assert_within_bound(assert_result(xp, got, np.empty((20, 25), want)), a, b)
+    for spelling in (want, want.type):
+        again = lowprec.matmul(xp.asarray(a), xp.asarray(b), out_dtype=spelling)
+        assert xp.to_numpy(again).tobytes() == xp.to_numpy(got).tobytes()
+
+
+def test_out_dtype_of_torch() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.ones(3, 3, dtype=torch.bfloat16)
+    assert lowprec.matmul(x, x, out_dtype=torch.float32).dtype is torch.float32
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writable(xp: ArrayNamespace) -> ArrayNamespace:
+    """Each library whose arrays can be written."""
+    if not xp.mutable:
+        pytest.skip(f"arrays of {xp} are immutable")
+    return xp
+
+
+@every_dtype
+def test_out_is_filled_and_returned(writable: ArrayNamespace, dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
+    out = writable.asarray(np.full((20, 25), 7, a.dtype))
+    assert lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out) is out
+    oracles.assert_within_bound(writable.to_numpy(out), a, b)
+
+
+OUTS = {
+    "fortran": lambda: np.full((25, 20), 7, np.float32).T,
+    "every other row": lambda: np.full((40, 25), 7, np.float32)[::2],
+    "every other column": lambda: np.full((20, 50), 7, np.float32)[:, ::2],
+    "inside": lambda: np.full((22, 30), 7, np.float32)[1:-1, 2:27],
+    "rows reversed": lambda: np.full((20, 25), 7, np.float32)[::-1],
+    "both reversed": lambda: np.full((40, 50), 7, np.float32)[::-2, ::-2],
+}
+
+
+@pytest.mark.parametrize("view", OUTS)
+@every_mode
+def test_out_of_any_strides(mode: str, view: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30), make(rng, 30, 25)
+    out = OUTS[view]()
+    base = out if out.base is None else out.base
+    assert lowprec.matmul(a, b, out=out, math_mode=mode) is out
+    oracles.assert_within_bound(out, a, b, mode)
+    assert (base == 7).sum() == base.size - out.size, "something beside out was written"
+
+
+@pytest.mark.parametrize("size", [20, 260])
+@every_mode
+def test_large_outs_of_any_strides(mode: str, size: int, rng: np.random.Generator) -> None:
+    a, b = make(rng, size, size), make(rng, size, size)
+    base = np.full((2 * size, 2 * size), 7, np.float32)
+    for out in (base.T[:size, :size], base[::2, 1::2], base[size:, size:], base[::-1, ::-1][:size, :size]):
+        base[...] = 7
+        lowprec.matmul(a, b, out=out, math_mode=mode, alpha=0.5)
+        oracles.assert_expression(out, a, b, mode, Epilogue(alpha=0.5))
+        assert (base == 7).sum() == base.size - out.size, "something beside out was written"
+
+
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3, 4))], ids=str)
+def test_out_of_every_rank(writable: ArrayNamespace, shapes: Any, rng: np.random.Generator) -> None:
+    a, b = (make(rng, *s) for s in shapes)
+    out = writable.asarray(np.full(np.matmul(a, b).shape, 7, np.float32))
+    assert lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out) is out
+    oracles.assert_within_bound(writable.to_numpy(out), a, b)
+
+
+def test_out_takes_the_whole_expression(writable: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30), make(rng, 30, 25)
+    then, given = epilogue_of("everything", writable, "float32", rng)
+    out = writable.asarray(np.full((20, 25), np.nan, np.float32))
+    lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out, **given)
+    oracles.assert_expression(writable.to_numpy(out), a, b, then=then)
+
+
+def test_out_of_zero_size(writable: ArrayNamespace, rng: np.random.Generator) -> None:
+    out = writable.asarray(np.full((2, 3), 7, np.float32))
+    a, b = writable.asarray(make(rng, 2, 0)), writable.asarray(make(rng, 0, 3))
+    assert lowprec.matmul(a, b, out=out) is out
+    assert (writable.to_numpy(out) == 0).all()
+
+
+# Square operands and an ``out`` on the memory of one of them. Each takes a (2n, 2n) base and gives a, b, out.
+OVERLAPS = {
+    "out is a": lambda x, y, n: (x[:n, :n], y, x[:n, :n]),
+    "out is b": lambda x, y, n: (y, x[:n, :n], x[:n, :n]),
+    "out is a and b": lambda x, y, n: (x[:n, :n], x[:n, :n], x[:n, :n]),
+    "out is a transposed": lambda x, y, n: (x[:n, :n], y, x[:n, :n].T),
+    "out is b transposed": lambda x, y, n: (y, x[:n, :n], x[:n, :n].T),
+    "out shares rows with a": lambda x, y, n: (x[:n, :n], y, x[n // 2 : n // 2 + n, :n]),
+    "out shares columns with b": lambda x, y, n: (y, x[:n, :n], x[:n, n // 2 : n // 2 + n]),
+    "out is a reversed": lambda x, y, n: (x[:n, :n], y, x[:n, :n][::-1, ::-1]),
+    "out interleaves with a": lambda x, y, n: (x[::2, ::2], y, x[1::2, 1::2]),
+}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("n", [6, 260])
+@every_mode
+def test_out_may_share_memory_with_an_operand(mode: str, overlap: str, n: int, rng: np.random.Generator) -> None:
+    base, other = make(rng, 2 * n, 2 * n), make(rng, n, n)
+    a, b, out = OVERLAPS[overlap](base, other, n)
+    a_before, b_before = a.copy(), b.copy()
+    assert lowprec.matmul(a, b, out=out, math_mode=mode) is out
+    oracles.assert_within_bound(out, a_before, b_before, mode)
+
+
+@pytest.mark.parametrize("overlap", ["out is a", "out is b", "out is a and b", "out shares rows with a"])
+def test_out_may_share_memory_in_any_library(
+    writable: ArrayNamespace, overlap: str, rng: np.random.Generator
+) -> None:
+    base, other = make(rng, 12, 12), make(rng, 6, 6)
+    a, b, out = OVERLAPS[overlap](base, other, 6)
+    a_before, b_before = a.copy(), b.copy()
+    target = writable.asarray(out)
+    lowprec.matmul(writable.asarray(a), writable.asarray(b), out=target)
+    oracles.assert_within_bound(writable.to_numpy(target), a_before, b_before)
+
+
+@pytest.mark.parametrize("where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"])
+@pytest.mark.parametrize("n", [6, 260])
+@every_mode
+def test_out_may_share_memory_with_c_and_bias(mode: str, where: str, n: int, rng: np.random.Generator) -> None:
+    a, b, base = make(rng, n, n), make(rng, n, n), make(rng, n + 1, n)
+    out = base[:n]
+    c = {"c is out transposed": out.T, "c is out shifted": base[1:]}.get(where, out)
+    bias = out[1] if where in ("bias in out", "all") else make(rng, n)
+    if where == "all":
+        a = b = out
+    then = Epilogue(alpha=0.5, beta=-1.5, c=c.copy(), bias=bias.copy())
+    x, y = a.copy(), b.copy()
+    lowprec.matmul(a, b, out=out, c=c, bias=bias, alpha=0.5, beta=-1.5, math_mode=mode)
+    oracles.assert_expression(out, x, y, mode, then)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (260, 260)], ids=str)
+def test_out_may_share_the_memory_of_another_dtype(shape: Any, rng: np.random.Generator) -> None:
+    a, b = make(rng, *shape, dtype="float16"), make(rng, *shape, dtype="float16")
+    memory = np.zeros((shape[0], shape[1] * 2), np.float16)
+    memory[:, : shape[1]] = a
+    inside = memory[:, : shape[1]]
+    out = memory.view(np.float32)
+    lowprec.matmul(inside, b, out=out)
+    oracles.assert_within_bound(out, a, b)
+
+
+# -- no copies ------------------------------------------------------------------------------------
+
+
+def test_the_result_is_new_memory(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = xp.asarray(make(rng, 20, 20)), xp.asarray(make(rng, 20, 20))
+    first = lowprec.matmul(a, b)
+    kept = xp.to_numpy(first).copy()
+    for _ in range(3):
+        second = lowprec.matmul(b, a)
+        assert not np.shares_memory(xp.to_numpy(first), xp.to_numpy(second))
+    np.testing.assert_array_equal(xp.to_numpy(first), kept)
+
+
+def test_a_view_that_blas_can_read_is_not_copied(rng: np.random.Generator) -> None:
+    base = make(rng, 60, 60)
+    for x in (base[:20, :30], base.T[:20, :30], base[::2][:20, :30]):
+        assert lowprec.plan(x, make(rng, 30, 25)).copies == ()
+    copies = lowprec.plan(base[:20, ::-1][:, :30], make(rng, 30, 25)).copies
+    assert [c.operand for c in copies] == ["a"]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "match"),
+    [
+        (((2, 3), (4, 5)), r"mismatch.*\(2, 3\).*\(4, 5\)"),
+        (((3,), (4,)), "mismatch"),
+        (((), (3,)), "0-d|does not have enough dimensions"),
+        (((3, 3), ()), "0-d|does not have enough dimensions"),
+        (((2, 3, 3), (4, 3, 3)), "broadcast"),
+        (((2, 0), (3, 2)), "mismatch"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit(xp: ArrayNamespace, shapes: Any, match: str, rng: np.random.Generator) -> None:
+    a, b = (xp.asarray(np.ones(s, np.float32)) for s in shapes)
+    with pytest.raises(lowprec.ShapeError, match=match):
+        lowprec.matmul(a, b)
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.ones(shape, dtype)
+
+
+BAD_CALLS = [
+    ("out", ones(3, 3), lowprec.ShapeError, r"out has shape \(3, 3\).*\(2, 4\)"),
+    ("out", ones(1, 2, 4), lowprec.ShapeError, r"out has shape"),
+    ("out", ones(2, 4, dtype=np.float64), lowprec.DTypeError, "out.*float64"),
+    ("out", ones(2, 4, dtype=np.int32), lowprec.DTypeError, "out.*int32"),
+    ("out", np.broadcast_to(ones(4), (2, 4)), lowprec.ArrayError, "read-only"),
+    ("out", frozen(ones(2, 4)), lowprec.ArrayError, "read-only"),
+    ("out", [[1.0] * 4] * 2, lowprec.ArrayError, "list"),
+    ("bias", ones(3), lowprec.ShapeError, r"bias.*\(3,\)"),
+    ("bias", ones(1, 4), lowprec.ShapeError, r"bias.*\(1, 4\)"),
+    ("c", ones(3, 4), lowprec.ShapeError, r"c .*\(3, 4\)"),
+    ("c", ones(5, 2, 4), lowprec.ShapeError, r"c .*\(5, 2, 4\)"),
+    ("activation", "tanh", lowprec.UnsupportedError, "relu, gelu"),
+    ("out_dtype", "int32", lowprec.DTypeError, "int32"),
+    ("out_dtype", "float128", lowprec.DTypeError, "float128.*supported"),
+    ("out_dtype", "float64", lowprec.DTypeError, "float64"),
+    ("math_mode", "half", lowprec.ModeError, "half.*fp32.*tf32"),
+    ("math_mode", 3, lowprec.ModeError, "int|3"),
+    ("alpha", "2", lowprec.DTypeError, "alpha.*str"),
+    ("alpha", 1j, lowprec.DTypeError, "alpha is complex"),
+    ("beta", 1.0, lowprec.ShapeError, "no c"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "match"), BAD_CALLS, ids=str)
+def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        lowprec.matmul(ones(2, 3), ones(3, 4), **{name: value, **({"beta": 1.0} if name == "c" else {})})
+
+
+UNSUPPORTED = ["int64", "int32", "int16", "uint8", "bool"]
+
+
+@pytest.mark.parametrize("dtype", UNSUPPORTED)
+def test_dtypes_that_are_not_supported(xp: ArrayNamespace, dtype: str) -> None:
+    x = xp.asarray(np.ones((2, 2), dtype))
+    with pytest.raises(lowprec.DTypeError, match=r"supported: float64, float32.*int8"):
+        lowprec.matmul(x, x)
+
+
+@pytest.mark.parametrize("dtype", ["object", "longdouble", "U3", "datetime64[s]", ">f4"])
+def test_numpy_dtypes_that_are_not_supported(dtype: str) -> None:
+    x = np.ones((2, 2)).astype(dtype)
+    with pytest.raises(TypeError, match=r"supported|byte order") as caught:
+        lowprec.matmul(x, x)
+    assert isinstance(caught.value, lowprec.LowprecError)
+
+
+def test_pairs_without_a_common_dtype(xp: ArrayNamespace) -> None:
+    x, y = xp.asarray(np.ones((2, 2), np.int8)), xp.asarray(np.ones((2, 2), np.float32))
+    with pytest.raises(lowprec.DTypeError, match="int8 and float32"):
+        lowprec.matmul(x, y)
+
+
+@pytest.mark.parametrize("bad", [[[1.0, 2.0]], 3.0, None, "array", {"a": 1}], ids=repr)
+def test_what_is_no_array(bad: Any) -> None:
+    good = ones(2, 2)
+    for arguments in ((bad, good), (good, bad)):
+        with pytest.raises(lowprec.ArrayError, match=type(bad).__name__):
+            lowprec.matmul(*arguments)
+
+
+def test_torch_tensor_that_requires_grad() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, good = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+    for arguments in ((x, good), (good, x)):
+        with pytest.raises(lowprec.ArrayError, match=r"detach"):
+            lowprec.matmul(*arguments)
+    assert lowprec.matmul(x.detach(), good).shape == (2, 2)
+
+
+def test_torch_tensor_elsewhere() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(lowprec.LowprecError, match="meta"):
+        lowprec.matmul(torch.ones(2, 2, device="meta"), torch.ones(2, 2))
+    with pytest.raises(lowprec.LowprecError, match="meta"):
+        lowprec.matmul(torch.ones(2, 2), torch.ones(2, 2, device="meta"))
+
+
+def test_jax_tracer() -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    x = jax.numpy.ones((2, 2))
+    with pytest.raises(lowprec.ArrayError, match=r"[Tt]rac"):
+        jax.jit(lambda y: lowprec.matmul(y, y))(x)
+
+
+def test_jax_array_as_out() -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    x = jax.numpy.ones((2, 2))
+    with pytest.raises(lowprec.ArrayError, match=r"out.*(immutable|read-only)"):
+        lowprec.matmul(x, x, out=x)
+
+
+class Elsewhere:
+    """An array that says it lies on another device."""
+
+    def __init__(self, array: NDArray[Any], device: tuple[int, int]) -> None:
+        self._array, self._device = array, device
+
+    def __dlpack__(self, **keywords: Any) -> object:
+        raise BufferError("its memory is out of reach")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+def test_an_array_on_another_device_is_refused() -> None:
+    there = Elsewhere(ones(2, 2), (2, 0))
+    for arguments in ((there, ones(2, 2)), (ones(2, 2), there)):
+        with pytest.raises(lowprec.LowprecError, match="cuda|out of reach"):
+            lowprec.matmul(*arguments)
+
+
+def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
+    out = writable.asarray(np.full((2, 4), 7, np.float32))
+    with pytest.raises(lowprec.ShapeError, match="bias"):
+        lowprec.matmul(writable.asarray(ones(2, 3)), writable.asarray(ones(3, 4)), out=out, bias=writable.asarray(ones(9)))
+    assert (writable.to_numpy(out) == 7).all()
+
+
+def test_backends_are_the_ones_of_the_design() -> None:
+    assert {b.value for b in Backend} == {"numpy", "torch", "jax", "dlpack_only"}

@@ -1,0 +1,68 @@
+"""Advice on shapes: each sentence appears where it applies and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowprec.formats import BFLOAT16, FLOAT32, TF32
+from lowprec.planning.advice import (
+    advise,
+    conversion_outweighs,
+    is_low_intensity,
+    memory_bound_dimensions,
+    misaligned_dimensions,
+)
+
+
+@pytest.mark.parametrize(
+    ("bits", "fine", "off"), [(8, 48, 40), (16, 40, 36), (32, 36, 34)], ids=["8", "16", "32"]
+)
+def test_alignment_is_16_bytes_of_any_element(bits, fine, off):
+    assert misaligned_dimensions(fine, fine, fine, bits) == ()
+    assert misaligned_dimensions(off, fine, off, bits) == (f"m = {off}", f"k = {off}")
+
+
+def test_128_is_still_small():
+    assert memory_bound_dimensions(128, 129, 128) == ("m = 128", "k = 128")
+
+
+def test_low_intensity_is_below_the_devices_own():
+    assert is_low_intensity(15.9, 16.0)
+    assert not is_low_intensity(16.0, 16.0)
+
+
+def test_conversion_outweighs_a_product_with_a_small_side():
+    # An element of a takes part in 2 n flops, one of b in 2 m: 60 / 20 > 1, 60 / 400 < 1.
+    assert conversion_outweighs(10, 4096, 60.0)
+    assert conversion_outweighs(4096, 10, 60.0)
+    assert not conversion_outweighs(200, 200, 60.0)
+
+
+SQUARE = (1024, 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fmt", "intensity", "rounds_for", "advice"),
+    [
+        (SQUARE, BFLOAT16, 100.0, 60.0, ()),
+        (SQUARE, FLOAT32, 100.0, None, ()),
+        ((1001, 1001, 1001), FLOAT32, 100.0, None, ()),
+        ((1024, 1001, 1024), BFLOAT16, 100.0, None,
+         ("n = 1001 is not a multiple of 8, which tensor cores want of 16-bit data: pad",)),
+        ((1002, 1024, 1001), TF32, 100.0, None,
+         ("m = 1002 and k = 1001 are not multiples of 4, which tensor cores want of 32-bit data: pad",)),
+        ((1000, 1024, 1024), None, 100.0, None,
+         ("m = 1000 is not a multiple of 16, which tensor cores want of 8-bit data: pad",)),
+        ((1024, 1024, 64), BFLOAT16, 2.0, None,
+         ("k = 64 (at most 128): memory-bound rather than compute-bound",)),
+        (SQUARE, BFLOAT16, 2.0, None, ("2 flops per byte, the device does 16: memory-bound",)),
+        ((8, 1024, 1024), BFLOAT16, 100.0, 60.0,
+         ("m = 8 (at most 128): memory-bound rather than compute-bound",
+          "rounding the operands costs more than the product: a low-precision mode does not pay here")),
+        ((8, 1024, 1024), BFLOAT16, 100.0, None,
+         ("m = 8 (at most 128): memory-bound rather than compute-bound",)),
+        ((0, 3, 5), BFLOAT16, 0.0, 60.0, ()),
+    ],
+)  # fmt: skip
+def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, advice):
+    assert advise(*sizes, fmt, intensity, 16.0, rounds_for) == advice

@@ -1,0 +1,378 @@
+"""Plans: what each problem becomes, what is refused, and how a plan prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from lowprec.errors import DTypeError, ModeError, ShapeError, UnsupportedError
+from lowprec.formats import DType
+from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
+from lowprec.planning import (
+    Activation,
+    Capabilities,
+    GemmProblem,
+    Kernel,
+    OperandSpec,
+    parse_activation,
+    plan_gemm,
+)
+from lowprec.planning.bounds import MAX_K_INT8
+from lowprec.planning.plan import OUT_DTYPES
+
+BARE = Capabilities("cpu", "a plain CPU")
+MKL = Capabilities("cpu", "a CPU with MKL", mkl=True, numba=True)
+AMX = Capabilities("cpu", "a CPU with AMX", amx_bf16=True, amx_int8=True, mkl=True, numba=True)
+
+F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
+C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
+
+
+def array(dtype: DType, *shape: int) -> OperandSpec:
+    return OperandSpec.contiguous(dtype, shape)
+
+
+def problem(a: DType, b: DType | None = None, size: int = 512, **kwargs) -> GemmProblem:
+    return GemmProblem(array(a, size, size), array(b or a, size, size), **kwargs)
+
+
+def plan(p: GemmProblem, mode: MathMode = MathMode.FP32, capabilities: Capabilities = BARE):
+    return plan_gemm(p, capabilities, mode)
+
+
+# --- kernels ---
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "bare", "mkl", "amx"),
+    [
+        (F64, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.MKL),
+        (F32, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.MKL),
+        (F32, MathMode.FP32_PEDANTIC, Kernel.NUMPY, Kernel.MKL, Kernel.MKL),
+        (F32, MathMode.TF32, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16_PAIR),
+        (F32, MathMode.FP16, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16_PAIR),
+        (F32, MathMode.BF16, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16),
+        (C64, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.MKL),
+        (C64, MathMode.BF16, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16),
+        (C128, MathMode.BF16, Kernel.NUMPY, Kernel.MKL, Kernel.MKL),
+        (F16, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16_PAIR),
+        (BF16, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_BF16),
+        (I8, MathMode.FP32, Kernel.NUMPY, Kernel.MKL, Kernel.AMX_INT8),
+    ],
+)
+def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, mkl, amx):
+    p = problem(dtype)
+    assert [plan(p, mode, c).kernel for c in (BARE, MKL, AMX)] == [bare, mkl, amx]
+
+
+def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
+    small = plan(problem(F32, size=32), MathMode.BF16, AMX)
+    assert small.kernel is Kernel.MKL
+    assert "amx_bf16 pays from 2e+06 flops, this product has 6.55e+04" in small.kernel_reason
+    eager = dataclasses.replace(AMX, amx_bf16_minimum_flops=0)
+    assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel is Kernel.AMX_BF16
+
+
+def test_mkl_is_passed_over_beyond_32_bits():
+    long = GemmProblem(array(F32, 2**31, 1), array(F32, 1, 1))
+    made = plan(long, capabilities=MKL)
+    assert made.kernel is Kernel.NUMPY
+    assert "32 bits" in made.kernel_reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "capabilities", "products", "parts"),
+    [
+        (F32, MathMode.TF32, BARE, 1, 1),
+        (F32, MathMode.TF32, AMX, 4, 2),
+        (F32, MathMode.BF16, AMX, 1, 1),
+        (C64, MathMode.BF16, BARE, 1, 1),
+        (C64, MathMode.BF16, AMX, 4, 1),
+        (C64, MathMode.TF32, AMX, 16, 2),
+        (C64, MathMode.FP32, AMX, 1, 1),
+    ],
+)
+def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, products, parts):
+    made = plan(problem(dtype), mode, capabilities)
+    assert (made.products, made.parts) == (products, parts)
+    assert ("four real products" in made.kernel_reason) is (products in (4, 16) and dtype is C64)
+    # What the caller asked for costs the same, however it is computed.
+    assert made.flops == (8 if dtype is C64 else 2) * 512**3
+
+
+# --- modes and element types ---
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "mode", "a_becomes", "b_becomes"),
+    [
+        (F32, F32, MathMode.FP32, "float32, as it is", "float32, as it is"),
+        (F32, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
+        (
+            BF16,
+            F32,
+            MathMode.BF16,
+            "bfloat16 values, unchanged, held in float32",
+            "bfloat16, held in float32",
+        ),
+        (BF16, F32, MathMode.FP16, "float16, held in float32", "float16, held in float32"),
+        (F64, F32, MathMode.BF16, "float64, as it is", "float32 values, unchanged"),
+        (F16, BF16, MathMode.FP32, "float16 values, unchanged", "bfloat16 values, unchanged"),
+        (I8, I8, MathMode.BF16, "int8, as it is", "int8, as it is"),
+    ],
+)
+def test_what_the_operands_become(a, b, mode, a_becomes, b_becomes):
+    made = plan(problem(a, b), mode)
+    assert (made.a_becomes, made.b_becomes) == (a_becomes, b_becomes)
+
+
+@pytest.mark.parametrize("dtype", [F64, F16, BF16, C128, I8])
+@pytest.mark.parametrize("mode", available_modes())
+def test_a_mode_leaves_other_storage_alone_and_says_so(dtype, mode):
+    made = plan(problem(dtype), mode, AMX)
+    plain = plan(problem(dtype), MathMode.FP32, AMX)
+    assert not made.mode_has_effect
+    assert f"the mode {mode} has no effect" in made.note
+    assert (made.kernel, made.bound, made.a_becomes) == (plain.kernel, plain.bound, plain.a_becomes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "compute_type"),
+    [
+        (F32, MathMode.FP32, "COMPUTE_32F"),
+        (F32, MathMode.FP32_PEDANTIC, "COMPUTE_32F_PEDANTIC"),
+        (C64, MathMode.TF32, "COMPUTE_32F_FAST_TF32"),
+        (F64, MathMode.TF32, "COMPUTE_64F"),
+        (F16, MathMode.TF32, "COMPUTE_32F on float16 data"),
+        (BF16, MathMode.TF32, "COMPUTE_32F on bfloat16 data"),
+        (I8, MathMode.TF32, "COMPUTE_32I"),
+    ],
+)
+def test_compute_type(dtype, mode, compute_type):
+    assert plan(problem(dtype), mode).compute_type == compute_type
+
+
+@pytest.mark.parametrize("compute", OUT_DTYPES)
+def test_every_legal_result_type_is_planned_and_no_other(compute):
+    assert plan(problem(compute)).out_dtype is OUT_DTYPES[compute][0]
+    for dtype in DType:
+        if dtype in OUT_DTYPES[compute]:
+            assert plan(problem(compute, out_dtype=dtype)).out_dtype is dtype
+            out = array(dtype, 512, 512)
+            assert plan(problem(compute, out=out)).out_dtype is dtype
+        else:
+            with pytest.raises(DTypeError, match=f"out_dtype {dtype} is not possible .* it gives"):
+                plan(problem(compute, out_dtype=dtype))
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("p", "error", "words"),
+    [
+        (problem(I8, F32), DTypeError, "int8 and float32 have no common type"),
+        (problem(I32), DTypeError, "a has dtype int32; supported: float64, float32"),
+        (problem(DType.FLOAT8_E4M3FN), UnsupportedError, "needs a GPU of compute capability 8.9 or later"),
+        (problem(F32, DType.FLOAT8_E5M2), UnsupportedError, "b has dtype float8_e5m2"),
+        (problem(F32, out_dtype=F16, out=array(F32, 512, 512)), DTypeError,
+         "out has dtype float32, but the result has dtype float16"),
+        (problem(F32, out=array(F32, 512, 1)), ShapeError, r"out has shape \(512, 1\)"),
+        (problem(F32, bias=array(F32, 1)), ShapeError, r"bias has shape \(1,\), but must have shape \(512,\)"),
+        (problem(F32, c=array(F32, 2, 512, 512)), ShapeError, "c has shape .* does not broadcast"),
+        (problem(F32, bias=array(F64, 512)), DTypeError,
+         "bias has dtype float64, but is added in float32; it may be float32, float16, bfloat16"),
+        (problem(F64, c=array(C64, 512)), DTypeError, "c has dtype complex64, but is added in float64"),
+        (problem(I8, bias=array(F32, 512)), DTypeError, "it may be int8, int32"),
+        (problem(I8, has_alpha=True), UnsupportedError, "alpha cannot be used with int8 operands"),
+        (problem(I8, c=array(I32, 512)), UnsupportedError, "beta and c cannot be used with int8 operands"),
+        (problem(I8, activation=Activation.GELU), UnsupportedError, "activation gelu cannot be used with int8"),
+        (problem(C64, activation=Activation.RELU), UnsupportedError, "relu is not defined for complex64"),
+        (GemmProblem(array(I8, 1, MAX_K_INT8 + 1), array(I8, MAX_K_INT8 + 1, 1)), UnsupportedError,
+         "k = 131072: sums of more than 131071 products may leave int32"),
+        (GemmProblem(array(F32, 2, 3), array(F32, 4, 5)), ShapeError, "size 4 is different from 3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_any_work(p, error, words):
+    with pytest.raises(error, match=words):
+        plan(p)
+
+
+def test_a_mode_of_a_later_version_is_refused():
+    unavailable = next(m for m in MathMode if m not in available_modes())
+    with pytest.raises(ModeError, match=f"{unavailable} is not available .*: fp32, "):
+        plan(problem(F32), unavailable)
+
+
+def test_the_longest_int8_product_is_planned():
+    p = GemmProblem(array(I8, 1, MAX_K_INT8), array(I8, MAX_K_INT8, 1))
+    assert plan(p).bound.relative == 0
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"bias": array(I32, 512)},
+        {"bias": array(I8, 512), "activation": Activation.RELU},
+    ],
+)
+def test_int8_takes_what_integers_can_do(kwargs):
+    assert plan(problem(I8, **kwargs)).out_dtype is I32
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("shape", [(), (512,), (1, 512), (512, 1), (512, 512)])
+def test_c_broadcasts_and_may_be_narrower(dtype, shape):
+    made = plan(problem(F32, c=array(dtype, *shape), has_beta=True))
+    assert made.bytes_moved == 3 * 4 * 512**2 + array(dtype, *shape).stored_bytes
+
+
+def test_a_c_without_beta_is_not_read():
+    assert plan(problem(F32, c=array(F32, 512, 512))).bytes_moved == plan(problem(F32)).bytes_moved
+
+
+@pytest.mark.parametrize("name", [*Activation, *[str(a) for a in Activation], None])
+def test_activations_by_name(name):
+    found = parse_activation(name)
+    assert found is None if name is None else found == name
+
+
+@pytest.mark.parametrize("name", ["swish", "", 3])
+def test_an_unknown_activation_is_refused_with_the_legal_ones(name):
+    with pytest.raises(UnsupportedError, match="choose one of: relu, gelu, None"):
+        parse_activation(name)
+
+
+# --- copies ---
+
+STEPPED = OperandSpec(F32, (512, 512), (1024, 2))
+
+
+def test_copies_are_made_only_where_blas_cannot_express_the_strides():
+    transposed = OperandSpec(F32, (512, 512), (1, 512))
+    assert plan(GemmProblem(transposed, transposed)).copies == ()
+    (copy,) = plan(GemmProblem(STEPPED, transposed), capabilities=MKL).copies
+    assert (copy.operand, copy.nbytes) == ("a", 4 * 512**2)
+    assert "BLAS cannot express" in copy.reason
+
+
+def test_what_is_converted_anyway_is_not_copied_as_well():
+    assert plan(GemmProblem(STEPPED, STEPPED), MathMode.TF32).copies == ()
+    half = dataclasses.replace(STEPPED, dtype=F16)
+    assert plan(GemmProblem(half, half)).copies == ()
+
+
+def test_tile_kernels_read_and_write_any_strides():
+    p = GemmProblem(STEPPED, STEPPED, out=STEPPED)
+    assert plan(p, MathMode.BF16, AMX).copies == ()
+
+
+def test_an_out_that_blas_cannot_write_is_computed_aside():
+    (copy,) = plan(problem(F32, out=STEPPED)).copies
+    assert (copy.operand, copy.nbytes) == ("out", 4 * 512**2)
+
+
+# --- the plan as a value ---
+
+
+def test_plans_are_cached_hashable_and_picklable():
+    first = plan(problem(F32), MathMode.TF32)
+    assert plan(problem(F32), MathMode.TF32) is first
+    assert plan(problem(F32), MathMode.BF16) is not first
+    assert plan(problem(F32), MathMode.TF32, MKL) is not first
+    assert hash(first) == hash(dataclasses.replace(first))
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+@pytest.mark.parametrize("change", [
+    {"out_dtype": F16}, {"bias": array(F32, 512)}, {"c": array(F32, 512)}, {"has_alpha": True}, {"has_beta": True},
+    {"activation": Activation.RELU}, {"out": array(F32, 512, 512)}, {"a": OperandSpec(F32, (512, 512), (1, 512))},
+])  # fmt: skip
+def test_everything_that_changes_the_result_is_in_the_key(change):
+    assert dataclasses.replace(problem(F32), **change) != problem(F32)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((0, 3), (3, 2)), ((2, 0), (0, 2)), ((0, 2, 3), (3, 2)), ((3,), (3,))]
+)
+@pytest.mark.parametrize("capabilities", [BARE, AMX])
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_degenerate_sizes_are_planned_and_printed(shapes, capabilities, dtype):
+    a, b = (array(dtype, *s) for s in shapes)
+    for mode in available_modes():
+        made = plan(GemmProblem(a, b), mode, capabilities)
+        assert str(made).startswith(f"{dtype} {shapes[0]} @ ")
+
+
+def test_flops_bytes_and_intensity():
+    made = plan(GemmProblem(array(F32, 8, 256, 128), array(F32, 128, 64)))
+    assert made.flops == 2 * 8 * 256 * 128 * 64
+    assert made.bytes_moved == 4 * (8 * 256 * 128 + 128 * 64 + 8 * 256 * 64)
+    assert made.arithmetic_intensity == made.flops / made.bytes_moved
+
+
+def test_to_dict_is_ready_for_json():
+    made = plan(problem(F32, bias=array(F32, 512), activation=Activation.GELU), MathMode.TF32, AMX)
+    plain = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+    assert plain["mode"] == "tf32"
+    assert plain["problem"]["a"] == {"dtype": "float32", "shape": [512, 512], "strides": [512, 1]}
+    assert plain["kernel"] == "amx_bf16_pair"
+    assert plain["bound"]["relative"] == made.bound.relative
+    assert plain["resolved"] is None
+
+
+def test_an_infinite_bound_is_null_in_json():
+    made = plan(GemmProblem(array(F32, 1, 2**24), array(F32, 2**24, 1)))
+    assert made.to_dict()["bound"]["relative"] is None
+
+
+def test_a_plan_prints_as_a_table():
+    a = array(F32, 8, 512, 1001)
+    b = OperandSpec(F32, (1001, 256), (1, 1001))
+    p = GemmProblem(a, b, bias=array(F32, 256), activation=Activation.RELU)
+    resolved = ResolvedMode(
+        MathMode.TF32,
+        ModeSource.CONTEXT,
+        reasons=("with math_mode('tf32') is the innermost scope.",),
+    )
+    made = dataclasses.replace(plan(p, MathMode.TF32, AMX), resolved=resolved)
+    assert str(made) == TABLE
+
+
+TABLE = """\
+float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
+  device        cpu: a CPU with AMX
+  mode          tf32, from with math_mode(...)
+  because       with math_mode('tf32') is the innermost scope.
+  a becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2 bfloat16 parts
+  b becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2 bfloat16 parts
+  products      4, each operand in 2 parts
+  kernel        amx_bf16_pair: bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts
+  compute type  COMPUTE_32F_FAST_TF32
+  fallback      an Inf or NaN in an operand: FP32 units with the same rounded operands
+  layout        m 4096, n 256, k 1001, the batch as rows of one product
+    a           row-major, leading dimension 1001, op N
+    b           col-major, leading dimension 1001, op T
+    out         row-major, leading dimension 256, op N
+  epilogue      bias (float32 (256,)), relu
+  copies        none
+  work          2.1 Gflop, 21.6 MB moved, 97.1 flop/B
+  error         at most 0.000986 |A| |B| (Frobenius norms)
+  because       (1 + 2^-11)^2 (1 + (1 + 2^-7)^2 gamma_145) - 1; gamma_d = d u / (1 - d u), u = 2^-24
+  underflow     2^-126 per element of an operand, 2^-126 per product (units that count subnormals as
+                zero)
+  provided      no partial sum beyond float32's range
+  advice        k = 1001 is not a multiple of 4, which tensor cores want of 32-bit data: pad"""
+
+
+@pytest.mark.parametrize("capabilities", [BARE, MKL, AMX])
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_no_line_of_a_table_is_wider_than_100(dtype, capabilities):
+    for mode in available_modes():
+        made = plan(
+            GemmProblem(array(dtype, 3, 5, 7), array(dtype, 2, 1, 7, 9)), mode, capabilities
+        )
+        assert max(map(len, str(made).splitlines())) <= 100

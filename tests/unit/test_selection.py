@@ -1,0 +1,106 @@
+"""``rtol``: the cheapest mode whose bound is within it, and an account of all the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowprec.errors import ModeError, ShapeError
+from lowprec.formats import DType
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm, select_mode
+
+AMX = Capabilities("cpu", "AMX", amx_bf16=True, amx_int8=True, mkl=True, numba=True)
+BARE = Capabilities("cpu", "plain")
+
+
+def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
+    spec = OperandSpec.contiguous(dtype, (n, n))
+    return GemmProblem(spec, spec, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("rtol", "mode"),
+    [(1.0, MathMode.BF16), (1e-2, MathMode.BF16), (2e-3, MathMode.TF32), (1e-4, MathMode.FP32)],
+)
+def test_the_cheapest_mode_within_rtol_is_taken(rtol, mode):
+    selection = select_mode(square(DType.FLOAT32), AMX, rtol)
+    assert selection.mode is mode
+    assert plan_gemm(square(DType.FLOAT32), AMX, mode).bound.relative <= rtol
+
+
+def test_where_no_mode_is_faster_fp32_runs():
+    """Without tile units rounding only adds work."""
+    assert select_mode(square(DType.FLOAT32), BARE, 1.0).mode is MathMode.FP32
+
+
+def test_a_narrow_product_is_not_worth_rounding():
+    a = OperandSpec.contiguous(DType.FLOAT32, (8, 4096))
+    b = OperandSpec.contiguous(DType.FLOAT32, (4096, 4096))
+    assert select_mode(GemmProblem(a, b), AMX, 1.0).mode is MathMode.FP32
+
+
+def test_every_mode_is_accounted_for_the_cheapest_first():
+    selection = select_mode(square(DType.FLOAT32), AMX, 2e-3)
+    by_mode = {c.mode: c for c in selection.candidates}
+    assert set(by_mode) == set(available_modes())
+    assert [c.mode for c in selection.candidates if c.accepted] == [MathMode.TF32]
+    costs = [c.cost for c in selection.candidates]
+    assert costs == sorted(costs)
+    assert by_mode[MathMode.BF16].why == "its bound exceeds rtol = 0.002"
+    assert by_mode[MathMode.FP32].why == "no cheaper than tf32"
+    assert "65504" in by_mode[MathMode.FP16].why
+
+
+def test_fp16_is_never_taken_because_its_bound_depends_on_the_data():
+    excluded = frozenset({MathMode.TF32, MathMode.BF16})
+    assert select_mode(square(DType.FLOAT32), AMX, 1.0, excluded).mode is MathMode.FP32
+
+
+def test_excluded_modes_are_passed_over():
+    selection = select_mode(square(DType.FLOAT32), AMX, 2e-3, frozenset({MathMode.TF32}))
+    assert selection.mode is MathMode.FP32
+    tf32 = next(c for c in selection.candidates if c.mode is MathMode.TF32)
+    assert tf32.why == "excluded by the environment"
+
+
+def test_no_mode_within_rtol_is_an_error_with_the_bounds():
+    words = r"no math mode guarantees rtol = 1e-09 for float32 operands at k = 1024; bounds: .*fp32 6\.1e-05.*float64"
+    with pytest.raises(ModeError, match=words):
+        select_mode(square(DType.FLOAT32), AMX, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.BFLOAT16, DType.INT8])
+def test_storage_that_modes_leave_alone_has_one_candidate(dtype):
+    selection = select_mode(square(dtype), AMX, 0.1)
+    assert [c.mode for c in selection.candidates] == [MathMode.FP32]
+
+
+def test_the_rounding_of_a_narrow_result_counts():
+    narrow = square(DType.FLOAT32, out_dtype=DType.BFLOAT16)
+    with pytest.raises(ModeError, match="bounds: "):
+        select_mode(narrow, AMX, 1e-3)
+
+
+def test_the_plans_candidates_print():
+    p = square(DType.FLOAT32)
+    selection = select_mode(p, AMX, 2e-3)
+    text = str(
+        dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
+    )
+    assert (
+        "tf32, bound 0.000986, cost 0.559, taken: the cheapest whose bound is within rtol" in text
+    )
+
+
+@pytest.mark.parametrize("rtol", [0, -1.0, float("inf"), float("nan"), "1e-3", None, True, [1]])
+def test_rtol_must_be_a_positive_finite_number(rtol):
+    with pytest.raises(ModeError, match="rtol must be a positive finite number, got"):
+        select_mode(square(DType.FLOAT32), AMX, rtol)
+
+
+def test_errors_of_the_product_come_first():
+    a = OperandSpec.contiguous(DType.FLOAT32, (2, 3))
+    with pytest.raises(ShapeError, match="size 2 is different from 3"):
+        select_mode(GemmProblem(a, a), AMX, 1e-3)
