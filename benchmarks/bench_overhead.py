@@ -130,42 +130,40 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
 STATIONS = {
     "find the library": "library_of(a)",
     "view both operands": "library.view(a); library.view(b)",
-    "resolve the mode": "resolve(None)",
+    "resolve the mode": "resolve(None).mode",
     "look up the plan": "look_up(mode, x, y, plain)",
-    "allocate the result": "library.empty(prepared.out_shape, prepared.out_dtype, x.device, a)",
-    "view the result": "library.view(buffer)",
-    "execute": "prepared.execute(plain.arguments(x, y, z))",
-    "hand the result back": "library.finish(buffer)",
+    "allocate the result": "library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)",
+    "execute": "prepared.execute(plain.arguments(x, y, result))",
+    "hand the result back": "library.finish(result.owner, a)",
     "all of it": "matmul(a, b)",
 }
 
 
 def stations(a: Any, b: Any) -> dict[str, Any]:
     """Return what the statements of `STATIONS` need for these operands."""
-    from lowprec import dispatch, policy
+    from lowprec import policy
     from lowprec.arrays import library_of
+    from lowprec.prepared import look_up
     from lowprec.request import PLAIN
 
     library = library_of(a)
     x, y = library.view(a), library.view(b)
     mode = policy.resolve(None).mode
-    prepared = dispatch._look_up(mode, x, y, PLAIN)
-    buffer = library.empty(prepared.out_shape, prepared.out_dtype, x.device, a)
+    prepared = look_up(mode, x, y, PLAIN)
     return {
         "a": a,
         "b": b,
-        "buffer": buffer,
         "library": library,
         "library_of": library_of,
-        "look_up": dispatch._look_up,
+        "look_up": look_up,
         "matmul": lowprec.matmul,
         "mode": mode,
         "plain": PLAIN,
         "prepared": prepared,
         "resolve": policy.resolve,
+        "result": library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a),
         "x": x,
         "y": y,
-        "z": library.view(buffer),
     }
 
 

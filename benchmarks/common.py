@@ -181,4 +181,6 @@ def finish(path: Path, content: Mapping[str, Any]) -> None:
     write_json(path, content)
     print(f"wrote {path.name} to {path.parent}")
     if LOAD_BEFORE is not None and LOAD_BEFORE > QUIET_LOAD:
-        print(f"The machine was not quiet: load {LOAD_BEFORE} before the start. Timings are those of a busy machine.")
+        print(
+            f"The machine was not quiet: load {LOAD_BEFORE} before the start. Timings are those of a busy machine."
+        )

@@ -121,9 +121,9 @@ def memory_bytes() -> int | None:
 def slug() -> str:
     """Return a short name for machines of this kind, such as `xeon-amx-2core`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpu_model().lower()))
-    dull = {"amd", "intel", "cpu", "processor", "genuine", "with"}
+    dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
     family = next(
-        (w for w in words if w not in dull and not w.isdigit()), platform.machine().lower()
+        (w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower()
     )
     flags = cpu_flags()
     units = next(

@@ -306,7 +306,7 @@ def assert_honest(result: Any, a: Any, b: Any, mode: str) -> None:
 # -- the whole expression -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Epilogue:
     """What follows the product: ``activation(alpha * a @ b + beta * c + bias)``."""
 
@@ -344,7 +344,7 @@ def assert_expression(
     value = then.alpha * product(a, b) if then.alpha != 1 else product(a, b)
     with np.errstate(all="ignore"):
         allowed = 1.01 * abs(then.alpha) * accumulation_bound(a, b, mode)
-        if then != _NOTHING:
+        if then is not _NOTHING:
             size = abs(then.alpha) * np.matmul(magnitude(a), magnitude(b))
             if then.beta:
                 value = value + then.beta * widen(then.c)

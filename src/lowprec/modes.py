@@ -231,9 +231,9 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
     >>> parse_mode("high")
     <MathMode.TF32: 'tf32'>
     """
-    if not isinstance(name, str):
-        raise ModeError(f"{what} must be a name or a MathMode, got {type(name).__name__}")
-    found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
+    found = None
+    if isinstance(name, str):
+        found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
     if found is None:
         raise ModeError(f"{what} {name!r} is not a math mode; choose one of: {mode_names()}")
     if not _ROWS[found].available:

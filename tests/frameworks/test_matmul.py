@@ -36,7 +36,9 @@ def frozen(x: NDArray[Any]) -> NDArray[Any]:
 
 def assert_result(xp: ArrayNamespace, result: Any, like: NDArray[Any]) -> NDArray[Any]:
     """Check type, shape and dtype of a result; return its elements."""
-    assert isinstance(result, xp.result_type)
+    # NumPy's own results without axes are scalars (test_result_types in NumPy's tests).
+    scalar = like.ndim == 0 and xp.result_type is np.ndarray
+    assert isinstance(result, np.generic if scalar else xp.result_type)
     elements = xp.to_numpy(result)
     assert isinstance(elements, np.ndarray)
     assert elements.shape == like.shape
@@ -99,7 +101,7 @@ def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.G
 def test_an_empty_sum_leaves_the_epilogue(xp: ArrayNamespace, rng: np.random.Generator) -> None:
     a, b, c, bias = make(rng, 2, 0), make(rng, 0, 3), make(rng, 2, 3), make(rng, 3)
     got = lowprec.matmul(
-        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=np.inf
+        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=3.0
     )
     # 2 c is exact, so that the sum is rounded once.
     np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
@@ -186,6 +188,14 @@ def test_a_read_only_operand_stays_as_it_is(rng: np.random.Generator) -> None:
     for mode in oracles.ALL_MODES:
         oracles.assert_within_bound(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
         oracles.assert_within_bound(lowprec.matmul(b.T, a.T, math_mode=mode), b.T, a.T, mode)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">c8", ">f2"])
+def test_a_foreign_byte_order_is_read(dtype: str, rng: np.random.Generator) -> None:
+    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 12, dtype=dtype)
+    got = lowprec.matmul(a, b)
+    assert got.dtype == np.dtype(dtype).newbyteorder("=")
+    oracles.assert_within_bound(got, a, b)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -386,9 +396,10 @@ def writable(xp: ArrayNamespace) -> ArrayNamespace:
 @every_dtype
 def test_out_is_filled_and_returned(writable: ArrayNamespace, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
-    out = writable.asarray(np.full((20, 25), 7, a.dtype))
+    memory = np.full((20, 25), 7, a.dtype)
+    out = writable.asarray(memory)
     assert lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out) is out
-    oracles.assert_within_bound(writable.to_numpy(out), a, b)
+    oracles.assert_within_bound(memory, a, b)
 
 
 OUTS = {
@@ -597,12 +608,11 @@ def test_dtypes_that_are_not_supported(xp: ArrayNamespace, dtype: str) -> None:
         lowprec.matmul(x, x)
 
 
-@pytest.mark.parametrize("dtype", ["object", "longdouble", "U3", "datetime64[s]", ">f4"])
+@pytest.mark.parametrize("dtype", ["object", "longdouble", "U3", "datetime64[s]"])
 def test_numpy_dtypes_that_are_not_supported(dtype: str) -> None:
     x = np.ones((2, 2)).astype(dtype)
-    with pytest.raises(TypeError, match=r"supported|byte order") as caught:
+    with pytest.raises(lowprec.DTypeError, match=r"supported: float64"):
         lowprec.matmul(x, x)
-    assert isinstance(caught.value, lowprec.LowprecError)
 
 
 def test_pairs_without_a_common_dtype(xp: ArrayNamespace) -> None:
@@ -646,7 +656,7 @@ def test_jax_tracer() -> None:
 def test_jax_array_as_out() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     x = jax.numpy.ones((2, 2))
-    with pytest.raises(lowprec.ArrayError, match=r"out.*(immutable|read-only)"):
+    with pytest.raises(lowprec.ArrayError, match=r"immutable.*out"):
         lowprec.matmul(x, x, out=x)
 
 

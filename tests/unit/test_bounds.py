@@ -44,22 +44,22 @@ def flush(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < FLUSH, np.float32(0), x).astype(np.float32)
 
 
+# Low parts first, as lowprec's kernel does; one product where there is one part.
+PART_ORDER = {1: ((0, 0),), 2: ((1, 1), (1, 0), (0, 0), (0, 1))}
+
+
 def tile_product(parts_a: list[np.ndarray], parts_b: list[np.ndarray]) -> np.ndarray:
     """TDPBF16PS by the manual: per 32 products two sums of 16, both together, then to the accumulator."""
-    m, k = parts_a[0].shape
-    n = parts_b[0].shape[1]
-    total = np.zeros((m, n), np.float32)
+    k = parts_a[0].shape[1]
+    total = np.zeros((len(parts_a[0]), parts_b[0].shape[1]), np.float32)
     for start in range(0, k, 32):
-        for x in reversed(parts_a):
-            for y in reversed(parts_b):
-                sums = []
-                for odd in (0, 1):
-                    part = np.zeros((m, n), np.float32)
-                    for i in range(start + odd, min(start + 32, k), 2):
-                        terms = flush(x)[:, i, None] * flush(y)[None, i]
-                        part = flush(part + flush(terms))
-                    sums.append(part)
-                total = flush(total + flush(sums[0] + sums[1]))
+        for i, j in PART_ORDER[len(parts_a)]:
+            x, y = flush(parts_a[i]), flush(parts_b[j])
+            sums = [np.zeros_like(total), np.zeros_like(total)]
+            for step in range(start, min(start + 32, k)):
+                terms = flush(x[:, step, None] * y[None, step])
+                sums[step % 2] = flush(sums[step % 2] + terms)
+            total = flush(total + flush(sums[0] + sums[1]))
     return total
 
 
@@ -117,7 +117,8 @@ def test_tile_units_stay_within_their_bound(k, scale, rng):
 
 
 def pair(x: np.ndarray) -> list[np.ndarray]:
-    high = ROUND[MathMode.BF16](x)
+    """Two bfloat16 parts: x truncated, and the rest."""
+    high = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return [high, x - high]
 
 

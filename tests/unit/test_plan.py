@@ -21,7 +21,7 @@ from lowprec.planning import (
     plan_gemm,
 )
 from lowprec.planning.bounds import MAX_K_INT8
-from lowprec.planning.plan import OUT_DTYPES
+from lowprec.planning.problem import OUT_DTYPES
 
 BARE = Capabilities("cpu", "a plain CPU")
 MKL = Capabilities("cpu", "a CPU with MKL", mkl=True, numba=True)
@@ -360,8 +360,8 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
   epilogue      bias (float32 (256,)), relu
   copies        none
   work          2.1 Gflop, 21.6 MB moved, 97.1 flop/B
-  error         at most 0.000986 |A| |B| (Frobenius norms)
-  because       (1 + 2^-11)^2 (1 + (1 + 2^-7)^2 gamma_145) - 1; gamma_d = d u / (1 - d u), u = 2^-24
+  error         at most 0.000985 |A| |B| (Frobenius norms)
+  because       (1 + 2^-11)^2 (1 + gamma_145) - 1; gamma_d = d u / (1 - d u), u = 2^-24
   underflow     2^-126 per element of an operand, 2^-126 per product (units that count subnormals as
                 zero)
   provided      no partial sum beyond float32's range

@@ -7,12 +7,10 @@ mistake is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 
-from lowprec.cli.errors import CommandError
+from lowprec.cli.output import flush
 from lowprec.cli.parser import parse
 from lowprec.errors import LowprecError
 
@@ -43,14 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(argv)
         code = arguments.run(arguments)
-        _flush()
+        flush()
     except SystemExit as stop:  # argparse, after --help and --version
         return int(stop.code or 0)
     except KeyboardInterrupt:
         print("lowprec: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
         return _BROKEN_PIPE
     except MemoryError as error:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
@@ -63,21 +60,3 @@ def _refuse(message: str) -> int:
     """Print the message as one line."""
     print(f"lowprec: {' '.join(message.split())}", file=sys.stderr)
     return _USAGE
-
-
-def _flush() -> None:
-    # Here, not at the interpreter's end, where a closed pipe or a full disk could no longer be reported.
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise CommandError(f"cannot write to standard output: {error.strerror}") from None
-
-
-def _discard_output() -> None:
-    """Point standard output at nothing, so that the interpreter's last flush does not complain."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

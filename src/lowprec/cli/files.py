@@ -139,9 +139,7 @@ def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
     # What ml_dtypes adds as a kind of void, NumPy writes as one.
-    fitting = [
-        d.label for d in OPERAND_DTYPES if d.itemsize == size and numpy_dtype(d).kind == "V"
-    ]
+    fitting = [d.label for d in OPERAND_DTYPES if d.itemsize == size and numpy_dtype(d).kind == "V"]
     if not fitting:
         raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
     if dtype is None or dtype.label not in fitting:

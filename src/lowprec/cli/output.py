@@ -9,12 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-__all__ = ["Table", "note", "print_json", "print_table", "progress", "seconds"]
+from lowprec.cli.errors import CommandError
+
+__all__ = [
+    "Table",
+    "flush",
+    "note",
+    "print_json",
+    "print_table",
+    "print_text",
+    "progress",
+    "seconds",
+]
 
 
 @dataclass(frozen=True)
@@ -43,9 +55,45 @@ def print_table(table: Table) -> None:
     """Print a table to standard output."""
     console = _console(sys.stdout)
     if console is None:
-        print(plain_text(table))
-    else:
-        console.print(_rich_table(table), soft_wrap=False)
+        print_text(plain_text(table))
+        return
+    with _standard_output():
+        console.print(_rich_table(table))
+
+
+def print_text(text: str) -> None:
+    """Print lines to standard output."""
+    with _standard_output():
+        print(text)
+
+
+def flush() -> None:
+    """Hand over what is still buffered.
+
+    A command does it before it ends: later, a closed pipe or a full disk could no longer be reported.
+    """
+    with _standard_output():
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+    """Turn a failure to write into a message, except that of a reader who went away."""
+    try:
+        yield
+    except OSError as error:
+        _discard_output()
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CommandError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def _discard_output() -> None:
+    """Point standard output at nothing, so that the interpreter's last flush does not fail once more."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def plain_text(table: Table) -> str:
@@ -75,7 +123,7 @@ def plain_text(table: Table) -> str:
 
 def print_json(value: Any) -> None:
     """Print one JSON document; a number that JSON does not have (Inf, NaN) becomes null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    print_text(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

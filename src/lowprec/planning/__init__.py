@@ -3,15 +3,8 @@
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, Kernel
 from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, gemm_layout
-from lowprec.planning.plan import (
-    Activation,
-    Candidate,
-    Copy,
-    GemmPlan,
-    GemmProblem,
-    parse_activation,
-    plan_gemm,
-)
+from lowprec.planning.plan import Candidate, Copy, GemmPlan, plan_gemm
+from lowprec.planning.problem import Activation, GemmProblem, parse_activation
 from lowprec.planning.selection import Selection, check_rtol, select_mode
 
 __all__ = [

@@ -48,10 +48,8 @@ ACCUMULATOR: dict[DType, NumberFormat | None] = {
     DType.INT8: None,
 }
 
-# |high| + |low| <= (1 + 2^-7) |x| for the two bfloat16 parts of x: |high| is off by 2^-8, |low| is that difference.
-_PAIR_GROWTH = (1 + 2.0**-7) ** 2
-
-# Tile products per pair of operands, all summed into one element.
+# Tile products per pair of operands, all summed into one element. The two parts of a value x are x truncated to
+# bfloat16 and the rest. Both have its sign, so |high| + |low| = |x|, and the magnitudes add up to those of one product.
 _TILE_PRODUCTS = {Kernel.AMX_BF16: 1, Kernel.AMX_BF16_PAIR: 4}
 
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
@@ -154,21 +152,20 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
 class _Sum:
     """How an element is summed.
 
-    ``terms`` real products per component, each carried through at most ``depth`` roundings; ``in_pairs`` where both
-    operands are sums of two parts; ``flushes`` where the units count subnormals as zero.
+    ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
+    units count subnormals as zero.
     """
 
     accumulator: NumberFormat
     depth: int
     terms: int
     components: int
-    in_pairs: bool = False
     flushes: bool = False
 
     @property
     def growth(self) -> float:
         """Magnitudes of the terms together, over ``|A| |B|``."""
-        return sqrt(self.components) * (_PAIR_GROWTH if self.in_pairs else 1.0)
+        return sqrt(self.components)
 
 
 def _summation(k: int, kernel: Kernel, accumulator: NumberFormat, components: int) -> _Sum:
@@ -177,7 +174,7 @@ def _summation(k: int, kernel: Kernel, accumulator: NumberFormat, components: in
         return _Sum(accumulator, components * k, components * k, components)
     instructions = components * products * -(-k // TILE_K)
     depth = _TILE_DEPTH + instructions + components - 1 if k else 0
-    return _Sum(accumulator, depth, components * products * k, components, products > 1, True)
+    return _Sum(accumulator, depth, components * products * k, components, flushes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +284,6 @@ def _formula(rounding: _Rounding, how: _Sum) -> str:
         )
     if how.depth:
         growth = "sqrt(2) " if how.components == 2 else ""
-        growth += "(1 + 2^-7)^2 " if how.in_pairs else ""
         factors.append(f"(1 + {growth}gamma_{how.depth})")
     if rounding.out:
         factors.append(f"(1 + 2^-{rounding.out.precision})")

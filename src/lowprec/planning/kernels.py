@@ -43,8 +43,12 @@ class Capabilities:
         Whether lowprec's tile kernels run: the CPU has the units, the system grants them, and the compiler is there.
     mkl, numba : bool
         Whether these libraries are loaded.
-    amx_bf16_minimum_flops, amx_bf16_pair_minimum_flops, amx_int8_minimum_flops, mkl_minimum_flops : int
-        Flops of the whole product below which a kernel costs more than it saves.
+    amx_bf16_minimum_flops, amx_bf16_pair_minimum_flops, amx_int8_minimum_flops : int
+        Flops of one product (of a batch, each) below which a tile kernel costs more than it saves.
+    amx_minimum_extent : int
+        Least of m, n and k from which tiles are filled well enough.
+    mkl_batch_minimum_flops : int
+        Flops of each product of a batch below which NumPy's own loop over the batch beats one call of MKL for each.
     flops_per_byte : float
         Peak rate over memory bandwidth: products of lower arithmetic intensity wait for memory.
     """
@@ -58,7 +62,8 @@ class Capabilities:
     amx_bf16_minimum_flops: int = 2_000_000
     amx_bf16_pair_minimum_flops: int = 4_000_000
     amx_int8_minimum_flops: int = 2_000_000
-    mkl_minimum_flops: int = 0
+    amx_minimum_extent: int = 32
+    mkl_batch_minimum_flops: int = 50_000_000
     flops_per_byte: float = 16.0
 
 
@@ -99,7 +104,7 @@ KERNELS: dict[Kernel, KernelRow] = {
     Kernel.AMX_INT8: KernelRow(
         "amx_int8", "amx_int8_minimum_flops", "int8 tile units (AMX)", "no int8 tile units (AMX)"
     ),
-    Kernel.MKL: KernelRow("mkl", "mkl_minimum_flops", "MKL", "MKL is not installed"),
+    Kernel.MKL: KernelRow("mkl", None, "MKL", "MKL is not installed"),
     Kernel.NUMPY: KernelRow(None, None, "NumPy's BLAS", ""),
 }  # fmt: skip
 
@@ -173,12 +178,27 @@ def _objection(kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, f
     row = KERNELS[kernel]
     if row.requires and not getattr(capabilities, row.requires):
         return row.missing
+    each = flops // max(layout.batch_count, 1)
     if row.minimum:
         minimum = getattr(capabilities, row.minimum)
-        if flops < minimum:
-            return f"{kernel} pays from {minimum:.3g} flops, this product has {flops:.3g}"
-    if kernel is Kernel.MKL and _exceeds_32_bits(layout):
+        if each < minimum:
+            return f"{kernel} pays from {minimum:.3g} flops, this product has {each:.3g}"
+        least = min(layout.m, layout.n, layout.k)
+        if least < capabilities.amx_minimum_extent:
+            return f"{kernel} pays from m, n, k of {capabilities.amx_minimum_extent}, the least here is {least}"
+    if kernel is Kernel.MKL:
+        return _objection_to_mkl(capabilities, layout, each)
+    return ""
+
+
+def _objection_to_mkl(capabilities: Capabilities, layout: GemmLayout, each: int) -> str:
+    if _exceeds_32_bits(layout):
         return "MKL counts rows, columns and leading dimensions with 32 bits"
+    minimum = capabilities.mkl_batch_minimum_flops
+    if layout.batch_count > 1 and each < minimum:
+        return (
+            f"MKL pays from {minimum:.3g} flops for each product of a batch, these have {each:.3g}"
+        )
     return ""
 
 

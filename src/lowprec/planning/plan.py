@@ -1,15 +1,14 @@
-"""A product as a value, and the plan of how it runs: frozen, hashable, printable, cached."""
+"""The plan of how a product runs: frozen, hashable, printable, cached."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, unique
 from functools import lru_cache
 from math import prod
 from typing import Any
 
-from lowprec.errors import DTypeError, ModeError, ShapeError, UnsupportedError
-from lowprec.formats import DType, NumberFormat, promote
+from lowprec.errors import ModeError, UnsupportedError
+from lowprec.formats import DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode, mode_names, row
 from lowprec.planning import rendering
 from lowprec.planning.advice import advise
@@ -34,41 +33,23 @@ from lowprec.planning.kernels import (
     flops_per_conversion,
 )
 from lowprec.planning.layout import GemmLayout, OperandSpec, gemm_layout
+from lowprec.planning.problem import (
+    EPILOGUE_DTYPE,
+    GemmProblem,
+    check_epilogue,
+    common_dtype,
+    result_dtype,
+)
 
 __all__ = [
-    "OUT_DTYPES",
-    "Activation",
     "Candidate",
     "Copy",
     "GemmPlan",
-    "GemmProblem",
-    "parse_activation",
     "plan_gemm",
 ]
 
 PLAN_CACHE_SIZE = 1024
 
-#: Element types that a result may have, per common element type of the operands; the first is the default.
-OUT_DTYPES: dict[DType, tuple[DType, ...]] = {
-    DType.FLOAT64: (DType.FLOAT64,),
-    DType.FLOAT32: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-    DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
-    DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
-    DType.COMPLEX64: (DType.COMPLEX64,),
-    DType.COMPLEX128: (DType.COMPLEX128,),
-    DType.INT8: (DType.INT32,),
-}
-
-#: Element type in which products are summed and the epilogue is computed.
-EPILOGUE_DTYPE: dict[DType, DType] = {
-    DType.FLOAT64: DType.FLOAT64,
-    DType.FLOAT32: DType.FLOAT32,
-    DType.FLOAT16: DType.FLOAT32,
-    DType.BFLOAT16: DType.FLOAT32,
-    DType.COMPLEX64: DType.COMPLEX64,
-    DType.COMPLEX128: DType.COMPLEX128,
-    DType.INT8: DType.INT32,
-}
 
 _COMPUTE_TYPE: dict[DType, str] = {
     DType.FLOAT64: "COMPUTE_64F",
@@ -89,75 +70,6 @@ _KIND: dict[str | None, NumberKind] = {
 
 # Element types whose numbers are held in a wider one until a kernel reads them.
 _HELD_IN: dict[Kernel, str] = {Kernel.MKL: "float32", Kernel.NUMPY: "float32"}
-
-
-@unique
-class Activation(str, Enum):
-    """Functions that the epilogue may apply; ``gelu`` is the tanh form, as cuBLASLt's."""
-
-    RELU = "relu"
-    GELU = "gelu"
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
-
-
-def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such activation; the message lists those that there are.
-
-    Examples
-    --------
-    >>> parse_activation("relu")
-    <Activation.RELU: 'relu'>
-    """
-    if name is None:
-        return None
-    try:
-        return Activation(name)
-    except ValueError:
-        legal = ", ".join([*Activation, "None"])
-        raise UnsupportedError(
-            f"activation {name!r} is not supported; choose one of: {legal}"
-        ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class GemmProblem:
-    """``out = activation(alpha * a @ b + beta * c + bias)``, everything but the addresses and the two scalars.
-
-    Parameters
-    ----------
-    a, b : OperandSpec
-        Shapes (..., m, k) or (k,), and (..., k, n) or (k,).
-    out_dtype : DType or None
-        Of the result; the operands' common type by default, int32 for int8.
-    out : OperandSpec or None
-        The caller's array for the result, exactly of its shape and element type.
-    c : OperandSpec or None
-        Broadcasts to the result's shape.
-    bias : OperandSpec or None
-        Shape (n,).
-    has_alpha, has_beta : bool
-        Whether alpha is other than 1, beta other than 0.
-    activation : Activation or None
-    """
-
-    a: OperandSpec
-    b: OperandSpec
-    out_dtype: DType | None = None
-    out: OperandSpec | None = None
-    c: OperandSpec | None = None
-    bias: OperandSpec | None = None
-    has_alpha: bool = False
-    has_beta: bool = False
-    activation: Activation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,94 +195,6 @@ class GemmPlan:
         return rendering.to_dict(self)
 
 
-def _compute_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
-    """Return the operands' common element type; raise if there is none or the device has no use for it."""
-    for name, spec in (("a", problem.a), ("b", problem.b)):
-        if spec.dtype.is_float8:
-            raise UnsupportedError(
-                f"{name} has dtype {spec.dtype}, which needs a GPU of compute capability 8.9 or later; "
-                f"on {capabilities.device} convert it to bfloat16 or float16"
-            )
-        if spec.dtype not in OUT_DTYPES:
-            legal = ", ".join(map(str, OUT_DTYPES))
-            raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    return promote(problem.a.dtype, problem.b.dtype)
-
-
-def _out_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
-    legal = OUT_DTYPES[compute_dtype]
-    dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
-    words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
-    if dtype not in legal:
-        choices = " or ".join(map(str, legal))
-        raise DTypeError(f"out_dtype {dtype} is not possible for {words}; it gives {choices}")
-    if problem.out and problem.out.dtype is not dtype:
-        raise DTypeError(f"out has dtype {problem.out.dtype}, but the result has dtype {dtype}")
-    return dtype
-
-
-def _check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayout) -> None:
-    """Raise where c, bias, alpha, beta or the activation do not go with the product."""
-    if compute_dtype is DType.INT8:
-        refused = {
-            "alpha": problem.has_alpha,
-            "beta and c": problem.has_beta or problem.c is not None,
-            f"activation {Activation.GELU}": problem.activation is Activation.GELU,
-        }
-        for name, present in refused.items():
-            if present:
-                raise UnsupportedError(
-                    f"{name} cannot be used with int8 operands, whose product is exact integers; "
-                    "apply it to the result after converting that"
-                )
-    if compute_dtype.is_complex and problem.activation:
-        raise UnsupportedError(
-            f"activation {problem.activation} is not defined for {compute_dtype} operands"
-        )
-    bias_shape = (layout.n,)
-    if problem.bias and problem.bias.shape != bias_shape:
-        raise ShapeError(
-            f"bias has shape {problem.bias.shape}, but must have shape {bias_shape}, the columns of b"
-        )
-    if problem.c and not _broadcasts(problem.c.shape, layout.out_shape):
-        raise ShapeError(
-            f"c has shape {problem.c.shape}, which does not broadcast to the result's shape {layout.out_shape}"
-        )
-    for name, spec in (("c", problem.c), ("bias", problem.bias)):
-        if spec:
-            _check_addend(name, spec.dtype, EPILOGUE_DTYPE[compute_dtype])
-
-
-def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
-    """Raise if an addend would lose digits in the type in which the epilogue is computed."""
-    legal = (
-        (DType.INT8, DType.INT32)
-        if epilogue is DType.INT32
-        else tuple(
-            d for d in OUT_DTYPES if d is not DType.INT8 and promote(d, epilogue) is epilogue
-        )
-    )
-    if dtype not in legal:
-        choices = ", ".join(map(str, legal))
-        raise DTypeError(
-            f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}"
-        )
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether an array of one shape can be read as one of another.
-
-    Examples
-    --------
-    >>> _broadcasts((3, 1), (2, 3, 4)), _broadcasts((2, 1, 1), (3, 4))
-    (True, False)
-    """
-    if len(shape) > len(to):
-        return False
-    tail = to[len(to) - len(shape) :]
-    return all(n in (1, m) for n, m in zip(shape, tail, strict=True))
-
-
 def _is_exact(spec: OperandSpec, fmt: NumberFormat | None) -> bool:
     """Whether an operand holds only numbers of the format that is multiplied."""
     return fmt is None or (spec.dtype.format is not None and holds(fmt, spec.dtype.format))
@@ -464,10 +288,10 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         raise ModeError(
             f"the mode {mode} is not available in this version; choose one of: {mode_names()}"
         )
-    compute_dtype = _compute_dtype(problem, capabilities)
-    out_dtype = _out_dtype(problem, compute_dtype)
+    compute_dtype = common_dtype(problem, capabilities)
+    out_dtype = result_dtype(problem, compute_dtype)
     layout = gemm_layout(problem.a, problem.b, problem.out)
-    _check_epilogue(problem, compute_dtype, layout)
+    check_epilogue(problem, compute_dtype, layout)
     if compute_dtype is DType.INT8 and layout.k > MAX_K_INT8:
         raise UnsupportedError(
             f"int8 operands with k = {layout.k}: sums of more than {MAX_K_INT8} products may leave int32; "

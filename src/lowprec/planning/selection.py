@@ -11,7 +11,8 @@ from lowprec.errors import ModeError
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning.bounds import SINGLE_PRECISION
 from lowprec.planning.kernels import Capabilities, Kernel, flops_per_conversion
-from lowprec.planning.plan import PLAN_CACHE_SIZE, Candidate, GemmPlan, GemmProblem, plan_gemm
+from lowprec.planning.plan import PLAN_CACHE_SIZE, Candidate, GemmPlan, plan_gemm
+from lowprec.planning.problem import GemmProblem
 
 __all__ = ["COST_PER_FLOP", "Selection", "check_rtol", "select_mode"]
 

@@ -343,9 +343,10 @@ def gemm(
     out : Operand
         m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
         `b`. It may be the same memory as `c`, element by element.
-    rounding : {"bf16", "tf32", "fp16", "exact"}
-        What float32 operands become (nearest even). Storage of 16 or 8 bits stays what it is;
-        ``"exact"`` is for products that have no float32 operand.
+    rounding : {"bf16", "tf32", "tf32_away", "fp16", "exact"}
+        What float32 operands become: nearest even, and for ``"tf32_away"`` ties away from zero.
+        Storage of 16 or 8 bits stays what it is; ``"exact"`` is for products that have no float32
+        operand.
     alpha, beta : float
         Rounded to float32. `c` is not read if `beta` is 0. For int8 only the defaults.
     c : Operand, optional
@@ -382,6 +383,7 @@ def gemm(
     fields |= _operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE)
     fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
     fields |= _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
+    fields[J.OUT_ITEM_BYTES] = _ITEM_BYTES[out.dtype]
     fields |= _epilogue_fields(alpha, beta, c, bias, along_rows, activation)
     if out.dtype == "int32" and not fields[J.PLAIN]:
         raise ValueError("int8 products take no alpha, beta, bias or activation")

@@ -59,6 +59,8 @@ class _FreeList:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
+        # Its own reference: when the interpreter ends, this module may be cleared before the list.
+        self._account = _retained
 
     def take(self, nbytes: int) -> np.ndarray | None:
         """The smallest free buffer that holds `nbytes`, unless it is wastefully large."""
@@ -70,20 +72,20 @@ class _FreeList:
         if best is None:
             return None
         array = self.arrays.pop(best)
-        _retained.remove(array.nbytes)
+        self._account.remove(array.nbytes)
         return array
 
     def give(self, array: np.ndarray) -> None:
         # The oldest buffers make room: what was returned last is what is asked for next.
-        while not _retained.try_add(array.nbytes):
+        while not self._account.try_add(array.nbytes):
             if not self.arrays:
                 return
-            _retained.remove(self.arrays.pop(0).nbytes)
+            self._account.remove(self.arrays.pop(0).nbytes)
         self.arrays.append(array)
 
     def clear(self) -> None:
         while self.arrays:
-            _retained.remove(self.arrays.pop().nbytes)
+            self._account.remove(self.arrays.pop().nbytes)
 
     def __del__(self) -> None:
         self.clear()

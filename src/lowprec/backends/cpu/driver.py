@@ -42,6 +42,7 @@ from lowprec.backends.cpu.native import (
     inline_asm,
     load,
     pause,
+    prefetch_for_writing,
     yield_cpu,
 )
 
@@ -255,6 +256,19 @@ def _packing_phase(job, scratch):
 
 
 @njit
+def _prefetch_out(job, row, col):
+    """Ask for the lines that the epilogue of a block will write, a whole kernel call ahead."""
+    item, row_stride = _field(job, J.OUT_ITEM_BYTES), _field(job, J.OUT_ROW_STRIDE)
+    if _field(job, J.OUT_COL_STRIDE) != item:
+        return
+    target = _field(job, J.OUT) + row * row_stride + col * item
+    last = min(32, _field(job, J.N) - col) * item - 1
+    for i in range(min(32, _field(job, J.M) - row)):
+        prefetch_for_writing(target + i * row_stride)
+        prefetch_for_writing(target + i * row_stride + last)
+
+
+@njit
 def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
     """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
     micro, epilogue = _field(job, J.KERNEL), _field(job, J.EPILOGUE)
@@ -276,8 +290,11 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
+                is_last = s + count == steps
+                if is_last:
+                    _prefetch_out(job, (strip_m + m) * 32, n * 32)
                 call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
-                if s + count == steps:
+                if is_last:
                     to = scratch + _field(job, J.SCRATCH_OFFSET)
                     call(epilogue, (acc, job, (strip_m + m) * 32, n * 32, to))
 

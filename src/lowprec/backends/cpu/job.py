@@ -27,6 +27,7 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     OUT,
     OUT_ROW_STRIDE,
     OUT_COL_STRIDE,
+    OUT_ITEM_BYTES,
     C,
     C_ROW_STRIDE,
     C_COL_STRIDE,
@@ -63,7 +64,7 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     INNER_STEPS,
     ACC_OFFSET,
     SCRATCH_OFFSET,
-) = range(32, 32 + 49)
+) = range(32, 32 + 50)
 
 WORDS = 96
 

@@ -68,7 +68,8 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
     if vector_a:
         a, out = a[None, :], out[..., None, :]
     if plan.layout.collapsed:
-        a, out = a.reshape(-1, a.shape[-1]), out.reshape(-1, out.shape[-1])
+        m = plan.layout.m  # given, since -1 is ambiguous where k or n is 0
+        a, out = a.reshape(m, a.shape[-1]), out.reshape(m, out.shape[-1])
         b = b.reshape(b.shape[-2:])
     c = bias = None
     if arguments.c is not None and plan.problem.has_beta:

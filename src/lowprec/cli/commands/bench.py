@@ -19,7 +19,7 @@ from lowprec.cli.machine import conditions, describe
 from lowprec.cli.measure import Timing, take_turns
 from lowprec.cli.operands import operand, rotation, sizes
 from lowprec.cli.options import add_budget, add_json, add_seed, count, dtype, listed, mode
-from lowprec.cli.output import Table, note, print_json, print_table, progress, seconds
+from lowprec.cli.output import Table, note, print_json, print_table, print_text, progress, seconds
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning import GemmPlan
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({**found, "seed": options.seed, "results": [_facts(r) for r in results]})
     else:
         print_table(_table(results))
-        print(describe(found))
+        print_text(describe(found))
     for reason in _reasons(results):
         note(reason)
     return 0

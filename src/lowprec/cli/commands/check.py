@@ -31,7 +31,7 @@ from lowprec.cli.options import (
     mode,
     shape,
 )
-from lowprec.cli.output import Table, note, print_json, print_table, progress, seconds
+from lowprec.cli.output import Table, note, print_json, print_table, print_text, progress, seconds
 from lowprec.formats import DType
 from lowprec.modes import available_modes
 
@@ -110,8 +110,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         for case, rows in reports:
             print_table(_table(case, rows))
-            print()
-        print(describe(found))
+            print_text("")
+        print_text(describe(found))
     for remark in _remarks(reports):
         note(remark)
     return int(any(r.errors.verdict is Verdict.ABOVE for _, rows in reports for r in rows))

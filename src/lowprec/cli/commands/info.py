@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowprec.cli.options import add_json
-from lowprec.cli.output import Table, print_json, print_table
+from lowprec.cli.output import Table, print_json, print_table, print_text
 from lowprec.info import info
 
 EXAMPLES = """\
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for number, table in enumerate(_tables(facts)):
         if number:
-            print()
+            print_text("")
         print_table(table)
     return 0
 

@@ -87,7 +87,11 @@ def _table(output: str, plan: GemmPlan, elapsed: float) -> Table:
 
 def _bound(plan: GemmPlan) -> str:
     bound = plan.bound
-    text = f"at most {bound.relative:.3g} |A| |B|, Frobenius norms" if bound.relative else "none: exact"
+    text = (
+        f"at most {bound.relative:.3g} |A| |B|, Frobenius norms"
+        if bound.relative
+        else "none: exact"
+    )
     return "; ".join(filter(None, (text, bound.absolute, f"provided: {bound.condition}")))
 
 

@@ -13,7 +13,7 @@ from lowprec import explain
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import read_pair
 from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype, shape
-from lowprec.cli.output import print_json
+from lowprec.cli.output import print_json, print_text
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 from lowprec.request import ShapeDtype
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_dict())
     else:
-        print(plan)
+        print_text(str(plan))
     return 0
 
 

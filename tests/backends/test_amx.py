@@ -1,0 +1,559 @@
+"""The AMX kernel against float64 oracles of the rounded operands, under derived bounds.
+
+With u = 2^-24 and P exact products in the sum of one element, each product passes through at most
+P - 1 roundings of sums, in whatever order they are taken, so the sum is within gamma(P) |A| |B| of
+the exact one (ASNA section 3.1). Parts of a number have its sign and sum to it exactly, so P is 4 k
+for operands in two parts, and |A| |B| stays that of the whole numbers. The tile unit takes
+subnormal numbers, going in and coming out, for zero: at most 2^-126 for each product and each sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowprec.backends.cpu import amx, threads
+
+pytestmark = pytest.mark.skipif(
+    not amx.is_available(), reason="this machine has no AMX units (or no numba to reach them)"
+)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": BFLOAT16,
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "int32": np.dtype(np.int32),
+}
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+TINY = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
+
+#: Storage of the operands, rounding, parts.
+KINDS = [
+    ("float32", "bf16", 1),
+    ("float32", "tf32", 2),
+    ("float32", "tf32_away", 2),
+    ("float32", "fp16", 2),
+    ("bfloat16", "exact", 1),
+    ("float16", "exact", 2),
+]
+kinds = pytest.mark.parametrize(
+    ("dtype", "rounding", "parts"), KINDS, ids=["-".join(kind[:2]) for kind in KINDS]
+)
+
+
+def to_tf32(x: np.ndarray, away: bool) -> np.ndarray:
+    """Round float32 to 11 significant bits by float64 arithmetic."""
+    fraction, exponent = np.frexp(x.astype(np.float64))
+    scaled = np.abs(np.ldexp(fraction, 11))
+    rounded = np.floor(scaled + 0.5) if away else np.rint(scaled)
+    return np.copysign(np.ldexp(rounded, exponent - 11), x)
+
+
+def rounded(x: np.ndarray, rounding: str) -> np.ndarray:
+    """What the operand becomes, in float64."""
+    if x.dtype != np.float32 or rounding == "exact":
+        return x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        if rounding.startswith("tf32"):
+            return to_tf32(x, rounding == "tf32_away")
+        return x.astype({"bf16": BFLOAT16, "fp16": np.float16}[rounding]).astype(np.float64)
+
+
+def operand(x: np.ndarray) -> amx.Operand:
+    """Describe a 2-D array; strides of extents of 1 mean nothing and are made absurd."""
+    strides = [s // x.itemsize if n > 1 else 12345 for s, n in zip(x.strides, x.shape, strict=True)]
+    return amx.Operand(x.ctypes.data, x.dtype.name, strides[0], strides[1])
+
+
+def multiply(
+    a: np.ndarray,
+    b: np.ndarray,
+    rounding: str,
+    out: np.ndarray | str = "float32",
+    *,
+    c: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    **epilogue: Any,
+) -> np.ndarray | None:
+    """Return the result, or None if the kernel declined."""
+    if isinstance(out, str):
+        out = np.zeros((a.shape[0], b.shape[1]), DTYPES[out])
+    done = amx.gemm(
+        a.shape[0],
+        b.shape[1],
+        a.shape[1],
+        operand(a),
+        operand(b),
+        operand(out),
+        rounding=rounding,
+        c=None if c is None else operand(c),
+        bias=None
+        if bias is None
+        else (bias.ctypes.data, bias.dtype.name, bias.strides[0] // bias.itemsize),
+        **epilogue,
+    )
+    return out if done else None
+
+
+def gamma(count: int, unit: float = 2.0**-24) -> float:
+    return count * unit / (1 - count * unit)
+
+
+def product_and_bound(
+    a: np.ndarray, b: np.ndarray, rounding: str, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The product of the rounded operands in float64, and how far a float32 sum may be from it."""
+    x, y = rounded(a, rounding), rounded(b, rounding)
+    count = a.shape[1] * parts * parts
+    # The oracle's own error: float64 sums of the same products.
+    bound = (gamma(count) + gamma(a.shape[1], 2.0**-53)) * (np.abs(x) @ np.abs(y))
+    flushed = 2 * count * 2.0**-126 * (1 + np.abs(x).max() + np.abs(y).max())
+    return x @ y, bound + flushed
+
+
+def assert_within(got: np.ndarray | None, want: np.ndarray, bound: np.ndarray) -> None:
+    """Compare under an elementwise bound, widened by the one rounding to the result's type."""
+    assert got is not None, "the kernel declined"
+    unit, tiny = UNIT[got.dtype.name], TINY[got.dtype.name]
+    allowed = bound * (1 + unit) + unit * np.abs(want) + tiny
+    error = np.abs(got.astype(np.float64) - want)
+    worst = np.unravel_index(np.argmax(error / allowed), error.shape)
+    assert (error <= allowed).all(), (
+        f"at {worst}: {got[worst]} for {want[worst]}, bound {allowed[worst]}"
+    )
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+
+
+# --- shapes and strides -----------------------------------------------------------------------
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 40, 7),
+    (40, 1, 33),
+    (16, 16, 32),
+    (31, 33, 65),
+    (64, 96, 32),
+    (65, 31, 2),
+    (100, 70, 1030),
+    (33, 300, 2100),
+    (300, 33, 4100),
+]
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids="x".join(["{}"] * 3).format(*"mnk") and str)
+def test_shapes(
+    rng: np.random.Generator, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int]
+) -> None:
+    m, n, k = shape
+    a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+    assert_within(multiply(a, b, rounding), *product_and_bound(a, b, rounding, parts))
+
+
+@kinds
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60], ids=["ones", "small"])
+def test_rounding_is_done_and_nothing_more(
+    rng: np.random.Generator, dtype: str, rounding: str, parts: int, scale: float
+) -> None:
+    """Half of what rounding the inputs must cause is far above the bound of the sums."""
+    if dtype != "float32" or (rounding == "fp16" and scale < 1):
+        pytest.skip("only float32 operands are rounded, and to float16 only in its range")
+    a, b = (normal(rng, (96, 64), dtype) * np.float32(scale) for _ in range(2))
+    got = multiply(a, b.T, rounding)
+    assert_within(got, *product_and_bound(a, b.T, rounding, parts))
+    exact = a.astype(np.float64) @ b.T.astype(np.float64)
+    assert got is not None
+    error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+    assert error > (2.0**-10 if rounding == "bf16" else 2.0**-13)
+
+
+def as_strided(x: np.ndarray, layout: str) -> np.ndarray:
+    """The same numbers in another layout."""
+    if layout == "rows":
+        return np.ascontiguousarray(x)
+    if layout == "columns":
+        return np.asfortranarray(x)
+    if layout == "backwards":
+        return np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1]
+    if layout == "rows backwards":
+        return np.ascontiguousarray(x[::-1])[::-1]
+    if layout == "padded":
+        wide = np.full((x.shape[0], x.shape[1] + 13), 77, x.dtype)
+        wide[:, 5 : 5 + x.shape[1]] = x
+        return wide[:, 5 : 5 + x.shape[1]]
+    assert layout == "steps"
+    wide = np.full((3 * x.shape[0], 2 * x.shape[1]), 77, x.dtype)
+    wide[::3, ::2] = x
+    return wide[::3, ::2]
+
+
+LAYOUTS = ["rows", "columns", "backwards", "rows backwards", "padded", "steps"]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [kind[:2] for kind in KINDS] + [("int8", "exact")])
+def test_layouts_of_operands(rng: np.random.Generator, dtype: str, rounding: str) -> None:
+    """The same numbers give the same bits, however they lie."""
+    m, n, k = 70, 90, 200
+    out = "int32" if dtype == "int8" else "float32"
+    if dtype == "int8":
+        a, b = (rng.integers(-128, 128, s).astype(np.int8) for s in ((m, k), (k, n)))
+    else:
+        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+    want = multiply(a, b, rounding, out)
+    for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
+        got = multiply(as_strided(a, layout_a), as_strided(b, layout_b), rounding, out)
+        np.testing.assert_array_equal(got, want, err_msg=f"{layout_a}, {layout_b}")
+
+
+@kinds
+def test_repeated_rows_and_columns(
+    rng: np.random.Generator, dtype: str, rounding: str, parts: int
+) -> None:
+    """A stride of zero repeats an element."""
+    row, column = normal(rng, (50,), dtype), normal(rng, (50,), dtype)
+    a, b = np.broadcast_to(row, (40, 50)), np.broadcast_to(column[:, None], (50, 60))
+    assert a.strides[0] == 0
+    assert b.strides[1] == 0
+    assert_within(multiply(a, b, rounding), *product_and_bound(a, b, rounding, parts))
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "rounding", "parts"), [KINDS[0], KINDS[1]], ids=["bf16", "tf32"])
+def test_layouts_of_out(
+    rng: np.random.Generator, out_dtype: str, layout: str, dtype: str, rounding: str, parts: int
+) -> None:
+    """Only the elements of `out` are written, in any layout."""
+    m, n, k = 45, 70, 64
+    a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+    out = as_strided(np.zeros((m, n), DTYPES[out_dtype]), layout)
+    got = multiply(a, b, rounding, out)
+    assert_within(got, *product_and_bound(a, b, rounding, parts))
+    if layout in ("padded", "steps"):
+        whole = out.base
+        assert whole is not None
+        written = np.zeros(whole.shape, bool)
+        written[(slice(None), slice(5, 5 + n)) if layout == "padded" else np.s_[::3, ::2]] = True
+        assert (whole[~written] == 77).all()
+
+
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product(["float32", "bfloat16", "float16"], repeat=2))
+)
+def test_mixed_storage(rng: np.random.Generator, dtypes: tuple[str, str]) -> None:
+    """Each operand goes into the parts that it needs: 16-bit storage stays, float32 is rounded."""
+    a, b = normal(rng, (40, 70), dtypes[0]), normal(rng, (70, 50), dtypes[1])
+    assert_within(multiply(a, b, "tf32"), *product_and_bound(a, b, "tf32", 2))
+
+
+# --- single products --------------------------------------------------------------------------
+
+
+def patterns(dtype: str, rng: np.random.Generator) -> np.ndarray:
+    """Finite numbers of every exponent between 2^-24 and 2^24, ties of each rounding among them."""
+    if dtype == "float32":
+        exponents = np.repeat(np.arange(127 - 24, 127 + 14, dtype=np.uint32), 40)
+        fraction = rng.integers(0, 1 << 23, exponents.size, dtype=np.uint32)
+        ties = np.where(np.arange(fraction.size) % 2, 0x1000, 0x8000).astype(np.uint32)
+        fraction = np.where(
+            np.arange(fraction.size) % 4 < 2, fraction & ~(ties * 2 - 1) | ties, fraction
+        )
+        sign = rng.integers(0, 2, exponents.size, dtype=np.uint32) << 31
+        return (sign | exponents << 23 | fraction).view(np.float32)
+    bits = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+    with np.errstate(invalid="ignore"):
+        wide = np.abs(bits.astype(np.float64))
+    keep = (wide >= 2.0**-24) & (wide < 2.0**15)
+    return bits[keep]
+
+
+@kinds
+def test_single_products_are_exact(
+    rng: np.random.Generator, dtype: str, rounding: str, parts: int
+) -> None:
+    """With k = 1 the product has at most 22 bits: the result is it, to the last bit."""
+    x = patterns(dtype, rng)
+    a, b = rng.permutation(x)[:1000, None], rng.permutation(x)[None, :1000]
+    got = multiply(a, b, rounding)
+    np.testing.assert_array_equal(got, rounded(a, rounding) * rounded(b, rounding))
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+def test_results_are_rounded_once(rng: np.random.Generator, out_dtype: str) -> None:
+    """Products of k = 1 are exact in float32, so the output must be their nearest even neighbour."""
+    x = patterns("float32", rng)
+    a, b = rng.permutation(x)[:800, None], rng.permutation(x)[None, :800]
+    with np.errstate(over="ignore"):
+        want = (
+            (rounded(a, "bf16") * rounded(b, "bf16")).astype(np.float32).astype(DTYPES[out_dtype])
+        )
+    got = multiply(a, b, "bf16", out_dtype)
+    assert got is not None
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    assert np.isinf(want.astype(np.float32)).any() == (out_dtype == "float16")
+
+
+def test_tf32_ties() -> None:
+    """Half a unit above an even and an odd neighbour, both roundings."""
+    ties = np.array([[1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11]], np.float32)
+    one = np.ones((1, 1), np.float32)
+    even, away = multiply(one, ties, "tf32"), multiply(one, ties, "tf32_away")
+    np.testing.assert_array_equal(even, [[1, 1 + 2.0**-9, -1]])
+    np.testing.assert_array_equal(away, [[1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10]])
+
+
+def test_float16_subnormals_count() -> None:
+    """A float32 below 2^-14 becomes a subnormal float16, not zero, and the odd half rounds to even."""
+    x = np.array([[2.0**-24, 3 * 2.0**-25, 2.0**-25, 2.0**-26, 2.0**-15 + 2.0**-24]], np.float32)
+    want = np.array([[2.0**-24, 2.0**-23, 0, 0, 2.0**-15 + 2.0**-24]])
+    np.testing.assert_array_equal(multiply(np.ones((1, 1), np.float32), x, "fp16"), want)
+    stored = want.astype(np.float16)
+    np.testing.assert_array_equal(multiply(np.ones((1, 1), np.float16), stored, "exact"), want)
+
+
+# --- infinities and NaN -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", "bf16"), ("bfloat16", "exact")])
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+def test_one_part_passes_nonfinite_values(dtype: str, rounding: str, out_dtype: str) -> None:
+    # A signalling NaN with its payload in the low bits: truncating it would make an infinity.
+    nan = np.array([0x7F800001], np.uint32).view(np.float32)[0]
+    with np.errstate(invalid="ignore"):
+        column = np.array([[np.inf], [-np.inf], [np.nan], [nan], [3e38], [2.0]], np.float32)
+        a, b = column.astype(DTYPES[dtype]), np.array([[1.0, -1.0, 0.0]], DTYPES[dtype])
+    if dtype == "bfloat16":
+        a[3] = np.array([0x7F81], np.uint16).view(BFLOAT16)[0]
+    got = multiply(a, b, rounding, out_dtype)
+    assert got is not None
+    got = got.astype(np.float64)
+    np.testing.assert_array_equal(got[:2], [[np.inf, -np.inf, np.nan], [-np.inf, np.inf, np.nan]])
+    assert np.isnan(got[2:4]).all()
+    np.testing.assert_array_equal(got[5], [2, -2, 0])
+    if out_dtype == "float16":
+        np.testing.assert_array_equal(got[4], [np.inf, -np.inf, 0])
+
+
+def test_bf16_rounds_to_infinity() -> None:
+    largest = np.full((1, 1), np.finfo(np.float32).max)
+    assert multiply(largest, np.ones((1, 1), np.float32), "bf16") == np.inf
+
+
+TWO_PARTS = [kind[:2] for kind in KINDS if kind[2] == 2]
+BAD = {
+    "float32": [np.inf, -np.inf, np.nan, np.float32(np.finfo(np.float32).max)],
+    "float16": [np.inf, -np.inf, np.nan],
+}
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), TWO_PARTS)
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("place", [(0, 0), (37, 50), (69, 99)])
+def test_two_parts_decline_nonfinite_values(
+    rng: np.random.Generator,
+    dtype: str,
+    rounding: str,
+    side: str,
+    order: Any,
+    place: tuple[int, int],
+) -> None:
+    bad = [*BAD[dtype], *([np.float32(65520)] if rounding == "fp16" else [])]
+    if dtype == "float32":
+        bad.append(np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0])
+    for value in bad:
+        a, b = normal(rng, (70, 100), dtype), normal(rng, (100, 70), dtype)
+        c = normal(rng, (70, 70), "float32")
+        (a if side == "a" else b.T)[place] = value
+        a, b = np.asarray(a, order=order), np.asarray(b, order=order)
+        before = c.copy()
+        assert multiply(a, b, rounding) is None, value
+        # `out` is `c`: the caller must find it as it was, to compute the result by other means.
+        assert multiply(a, b, rounding, c, c=c, beta=0.5) is None, value
+        np.testing.assert_array_equal(c, before)
+
+
+def test_two_parts_keep_the_largest_finite_values() -> None:
+    """Just below what rounds to infinity nothing is declined."""
+    largest_tf32 = np.array([0x7F7FEFFF], np.uint32).view(np.float32).reshape(1, 1)
+    one = np.ones((1, 1), np.float32)
+    assert multiply(largest_tf32, one, "tf32") == (2 - 2.0**-10) * 2.0**127
+    assert multiply(np.full((1, 1), 65519.9, np.float32), one, "fp16") == 65504
+
+
+# --- epilogues --------------------------------------------------------------------------------
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("with_bias", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("with_c", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_epilogues(
+    rng: np.random.Generator, activation: str, with_bias: str, with_c: str, order: Any
+) -> None:
+    m, n, k = 70, 45, 50
+    a, b = normal(rng, (m, k), "float32"), normal(rng, (k, n), "float32")
+    want, bound = product_and_bound(a, b, "bf16", 1)
+    alpha, beta = 0.75, -1.5
+    want, bound = alpha * want, alpha * bound
+    magnitude = np.abs(want)
+    arguments: dict[str, Any] = {"alpha": alpha, "activation": activation}
+    if with_c:
+        c = normal(rng, (m, n), with_c)
+        arguments |= {"c": np.asarray(c, order=order), "beta": beta}
+        want, magnitude = want + beta * c.astype(float), magnitude + np.abs(beta * c.astype(float))
+    if with_bias:
+        bias = normal(rng, (2 * n,), with_bias)[::-2]
+        arguments["bias"] = bias
+        want, magnitude = want + bias.astype(float), magnitude + np.abs(bias.astype(float))
+    # Four operations in float32, each within u of what is at most `magnitude`.
+    bound = bound + gamma(4) * (magnitude + bound)
+    if activation == "relu":
+        want = np.maximum(want, 0)
+    if activation == "gelu":
+        # |gelu'| <= 1.13. About 12 roundings; the exponential's argument, up to 88 at the edge of
+        # float32, carries its own relative error into the result: 16 u is ample for |x| < 6.
+        assert np.abs(want).max() < 40
+        error = np.abs(want) * (1 + np.minimum(np.abs(want), 8) ** 3) * gamma(8)
+        want, bound = gelu(want), 1.13 * bound + error
+    out = np.zeros((m, n), np.float32, order=order)
+    assert_within(multiply(a, b, "bf16", out, **arguments), want, bound)
+
+
+def test_gelu_far_out() -> None:
+    """The tails are x and 0, whatever float32 does with exp(x)."""
+    x = np.array(
+        [[-np.inf, -3e38, -1e10, -30.0, -0.0, 30.0, 1e10, 3e38, np.inf, np.nan]], np.float32
+    )
+    got = multiply(np.ones((1, 1), BFLOAT16), x.astype(BFLOAT16), "exact", activation="gelu")
+    assert got is not None
+    want = np.maximum(x.astype(BFLOAT16).astype(np.float32), 0)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-36)
+
+
+def test_relu_keeps_nan() -> None:
+    x = np.array([[np.nan, -1.0, 2.0]], BFLOAT16)
+    got = multiply(np.ones((1, 1), BFLOAT16), x, "exact", activation="relu")
+    np.testing.assert_array_equal(got, [[np.nan, 0, 2]])
+
+
+def test_c_is_not_read_without_beta(rng: np.random.Generator) -> None:
+    a, b = normal(rng, (40, 40), "float32"), normal(rng, (40, 40), "float32")
+    c = np.full((40, 40), np.nan, np.float32)
+    got = multiply(a, b, "tf32", c, c=c, beta=0.0)
+    assert_within(got, *product_and_bound(a, b, "tf32", 2))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("dtype", "rounding", "parts"), [KINDS[0], KINDS[1]], ids=["bf16", "tf32"])
+def test_out_may_be_c(
+    rng: np.random.Generator, order: Any, dtype: str, rounding: str, parts: int
+) -> None:
+    a, b = normal(rng, (150, 3000), dtype), normal(rng, (3000, 130), dtype)
+    c = normal(rng, (150, 130), "float32")
+    want, bound = product_and_bound(a, b, rounding, parts)
+    want, bound = want + 2.0 * c, bound + gamma(3) * (np.abs(want) + bound + 2.0 * np.abs(c))
+    c = np.asarray(c, order=order)
+    assert_within(multiply(a, b, rounding, c, c=c, beta=2.0), want, bound)
+
+
+# --- int8 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (33, 17, 65), (64, 64, 64), (50, 70, 9000)])
+@pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)))
+def test_int8_is_exact(
+    rng: np.random.Generator, shape: tuple[int, int, int], orders: tuple[Any, Any, Any]
+) -> None:
+    m, n, k = shape
+    a = np.asarray(rng.integers(-128, 128, (m, k), dtype=np.int8), order=orders[0])
+    b = np.asarray(rng.integers(-128, 128, (k, n), dtype=np.int8), order=orders[1])
+    a[0], b[:, 0] = -128, -128
+    out = np.zeros((m, n), np.int32, order=orders[2])
+    np.testing.assert_array_equal(
+        multiply(a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64)
+    )
+
+
+def test_int8_refuses_an_epilogue() -> None:
+    x, out = np.ones((4, 4), np.int8), np.zeros((4, 4), np.int32)
+    with pytest.raises(ValueError, match="int8 products take no alpha"):
+        multiply(x, x, "exact", out, alpha=2.0)
+
+
+@pytest.mark.parametrize(
+    ("a_dtype", "b_dtype", "out_dtype"),
+    [("int8", "float32", "int32"), ("int8", "int8", "float32"), ("float32", "float32", "int32")],
+)
+def test_types_that_do_not_go_together(a_dtype: str, b_dtype: str, out_dtype: str) -> None:
+    a, b = np.ones((4, 4), DTYPES[a_dtype]), np.ones((4, 4), DTYPES[b_dtype])
+    with pytest.raises(ValueError, match="int8 goes with int8 into int32"):
+        multiply(a, b, "bf16", out_dtype)
+
+
+def test_float32_needs_a_rounding() -> None:
+    x = np.ones((4, 4), np.float32)
+    with pytest.raises(ValueError, match="no way to pack float32 with rounding 'exact'"):
+        multiply(x, x, "exact")
+
+
+# --- threads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [kind[:2] for kind in KINDS])
+def test_result_does_not_depend_on_thread_count(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, rounding: str
+) -> None:
+    a, b = normal(rng, (330, 2500), dtype), normal(rng, (2500, 400), dtype)
+    results = []
+    for count in (1, 2, 3, 7):
+        monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
+        results.append(multiply(a, b, rounding, activation="gelu"))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_concurrent_callers(rng: np.random.Generator) -> None:
+    """Eight threads, each with its own kind, size and operands, all get their own results."""
+    jobs = []
+    for i in range(8):
+        dtype, rounding, _ = KINDS[i % len(KINDS)]
+        m, n, k = 100 + 30 * i, 260 - 20 * i, 300 + 7 * i
+        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+        jobs.append((a, b, rounding, multiply(a, b, rounding)))
+    wrong: list[int] = []
+    start = threading.Barrier(len(jobs))
+
+    def caller(i: int) -> None:
+        a, b, rounding, want = jobs[i]
+        start.wait()
+        wrong.extend(i for _ in range(40) if not np.array_equal(multiply(a, b, rounding), want))
+
+    workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(jobs))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_worthwhile_says_no_to_small_products() -> None:
+    assert amx.worthwhile(2048, 2048, 2048, 1)
+    assert amx.worthwhile(2048, 2048, 2048, 2)
+    assert not amx.worthwhile(8, 8, 8, 1)
+    assert not amx.worthwhile(1, 4096, 4096, 2)

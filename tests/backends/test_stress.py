@@ -1,0 +1,77 @@
+"""Threads in modes of their own, and memory over many calls: the short form of `benchmarks/stress.py`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import lowprec
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def stress(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script, imported without leaving its modules or its variable behind."""
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    names = {path.stem for path in BENCHMARKS.glob("*.py")} - set(sys.modules)
+    yield importlib.import_module("stress")
+    for name in names & set(sys.modules):
+        del sys.modules[name]
+
+
+def test_threads_keep_to_their_own_mode(stress: ModuleType) -> None:
+    result = stress.run_threads(calls=120)
+    assert len(result["modes"]) == 8
+    assert result["wrong"] == 0
+
+
+def test_a_mode_from_elsewhere_is_noticed(
+    stress: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ignored(lowprec.math_mode):
+        def __init__(self, name: str) -> None:
+            super().__init__("tf32")
+
+    monkeypatch.setattr(lowprec, "math_mode", Ignored)
+    result = stress.run_threads(calls=6)
+    others = sum(mode != "tf32" for mode in result["modes"])
+    assert result["wrong"] == 6 * others
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (5, 1024, 6)])
+def test_operands_have_one_right_result(
+    stress: ModuleType, rng: np.random.Generator, shape: tuple[int, int, int]
+) -> None:
+    a, b = stress.exact_operands(rng, *shape)
+    for mode in stress.ROUNDINGS:
+        forward = stress.reference(a, b, mode)
+        backward = stress.reference(a[:, ::-1], b[::-1], mode)
+        assert forward.tobytes() == backward.tobytes()
+        # Exact in float64, and float32 holds it: nothing was rounded on the way.
+        rounded = stress.ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)
+        assert (rounded == forward).all()
+
+
+def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError, match="more than 1024 products"):
+        stress.exact_operands(rng, 2, 1025, 2)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
+)
+def test_memory_stays_flat(stress: ModuleType) -> None:
+    # Every second call has a new shape, so the warm-up fills the largest cache (4096 entries).
+    result = stress.run_memory(calls=4_000, warm_up=9_000, fresh_every=2)
+    # A block per call would be 1; caches that are full exchange entries and do not grow.
+    assert abs(result["blocks_per_call"]) < 0.05
+    assert result["rss_growth_bytes"] < stress.RSS_TOLERANCE_BYTES

@@ -1,0 +1,204 @@
+"""The numbers of ``check``, against a computation of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import dispatch
+from lowprec.cli import comparison
+from lowprec.cli.accuracy import Reference, Verdict
+from lowprec.cli.operands import DISTRIBUTIONS, operand
+from lowprec.formats import DType
+from lowprec.modes import available_modes
+
+Command = Callable[..., Any]
+
+
+def _exact_errors(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[float, float]:
+    """Both errors with exact rationals: no float64 product, no norm of NumPy's."""
+    rows = [[Fraction(float(x)) for x in row] for row in a]
+    columns = [[Fraction(float(x)) for x in column] for column in b.T]
+    error = product = Fraction(0)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            exact = sum(x * y for x, y in zip(row, column, strict=True))
+            error += (Fraction(float(c[i, j])) - exact) ** 2
+            product += exact**2
+    norms = sum(x * x for r in rows for x in r) * sum(x * x for r in columns for x in r)
+    return math.sqrt(error / product), math.sqrt(error / norms)
+
+
+@pytest.mark.parametrize("mode", [str(m) for m in available_modes()])
+@pytest.mark.parametrize("distribution", ["normal", "positive"])
+def test_errors_of_files_are_exact(
+    command: Command, tmp_path: Path, rng: np.random.Generator, mode: str, distribution: str
+) -> None:
+    a = operand(rng, (12, 20), DType.FLOAT32, distribution)
+    b = operand(rng, (20, 9), DType.FLOAT32, distribution)
+    np.save(tmp_path / "a.npy", a)
+    np.save(tmp_path / "b.npy", b)
+    words = (tmp_path / "a.npy", tmp_path / "b.npy", "--modes", mode, "--rounds", 1, "--json")
+    (case,) = json.loads(command("check", *words).out)["cases"]
+    row = case["rows"][-1]
+    assert row["mode"] == mode
+    relative, scaled = _exact_errors(a, b, lowprec.matmul(a, b, math_mode=mode))
+    # The reference is off by 20 * 2^-53 of its terms, a billionth of the smallest of these errors (2^-25).
+    assert row["error"] == pytest.approx(relative, rel=1e-6)
+    assert row["scaled_error"] == pytest.approx(scaled, rel=1e-6)
+    plan = lowprec.plan(a, b, math_mode=mode)
+    # What underflow adds is below 2^-25 per element here; the bound cannot be less than its main term.
+    assert plan.bound.relative <= row["bound"] <= plan.bound.relative + 2**-16
+    assert row["verdict"] == "within"
+
+
+def test_a_batch_is_bounded_as_a_whole(rng: np.random.Generator) -> None:
+    a = rng.standard_normal((3, 1, 8, 32), dtype=np.float32)
+    a[0] *= 1000
+    b = rng.standard_normal((4, 32, 6), dtype=np.float32)
+    plan = lowprec.plan(a, b, math_mode="bf16")
+    c = lowprec.matmul(a, b, math_mode="bf16")
+    found = Reference(a, b).compare(c, plan)
+    wide = [x.astype(np.float64) for x in (a, b)]
+    exact = wide[0] @ wide[1]
+    assert found.relative == pytest.approx(np.linalg.norm(c - exact) / np.linalg.norm(exact))
+    scale = math.sqrt(sum(
+        (np.linalg.norm(wide[0][i, 0]) * np.linalg.norm(wide[1][j])) ** 2
+        for i in range(3) for j in range(4)
+    ))  # fmt: skip
+    assert found.normalised == pytest.approx(np.linalg.norm(c - exact) / scale)
+    assert found.bound == pytest.approx(plan.bound.relative)
+    assert found.verdict is Verdict.WITHIN
+
+
+@pytest.mark.parametrize(("shape_a", "shape_b"), [((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 4))])
+def test_vectors(
+    rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]
+) -> None:
+    a = rng.standard_normal(shape_a, dtype=np.float32)
+    b = rng.standard_normal(shape_b, dtype=np.float32)
+    result = np.asarray(lowprec.matmul(a, b))
+    found = Reference(a, b).compare(result, lowprec.plan(a, b))
+    assert found.verdict is Verdict.WITHIN
+    scale = np.linalg.norm(a.astype(np.float64)) * np.linalg.norm(b.astype(np.float64))
+    shift = np.float32(scale / 4)
+    moved = Reference(a, b).compare(result + shift, lowprec.plan(a, b))
+    # Every element is off by a quarter of |A| |B|.
+    assert moved.normalised == pytest.approx(math.sqrt(result.size) / 4, rel=1e-4)
+    assert moved.verdict is Verdict.ABOVE
+
+
+def test_complex_numbers(rng: np.random.Generator) -> None:
+    a = operand(rng, (7, 9), DType.COMPLEX64)
+    b = operand(rng, (9, 5), DType.COMPLEX64)
+    c = lowprec.matmul(a, b, math_mode="tf32")
+    found = Reference(a, b).compare(c, lowprec.plan(a, b, math_mode="tf32"))
+    exact = a.astype(np.complex128) @ b.astype(np.complex128)
+    assert found.relative == pytest.approx(np.linalg.norm(c - exact) / np.linalg.norm(exact))
+    # Two operands rounded to 11 bits cannot be this close by chance.
+    assert 2**-15 < found.relative < 2**-9
+
+
+def test_zeros_have_no_error() -> None:
+    a = np.zeros((3, 4), np.float32)
+    found = Reference(a, a.T).compare(np.zeros((3, 3), np.float32), lowprec.plan(a, a.T))
+    assert (found.relative, found.normalised, found.verdict) == (0, 0, Verdict.WITHIN)
+
+
+# -- verdicts -------------------------------------------------------------------------------------
+
+
+def test_an_error_above_the_bound_is_found(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = dispatch.matmul
+
+    def wrong(a: Any, b: Any, **how: Any) -> Any:
+        c = right(a, b, **how)
+        if how["math_mode"] == "tf32":
+            # One element of 256, off by the norm of A's row times that of B's column.
+            c[3, 5] += np.linalg.norm(a[3]) * np.linalg.norm(b[:, 5])
+        return c
+
+    monkeypatch.setattr(comparison.dispatch, "matmul", wrong)
+    words = ("check", "--size", "16", "--rounds", "1", "--distribution", "normal")
+    done = command(*words)
+    assert done.code == 1
+    verdicts = {line.split()[0]: line for line in done.out.splitlines()[2:7]}
+    assert verdicts["tf32"].endswith("ABOVE THE BOUND")
+    assert verdicts["bf16"].endswith("within the bound")
+    rows = json.loads(command(*words, "--json").out)["cases"][0]["rows"]
+    assert {r["mode"]: r["verdict"] for r in rows}["tf32"] == "above"
+
+
+def test_overflow_is_told_apart_from_an_error(command: Command) -> None:
+    words = ("check", "--size", "64", "--rounds", "1", "--distribution", "wide", "--json")
+    done = command(*words)
+    assert done.code == 0
+    rows = {r["mode"]: r for r in json.loads(done.out)["cases"][0]["rows"]}
+    # 4096 elements, some beyond 65504 = 2^16 - 32: float16 has no such numbers, and no other mode minds.
+    assert rows["fp16"]["verdict"] == "overflow"
+    assert rows["fp16"]["error"] is None
+    assert {rows[m]["verdict"] for m in ("fp32", "tf32", "bf16")} == {"within"}
+
+
+def test_an_infinity_that_nothing_explains_is_above_the_bound(rng: np.random.Generator) -> None:
+    a = rng.standard_normal((4, 4), dtype=np.float32)
+    wrong = a @ a
+    wrong[0, 0] = np.inf
+    assert Reference(a, a).compare(wrong, lowprec.plan(a, a)).verdict is Verdict.ABOVE
+    big = np.full((4, 4), 1e30, np.float32)
+    result = lowprec.matmul(big, big)
+    assert np.isinf(result).all()
+    assert Reference(big, big).compare(result, lowprec.plan(big, big)).verdict is Verdict.OVERFLOW
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_operands_that_are_no_numbers(value: float) -> None:
+    a = np.ones((4, 4), np.float32)
+    a[1, 2] = value
+    found = Reference(a, a).compare(lowprec.matmul(a, a), lowprec.plan(a, a))
+    assert found.verdict is Verdict.NO_NUMBERS
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def test_distributions_are_what_their_words_say() -> None:
+    drawn = {
+        n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS
+    }
+    normal, positive, wide = drawn["normal"], drawn["positive"], drawn["wide"]
+    # 40,000 samples: the mean and the variance are within 5 standard errors (0.005 and 0.007).
+    assert abs(normal.mean()) < 0.025
+    assert abs(normal.var() - 1) < 0.036
+    assert (positive.min(), positive.max()) >= (0, 0.99)
+    assert positive.max() < 1
+    assert abs(positive.mean() - 0.5) < 0.0075
+    exponents = np.frexp(wide[wide != 0])[1]
+    assert exponents.min() < -20
+    assert exponents.max() > 20
+
+
+def test_operands_follow_the_seed(command: Command) -> None:
+    def errors(seed: int, distribution: str) -> dict[str, list[float]]:
+        words = ("check", "--size", 16, "--rounds", 1, "--seed", seed, "--json")
+        cases = json.loads(command(*words, "--distribution", distribution).out)["cases"]
+        return {c["name"]: [r["error"] for r in c["rows"]] for c in cases}
+
+    assert errors(1, "positive") == errors(1, "positive")
+    assert errors(1, "positive")["positive"] == errors(1, "all")["positive"]
+    assert errors(1, "positive") != errors(2, "positive")
+
+
+def test_int8_has_all_its_values() -> None:
+    drawn = operand(np.random.default_rng(1), (200, 200), DType.INT8)
+    assert len(np.unique(drawn)) == 256

@@ -1,0 +1,288 @@
+"""What the commands print and write when all is well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.modes import available_modes
+
+Files = tuple[Path, Path]
+Command = Callable[..., Any]
+
+MACHINE_KEYS = {"lowprec", "python", "machine", "tile_units", "blas", "versions"}
+
+
+def _json(outcome: Any) -> Any:
+    assert (outcome.code, outcome.err) == (0, "")
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(outcome.out, parse_constant=refuse)
+
+
+# -- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_of_files_is_that_of_the_arrays(command: Command, files: Files) -> None:
+    a, b = map(np.load, files)
+    printed = command("plan", *files, "--mode", "bf16")
+    assert printed.out == f"{lowprec.plan(a, b, math_mode='bf16')}\n"
+    found = _json(command("plan", *files, "--mode", "bf16", "--json"))
+    assert found == lowprec.plan(a, b, math_mode="bf16").to_dict()
+
+
+def test_plan_sees_the_order_of_a_file(command: Command, tmp_path: Path, files: Files) -> None:
+    transposed = tmp_path / "T.npy"
+    np.save(transposed, np.asfortranarray(np.load(files[0])))
+    found = _json(command("plan", transposed, files[1], "--json"))
+    assert (found["layout"]["a"]["order"], found["layout"]["b"]["order"]) == ("col", "row")
+
+
+def test_plan_of_shapes(command: Command) -> None:
+    words = ("plan", "--shapes", "2x1024x512", "512X2048", "--dtype", "bfloat16", "--json")
+    found = _json(command(*words))
+    assert found["out_shape"] == [2, 1024, 2048]
+    assert found["out_dtype"] == "bfloat16"
+    assert found["mode_has_effect"] is False
+
+
+def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
+    words = ("plan", "--shapes", "512x512", "512x512", "--rtol", "1e-2")
+    found = _json(command(*words, "--json"))
+    assert {c["mode"] for c in found["candidates"]} >= {"fp32", "tf32", "bf16"}
+    taken = [c for c in found["candidates"] if c["accepted"]]
+    assert [c["mode"] for c in taken] == [found["mode"]]
+    assert taken[0]["bound"] <= 1e-2
+    assert found["mode"] in command(*words).out
+
+
+# -- matmul ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [str(m) for m in available_modes()])
+def test_matmul_writes_the_product(
+    command: Command, tmp_path: Path, files: Files, mode: str
+) -> None:
+    a, b = map(np.load, files)
+    c = tmp_path / "C.npy"
+    done = command("matmul", *files, "-o", c, "--mode", mode)
+    assert (done.code, done.err) == (0, "")
+    written = np.load(c)
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written, lowprec.matmul(a, b, math_mode=mode))
+    plan = lowprec.plan(a, b, math_mode=mode)
+    assert f"{mode} (math_mode= argument)" in done.out
+    assert f"{plan.kernel}: " in done.out
+    assert f"at most {plan.bound.relative:.3g} |A| |B|" in done.out
+
+
+def test_matmul_as_json(command: Command, tmp_path: Path, files: Files) -> None:
+    c = tmp_path / "C.npy"
+    found = _json(command("matmul", *files, "-o", c, "--rtol", "1e-2", "--json"))
+    assert set(found) == {"output", "shape", "dtype", "elapsed_ms", "plan"}
+    assert (found["output"], found["shape"], found["dtype"]) == (str(c), [24, 16], "float32")
+    assert found["elapsed_ms"] > 0
+    assert found["plan"]["resolved"]["source"] == "rtol= argument"
+
+
+def test_matmul_of_converted_operands(command: Command, tmp_path: Path, files: Files) -> None:
+    a, b = (np.load(f).astype(ml_dtypes.bfloat16) for f in files)
+    c = tmp_path / "C.npy"
+    words = ("matmul", *files, "-o", c, "--dtype", "bfloat16", "--out-dtype", "float32")
+    done = command(*words)
+    assert (done.code, done.err) == (0, "")
+    assert "has no effect" in done.out
+    np.testing.assert_array_equal(np.load(c), lowprec.matmul(a, b, out_dtype="float32"))
+
+
+def test_a_bfloat16_result_can_be_an_operand(
+    command: Command, tmp_path: Path, files: Files
+) -> None:
+    c, d = tmp_path / "C.npy", tmp_path / "D.npy"
+    done = command("matmul", *files, "-o", c, "--dtype", "bfloat16")
+    assert done.code == 0
+    assert done.err == f"{c} holds bfloat16 as raw 2-byte elements\n"
+    stored = np.load(c)
+    assert stored.dtype == np.dtype("V2")
+    again = command("matmul", c, c, "-o", d)
+    assert again.code == 2
+    assert "--dtype bfloat16" in again.err
+    np.save(tmp_path / "E.npy", np.eye(16, dtype=np.float32))
+    done = command("matmul", c, tmp_path / "E.npy", "-o", d, "--dtype", "bfloat16")
+    assert done.code == 0
+    np.testing.assert_array_equal(np.load(d).view(np.uint16), stored.view(np.uint16))
+
+
+def test_a_product_may_replace_its_operand(command: Command, files: Files) -> None:
+    a, b = map(np.load, files)
+    assert command("matmul", *files, "-o", files[0]).code == 0
+    np.testing.assert_array_equal(np.load(files[0]), lowprec.matmul(a, b))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 4, 3), (2, 0, 3)])
+def test_matmul_without_elements(command: Command, tmp_path: Path, m: int, k: int, n: int) -> None:
+    a, b, c = (tmp_path / f"{x}.npy" for x in "abc")
+    np.save(a, np.ones((m, k), np.float32))
+    np.save(b, np.ones((k, n), np.float32))
+    assert command("matmul", a, b, "-o", c).code == 0
+    np.testing.assert_array_equal(np.load(c), np.zeros((m, n), np.float32))
+
+
+def test_a_forced_mode_is_told(
+    command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
+    done = command("matmul", *files, "-o", tmp_path / "C.npy", "--mode", "fp32")
+    assert done.code == 0
+    assert "bf16 (LOWPREC_FORCE_MATH_MODE) LOWPREC_FORCE_MATH_MODE=bf16 overrules fp32" in done.out
+
+
+# -- info -----------------------------------------------------------------------------------------
+
+
+def test_info_as_json_is_info(command: Command) -> None:
+    found = _json(command("info", "--json"))
+    assert set(found) == {
+        "version",
+        "python",
+        "platform",
+        "devices",
+        "gpu",
+        "libraries",
+        "blas",
+        "mode",
+        "available_modes",
+        "environment",
+        "warnings",
+    }
+    assert found["version"] == lowprec.__version__
+
+
+def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "tf32")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    out = command("info").out
+    found = _json(command("info", "--json"))
+    assert "fp32 (LOWPREC_MATH_MODE; tf32 was asked for)" in out
+    assert "NVIDIA_TF32_OVERRIDE=0 turns tf32 into fp32." in out
+    for entry in found["libraries"] + found["environment"]:
+        assert entry["name"] in out
+    for words in (found["devices"][0]["name"], found["gpu"]["reason"], *found["warnings"]):
+        assert words in out
+
+
+# -- check and bench ------------------------------------------------------------------------------
+
+CHECK = ("check", "--size", "24x40x16", "--rounds", "1")
+ROW_KEYS = {
+    "mode",
+    "mode_in_force",
+    "mode_has_effect",
+    "kernel",
+    "median_ms",
+    "samples",
+    "speedup",
+    "error",
+    "scaled_error",
+    "bound",
+    "verdict",
+}
+
+
+def test_check_as_json(command: Command) -> None:
+    found = _json(command(*CHECK, "--json"))
+    assert set(found) == MACHINE_KEYS | {"seed", "cases"}
+    assert set(found["machine"]) == {"name", "cores", "threads"}
+    assert [case["name"] for case in found["cases"]] == ["normal", "positive", "wide"]
+    for case in found["cases"]:
+        assert set(case) == {"name", "description", "a", "b", "rows"}
+        assert (case["a"]["shape"], case["b"]["shape"]) == ([24, 40], [40, 16])
+        assert [row["mode"] for row in case["rows"]] == [str(m) for m in available_modes()]
+        for row in case["rows"]:
+            assert set(row) == ROW_KEYS
+            assert row["samples"] == 1
+        assert case["rows"][0]["speedup"] == 1
+
+
+def test_check_as_text(command: Command) -> None:
+    done = command(*CHECK, "--distribution", "normal", "--modes", "bf16")
+    assert (done.code, done.err) == (0, "")
+    title, heading, fp32, bf16, *_ = done.out.splitlines()
+    assert title.startswith("normal: float32 24x40 @ float32 40x16")
+    assert heading.split() == [
+        "mode", "kernel", "time", "speed-up", "error", "scaled", "bound", "verdict",
+    ]  # fmt: skip
+    assert fp32.split()[0] == "fp32"
+    assert bf16.split()[0] == "bf16"
+    assert bf16.endswith("within the bound")
+
+
+def test_check_tells_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    done = command(*CHECK, "--distribution", "normal", "--modes", "tf32")
+    assert "tf32, ran fp32" in done.out
+    assert done.err == "NVIDIA_TF32_OVERRIDE=0 turns tf32 into fp32.\n"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_check_of_other_storage(command: Command, dtype: str) -> None:
+    done = command(*CHECK, "--distribution", "normal", "--dtype", dtype, "--json")
+    assert done.code == 0
+    assert "has no effect" in done.err
+    (case,) = json.loads(done.out)["cases"]
+    assert [row["mode"] for row in case["rows"]] == ["float32 copies", dtype]
+    assert all(row["verdict"] == "within" for row in case["rows"])
+    if dtype == "int8":
+        assert [row["error"] for row in case["rows"]] == [0, 0]
+
+
+def test_check_of_files(command: Command, files: Files) -> None:
+    found = _json(command("check", *files, "--rounds", "1", "--json"))
+    (case,) = found["cases"]
+    assert (case["name"], found["seed"]) == ("files", None)
+    assert str(files[0]) in case["description"]
+
+
+def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files: Files) -> None:
+    wide = tmp_path / "wide.npy"
+    np.save(wide, np.load(files[0]).astype(np.float64))
+    found = _json(command("check", wide, files[1], "--dtype", "float32", "--rounds", "1", "--json"))
+    assert found["cases"][0]["a"]["dtype"] == "float32"
+
+
+def test_bench_as_json(command: Command) -> None:
+    words = ("bench", "--sizes", "16,24", "--rounds", "1", "--modes", "fp32,bf16")
+    found = _json(command(*words, "--dtypes", "float32,int8,float64", "--json"))
+    assert set(found) == MACHINE_KEYS | {"seed", "results"}
+    kinds = [(r["n"], r["dtype"], r["mode"], r["baseline"]) for r in found["results"]]
+    single, double = "numpy.matmul float32", "numpy.matmul float64"
+    assert kinds == [
+        (n, dtype, mode, baseline)
+        for n in (16, 24)
+        for dtype, mode, baseline in (
+            ("float32", "fp32", single),
+            ("float32", "bf16", single),
+            ("int8", None, single),
+            ("float64", None, double),
+        )
+    ]
+    for r in found["results"]:
+        # 2 n^3 flops, by the median time.
+        assert r["gflops"] == pytest.approx(2 * r["n"] ** 3 / r["median_ms"] / 1e6)
+        assert r["speedup"] > 0
+
+
+def test_bench_as_text(command: Command) -> None:
+    done = command("bench", "--sizes", "16", "--rounds", "1", "--dtypes", "bfloat16")
+    assert (done.code, done.err) == (0, "")
+    row = done.out.splitlines()[2].split()
+    assert row[:3] == ["16", "bfloat16", "-"]

@@ -1,0 +1,155 @@
+"""``lowprec.info()``: true, complete, harmless."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends.cpu import device
+from lowprec.policy import environment
+
+#: The module, which the function of that name hides.
+module = importlib.import_module("lowprec.info")
+info = module.info
+
+FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
+
+
+def _named(entries: list[dict[str, object]], name: str) -> dict[str, object]:
+    return next(e for e in entries if e["name"] == name)
+
+
+def test_the_public_name_is_the_function() -> None:
+    assert lowprec.info is info
+
+
+def test_everything_is_ready_for_json() -> None:
+    found = info()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_versions_are_those_installed() -> None:
+    libraries = info()["libraries"]
+    assert _named(libraries, "numpy")["version"] == np.__version__
+    assert _named(libraries, "numpy")["status"] == "loaded"
+    for name in ("ml_dtypes", "mkl", "numba", "torch", "jax", "cupy"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            assert _named(libraries, name)["status"] in ("missing", "loaded")
+            continue
+        assert (
+            str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
+        )
+
+
+def test_the_cpu_is_this_one() -> None:
+    (cpu,) = info()["devices"]
+    assert cpu["cores"] == os.cpu_count()
+    assert 1 <= cpu["threads"] <= cpu["affinity"] <= cpu["cores"]
+    present = {s["name"] for s in cpu["instruction_sets"] if s["present"]}
+    assert present == device.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
+
+
+def test_tile_units_are_told_as_the_plan_uses_them() -> None:
+    (cpu,) = info()["devices"]
+    a = np.ones((512, 512), np.float32)
+    uses = str(lowprec.plan(a, a, math_mode="bf16").kernel).startswith("amx")
+    # After the plan, which has asked the machine.
+    (cpu,) = info()["devices"]
+    assert _named(cpu["instruction_sets"], "amx_bf16")["used"] is uses
+
+
+@pytest.mark.parametrize("name", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])
+def test_a_bad_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "fp17")
+    found = info()
+    assert found["mode"]["name"] is None
+    assert name in found["mode"]["error"]
+    assert any(name in w and "'fp17'" in w for w in found["warnings"])
+    row = _named(found["environment"], name)
+    assert (row["value"], row["effect"]) == ("fp17", "refused")
+
+
+def test_the_mode_in_force_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
+    assert (info()["mode"]["name"], info()["mode"]["source"]) == ("bf16", "LOWPREC_MATH_MODE")
+    with lowprec.math_mode("tf32"):
+        assert (info()["mode"]["name"], info()["mode"]["source"]) == ("tf32", "with math_mode(...)")
+        with lowprec.fp32_guard():
+            mode = info()["mode"]
+    assert (mode["name"], mode["source"], mode["requested"]) == ("fp32", "fp32_guard", "tf32")
+    assert any("fp32_guard" in reason for reason in mode["reasons"])
+
+
+def test_a_variable_changed_too_late_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    info()
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
+    found = info()
+    assert found["mode"]["name"] == "fp32"
+    assert any("LOWPREC_MATH_MODE" in w and "'bf16' now" in w for w in found["warnings"])
+
+
+def test_every_variable_is_told() -> None:
+    names = [v.name for v in environment.VARIABLES]
+    assert [v["name"] for v in info()["environment"]] == names
+
+
+# -- machines unlike this one ---------------------------------------------------------------------
+
+
+def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_flags", lambda: frozenset({"avx2"}))
+    found = info()
+    sets = found["devices"][0]["instruction_sets"]
+    assert _named(sets, "avx2")["present"] is True
+    assert _named(sets, "amx_bf16") == {
+        "name": "amx_bf16",
+        "present": False,
+        "used": False,
+        "by": "",
+    }
+    assert any("no tile units (AMX; amx_tile is missing)" in w for w in found["warnings"])
+
+
+def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_flags", lambda: FLAGS)
+    monkeypatch.setattr(module.gemm, "mkl", lambda: None)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    for name in ("numba", "torch"):
+        monkeypatch.setitem(module.sys.modules, name, None)
+    found = info()
+    statuses = {e["name"]: e["status"] for e in found["libraries"]}
+    assert statuses["numpy"] == "loaded"
+    assert {statuses[n] for n in ("mkl", "numba", "torch")} == {"missing"}
+    tiles = _named(found["devices"][0]["instruction_sets"], "amx_bf16")
+    assert (tiles["present"], tiles["used"]) == (True, False)
+    assert any("numba is not installed" in w for w in found["warnings"])
+    assert any("MKL is not installed" in w for w in found["warnings"])
+
+
+def test_an_nvidia_driver_without_a_backend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65\nGCC version:\n")
+    monkeypatch.setattr(module, "_NVIDIA_DRIVER", driver)
+    found = info()
+    assert [d["device"] for d in found["devices"]] == ["cpu"]
+    assert found["gpu"]["used"] is False
+    assert found["gpu"]["driver"] == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65"
+    assert any("NVIDIA driver" in w for w in found["warnings"])
+    monkeypatch.setattr(module, "_NVIDIA_DRIVER", tmp_path / "missing")
+    assert not any("NVIDIA driver" in w for w in info()["warnings"])

@@ -1,0 +1,78 @@
+"""The clockwork of ``check`` and ``bench``, on a clock that the test winds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lowprec.cli import measure
+
+
+class _Clock:
+    """A clock that only the measured calls move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[str, int]] = []
+
+    def variant(self, name: str, cost: Callable[[int], float]) -> Callable[[int], None]:
+        def call(number: int) -> None:
+            self.calls.append((name, number))
+            self.now += cost(len(self.calls))
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    wound = _Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: wound.now)
+    return wound
+
+
+def test_variants_take_turns_after_an_untimed_call(clock: _Clock) -> None:
+    variants = {n: clock.variant(n, lambda _: 0.01) for n in ("a", "b", "c")}
+    timings = measure.take_turns(variants, 3, budget=100)
+    turns = [name for name, _ in clock.calls]
+    assert turns == [*"aabbcc", *"bbccaa", *"ccaabb"]
+    assert {len(t.samples) for t in timings.values()} == {3}
+    assert timings["a"].median == pytest.approx(0.01)
+
+
+def test_the_untimed_call_is_not_counted(clock: _Clock) -> None:
+    # Every other call is slow: the untimed ones.
+    call = clock.variant("a", lambda count: 5.0 if count % 2 else 0.25)
+    assert measure.take_turns({"a": call}, 3, budget=100)["a"].samples == (0.25, 0.25, 0.25)
+
+
+def test_operands_are_rotated(clock: _Clock) -> None:
+    measure.take_turns({"a": clock.variant("a", lambda _: 0.01)}, 3, budget=100)
+    assert [number for _, number in clock.calls] == [0, 1, 1, 2, 2, 3]
+
+
+def test_short_calls_are_repeated(clock: _Clock) -> None:
+    timing = measure.take_turns({"a": clock.variant("a", lambda _: 1e-4)}, 1, budget=100)["a"]
+    # One untimed call and 1 ms of timed ones.
+    assert 1 + 9 <= len(clock.calls) <= 1 + 10
+    assert timing.median == pytest.approx(1e-4)
+
+
+def test_the_budget_ends_it_after_three_rounds(clock: _Clock) -> None:
+    timings = measure.take_turns({"a": clock.variant("a", lambda _: 1.0)}, 50, budget=9)
+    # A round takes 2 s: the one that begins at 8 s is the last.
+    assert len(timings["a"].samples) == 5
+    timings = measure.take_turns({"a": clock.variant("a", lambda _: 1.0)}, 50, budget=0)
+    assert len(timings["a"].samples) == measure.MIN_ROUNDS
+
+
+def test_untimed_calls_go_on_until_all_is_settled(clock: _Clock) -> None:
+    measure.take_turns({"a": clock.variant("a", lambda _: 0.01)}, 1, budget=100, settle=0.035)
+    assert len(clock.calls) == 4 + 1
+
+
+def test_the_speedup_is_the_median_of_ratios() -> None:
+    base, other = measure.Timing((4.0, 1.0, 9.0)), measure.Timing((2.0, 1.0, 3.0))
+    assert other.speedup_over(base) == 2.0
+    assert base.median == 4.0

@@ -1,0 +1,140 @@
+"""A mistake of the user is one line on standard error and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]) -> None:
+    """Work in a folder with A.npy (24, 40), B.npy (40, 16) and some that do not go with them."""
+    monkeypatch.chdir(tmp_path)
+    np.save("wrong.npy", np.ones((7, 5), np.float32))
+    np.save("objects.npy", np.array([None]), allow_pickle=True)
+    np.save("int64.npy", np.ones((40, 16), np.int64))
+    np.save("float64.npy", np.ones((40, 16)))
+    np.save("scalar.npy", np.float32(1))
+    Path("text.npy").write_text("1.0, 2.0\n")
+    Path("folder").mkdir()
+
+
+PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("multiply",), "invalid choice: 'multiply'"),
+        (("info", "--verbose"), "unrecognized arguments: --verbose"),
+        (("info", "--js"), "unrecognized arguments: --js"),
+        (("matmul", "A.npy", "B.npy"), "required: -o/--output"),
+        ((*PRODUCT, "--mode", "nonsense"), "'nonsense' is not a math mode; choose one of: fp32, "),
+        ((*PRODUCT, "--mode", "bf16x9"), "bf16x9 is not available in this version"),
+        ((*PRODUCT, "--dtype", "float31"), "'float31' is not supported"),
+        ((*PRODUCT, "--rtol", "tight"), "'tight' is not a number"),
+        ((*PRODUCT, "--rtol", "-1"), "rtol must be a positive finite number"),
+        ((*PRODUCT, "--rtol", "nan"), "rtol must be a positive finite number"),
+        ((*PRODUCT, "--rtol", "inf"), "rtol must be a positive finite number"),
+        ((*PRODUCT, "--rtol", "1e-30"), "no math mode guarantees rtol"),
+        ((*PRODUCT, "--rtol", "1e-2", "--mode", "tf32"), "exclude each other"),
+        ((*PRODUCT, "--out-dtype", "int8"), "out_dtype int8 is not possible"),
+        (("plan",), "give two .npy files, or --shapes"),
+        (("plan", "A.npy"), "give two .npy files, or --shapes"),
+        (("plan", "A.npy", "B.npy", "--shapes", "2x2", "2x2"), "not both"),
+        (("plan", "--shapes", "2x2"), "expected 2 arguments"),
+        (("plan", "--shapes", "2x", "2x2"), "'2x' is not a shape"),
+        (("plan", "--shapes", "-2x2", "2x2"), "lowprec: plan"),
+        (("plan", "--shapes", "2x3", "2x3"), "(2, 3) and (2, 3)"),
+        (("check", "A.npy"), "give two .npy files, or none"),
+        (("check", "A.npy", "B.npy", "--size", "8"), "--size is about random operands"),
+        (("check", "A.npy", "B.npy", "--distribution", "wide"), "--distribution is about random"),
+        (("check", "--distribution", "odd"), "invalid choice: 'odd'"),
+        (("check", "--size", "8x8"), "one extent (1024) or three"),
+        (("check", "--modes", "tf32,nonsense"), "'nonsense' is not a math mode"),
+        (("check", "--rounds", "0"), "'0' is not a whole number of at least 1"),
+        (("check", "--budget", "soon"), "'soon' is not a number of seconds"),
+        (("check", "--seed", "x"), "'x' is not a whole number"),
+        (("check", "--dtype", "float64"), "no mode acts on float64"),
+        (("check", "float64.npy", "float64.npy"), "--dtype float32 checks the operands rounded"),
+        (("bench", "--sizes", "0"), "'0' is not a whole number of at least 1"),
+        (("bench", "--dtypes", "float31"), "'float31' is not supported"),
+    ],
+)
+def test_words(refused: Refused, words: tuple[str, ...], says: str) -> None:
+    assert says in refused(*words)
+    assert not Path("C.npy").exists()
+
+
+@pytest.mark.parametrize("name", ["plan", "matmul", "check"])
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        ("missing.npy", "B.npy", "cannot read missing.npy: No such file or directory"),
+        ("A.npy", "folder", "cannot read folder: Is a directory"),
+        ("text.npy", "B.npy", "text.npy is not an .npy file"),
+        ("A.npy", "objects.npy", "objects.npy holds Python objects"),
+        ("A.npy", "wrong.npy", "(24, 40) and (7, 5)"),
+        ("A.npy", "scalar.npy", "(24, 40) and ()"),
+        ("A.npy", "int64.npy", "int64"),
+    ],
+)
+def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> None:
+    output = ("-o", "C.npy") if name == "matmul" else ()
+    assert says in refused(name, a, b, *output)
+    assert not Path("C.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("folder", "cannot write folder: it is a folder"),
+        ("missing/C.npy", "does not exist"),
+        ("A.npy/C.npy", "does not exist"),
+    ],
+)
+def test_output(refused: Refused, monkeypatch: pytest.MonkeyPatch, output: str, says: str) -> None:
+    # Refused before the operands are even read.
+    monkeypatch.setattr(np, "load", None)
+    assert says in refused("matmul", "A.npy", "B.npy", "-o", output)
+
+
+@pytest.mark.parametrize("variable", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        PRODUCT,
+        ("plan", "A.npy", "B.npy"),
+        ("check", "A.npy", "B.npy"),
+        ("bench", "--sizes", "8"),
+    ],
+)
+def test_environment_variable(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(variable, "fp17")
+    message = refused(*words)
+    assert variable in message
+    assert "'fp17'" in message
+    assert "fp32, fp32_pedantic, tf32" in message
+    assert not Path("C.npy").exists()
+
+
+def test_too_little_memory(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **kwargs: object) -> None:
+        raise MemoryError("Unable to allocate 8 EiB")
+
+    monkeypatch.setattr(np, "load", load)
+    assert "not enough memory: Unable to allocate 8 EiB" in refused(*PRODUCT)
+
+
+def test_a_failed_product_keeps_the_old_output(refused: Refused) -> None:
+    Path("C.npy").write_bytes(b"precious")
+    refused("matmul", "A.npy", "wrong.npy", "-o", "C.npy")
+    assert Path("C.npy").read_bytes() == b"precious"

@@ -1,0 +1,152 @@
+"""Tables with and without rich, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowprec.cli import output
+from lowprec.cli.output import Table
+
+TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``import rich`` fail, as where it is not installed."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+
+
+def _terminal(monkeypatch: pytest.MonkeyPatch, stream: str) -> _Terminal:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, stream, terminal)
+    return terminal
+
+
+def test_plain_text_is_aligned() -> None:
+    assert output.plain_text(TABLE).splitlines() == [
+        "Sizes [of things]",
+        "  name        n",
+        "  [bold]a     8",
+        "  bc       1024",
+    ]
+
+
+def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(TABLE)
+    assert capsys.readouterr().out == output.plain_text(TABLE) + "\n"
+
+
+def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    terminal = _terminal(monkeypatch, "stdout")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    output.print_table(TABLE)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    # The same cells, none of them taken for markup, under a line.
+    assert [word for line in text.splitlines() for word in line.split() if word.isascii()] == [
+        "Sizes", "[of", "things]", "name", "n", "[bold]a", "8", "bc", "1024",
+    ]  # fmt: skip
+    assert "─" in text
+
+
+@pytest.mark.usefixtures("no_rich")
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch, "stdout")
+    output.print_table(TABLE)
+    assert terminal.getvalue() == output.plain_text(TABLE) + "\n"
+
+
+@pytest.mark.usefixtures("no_rich")
+def test_without_rich_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch, "stderr")
+    with output.progress("check", 2) as step:
+        step("first")
+        step("second")
+    assert terminal.getvalue() == ""
+
+
+def test_the_bar_tells_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    terminal = _terminal(monkeypatch, "stderr")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with output.progress("check", 2) as step:
+        step("normal, fp32")
+        step("normal, tf32")
+    assert "check: normal, tf32" in terminal.getvalue()
+
+
+def test_the_whole_command_without_rich() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['rich'] = None\n"
+        "from lowprec.cli import main\n"
+        "sys.exit(main(['check', '--size', '16', '--rounds', '1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("normal: float32 16x16 @ float32 16x16")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminal on Windows")
+def test_on_a_real_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    import pty
+
+    master, slave = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    words = ("check", "--size", "16", "--rounds", "1", "--distribution", "normal")
+    with open(tmp_path / "err", "wb") as err, open(master, "rb", 0) as reader:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables
+        )
+        os.close(slave)
+        chunks = []
+        while True:
+            try:
+                chunk = reader.read(4096)
+            except OSError:  # Linux, once the other side is closed
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+        assert process.wait(60) == 0
+    text = b"".join(chunks).decode()
+    assert "normal: float32 16x16" in text
+    assert "─" in text
+    assert (tmp_path / "err").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0.00 us"),
+        (2.5e-6, "2.50 us"),
+        (1e-3, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (250.0, "250 s"),
+    ],
+)
+def test_seconds(value: float, shown: str) -> None:
+    assert output.seconds(value) == shown
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"a": [float("inf"), (float("nan"), 1.5)], "b": None})
+    words = "".join(capsys.readouterr().out.split())
+    assert words == '{"a":[null,[null,1.5]],"b":null}'

@@ -1,0 +1,309 @@
+"""The benchmarks' own arithmetic, their files, and that each script runs to its end."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+DOCUMENT_KEYS = {"benchmark", "claims", "machine", "results", "settings"}
+MACHINE_KEYS = {"cores", "cpu", "date", "flags", "load_before", "name", "threads", "versions"}
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import a script by name, and leave neither its modules nor its variable behind."""
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    own = {path.stem for path in BENCHMARKS.glob("*.py")}
+    for name in (set(sys.modules) - before) & own:
+        del sys.modules[name]
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def test_summary_is_median_and_quartiles(load: Load) -> None:
+    timing = load("timing")
+    assert timing.summary([5.0, 1.0, 4.0, 2.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
+    assert timing.summary([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0}
+
+
+def test_ratio_is_taken_within_each_round(load: Load) -> None:
+    # The machine is ten times slower in the second round: the ratio of the medians would be 20 / 3.
+    speed = load("timing").speed_ratio([2.0, 200.0, 20.0], [1.0, 100.0, 3.0])
+    assert speed["median"] == 2.0
+    with pytest.raises(ValueError, match="zip"):
+        load("timing").speed_ratio([1.0], [1.0, 2.0])
+
+
+def test_geometric_mean(load: Load) -> None:
+    assert load("timing").geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0, rel=1e-15)
+
+
+def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
+    calls: list[tuple[str, int]] = []
+    variants = {name: lambda i, name=name: calls.append((name, i)) for name in "abc"}
+    samples = load("timing").interleave(variants, rounds=4, sets=3, seed=1)
+    assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abc", 4)
+    assert all(seconds >= 0 for taken in samples.values() for seconds in taken)
+    measured = calls[len(variants) :]
+    rounds = [measured[i : i + 6] for i in range(0, 24, 6)]
+    for number, taken in enumerate(rounds):
+        untimed, timed = taken[::2], taken[1::2]
+        # An untimed call of the same variant on the set before comes right before each timed one.
+        assert [name for name, _ in untimed] == [name for name, _ in timed]
+        assert sorted(name for name, _ in timed) == ["a", "b", "c"]
+        assert {i for _, i in untimed} == {(number - 1) % 3}
+        assert {i for _, i in timed} == {number % 3}
+    orders = {tuple(name for name, _ in taken[1::2]) for taken in rounds}
+    assert len(orders) > 1, "the order never changed"
+
+
+def test_order_depends_on_the_seed_alone(load: Load) -> None:
+    def order(seed: int) -> list[str]:
+        seen: list[str] = []
+        load("timing").take_turns("abcd", lambda n, _: seen.append(n) or 0.0, rounds=5, seed=seed)
+        return seen
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+
+
+# -- claims and files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "met"),
+    [
+        (2.0, False, True),
+        (0.5, False, False),
+        (0.5, True, True),
+        (2.0, True, False),
+        (None, False, None),
+    ],
+)
+def test_claim(load: Load, value: float | None, at_most: bool, met: bool | None) -> None:
+    claim = load("common").claim("something", value, 1.0, at_most=at_most, more="kept")
+    assert (claim["met"], claim["more"]) == (met, "kept")
+    assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(
+        met, "not measured"
+    )
+
+
+def _row(variant: str, n: int, **speed: float) -> dict[str, Any]:
+    ratios = {name.replace("_", " "): {"median": v, "q1": v, "q3": v} for name, v in speed.items()}
+    return {"variant": variant, "batch": 1, "m": n, "k": n, "n": n, "speed": ratios}
+
+
+def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
+    bench = load("bench_gemm")
+    rows = [_row("lowprec float32 bf16", n, numpy_float32=s) for n, s in ((1024, 2.0), (2048, 8.0))]
+    rows.append({**_row("lowprec float32 bf16", 64, numpy_float32=1e-9), "k": 7})
+    by_what = {c["what"]: c for c in bench.speed_claims(rows)}
+    claim = by_what["lowprec float32 bf16 over numpy float32, geometric mean"]
+    assert claim["value"] == pytest.approx(4.0)
+    assert claim["met"] is (claim["value"] >= 4.0)
+    assert claim["by_size"] == {"1024": 2.0, "2048": 8.0}
+    # What was not measured is neither met nor missed.
+    assert by_what["lowprec int8 over numpy float32, geometric mean"]["met"] is None
+
+
+def test_cost_is_the_inverse_of_speed(load: Load) -> None:
+    bench = load("bench_gemm")
+    rows = [_row("lowprec float32 tf32", 2048, numpy_float32=0.8)]
+    (claim,) = bench.cost_claims(rows, 2048)
+    assert (claim["value"], claim["met"]) == (1.25, True)
+
+
+def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
+    bench = load("bench_gemm")
+    operands = bench.Operands((1, 8, 8, 8), ["float32"], 1, 0)
+    wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
+    with pytest.raises(RuntimeError, match="wrong is wrong"):
+        bench._checked(wrong, operands, rng)
+
+
+def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
+    common = load("common")
+    path = tmp_path / "new" / "result.json"
+    common.write_json(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert path.stat().st_mode & 0o444 == 0o444
+    for broken in ({"a": object()}, {"a": math.nan}):
+        with pytest.raises((TypeError, ValueError), match="JSON"):
+            common.write_json(path, broken)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = load("common")
+    path = tmp_path / "result.json"
+    common.write_text(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        common.write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "slug"),
+    [
+        ("Intel(R) Xeon(R) Platinum 8480C", ["amx_bf16", "avx512f", "avx2"], "xeon-amx-4core"),
+        ("AMD EPYC 9654 96-Core Processor", ["avx512f", "avx2"], "epyc-avx512-4core"),
+        ("13th Gen Intel(R) Core(TM) i7-1360P", ["avx2"], "core-avx2-4core"),
+        ("Apple M2", [], "apple-4core"),
+    ],
+)
+def test_slug(
+    load: Load, monkeypatch: pytest.MonkeyPatch, model: str, flags: list[str], slug: str
+) -> None:
+    machine = load("machine")
+    monkeypatch.setattr(machine, "cpu_model", lambda: model)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    assert machine.slug() == slug
+
+
+# -- rendering ------------------------------------------------------------------------------------
+
+
+def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
+    result = {"benchmark": "stress", "settings": {"quick": True}}
+    (tmp_path / "stress-x.json").write_text(json.dumps(result))
+    with pytest.raises(ValueError, match="quick run"):
+        load("render").snippets(tmp_path)
+
+
+def test_nothing_measured_is_said(load: Load, tmp_path: Path) -> None:
+    render = load("render")
+    assert set(render.snippets(tmp_path).values()) == {render.MISSING}
+
+
+def test_committed_tables_are_current(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("render").check() == 0, capsys.readouterr().err
+
+
+# -- the scripts ----------------------------------------------------------------------------------
+
+
+def _run(script: str, output: Path, *options: str) -> str:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / script),
+        "--quick",
+        "--output",
+        str(output),
+        *options,
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _result(folder: Path, name: str) -> dict[str, Any]:
+    (path,) = folder.glob(f"{name}-*.json")
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert set(result) == DOCUMENT_KEYS
+    assert set(result["machine"]) >= MACHINE_KEYS
+    assert result["settings"]["quick"] is True
+    assert result["benchmark"] == name
+    assert all(set(c) >= {"what", "value", "relation", "limit", "met"} for c in result["claims"])
+    assert result["results"]
+    return result
+
+
+def test_gemm_runs(tmp_path: Path) -> None:
+    printed = _run("bench_gemm.py", tmp_path)
+    rows = _result(tmp_path, "gemm")["results"]
+    found = {r["variant"] for r in rows}
+    assert {"numpy float32", "lowprec float32 tf32", "lowprec bfloat16", "lowprec int8"} <= found
+    assert ("torch bfloat16" in found) is (importlib.util.find_spec("torch") is not None)
+    for row in rows:
+        assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
+        assert row["speed"]["numpy float32"]["median"] > 0
+        assert (row["kernel"] is None) is (row["library"] != "lowprec")
+    # Half of the unit roundoff, root-mean-square, is what each mode must show and FP32 could not.
+    errors = {r["variant"]: r["relative_error"] for r in rows if r["n"] == 64}
+    assert errors["lowprec float32 fp32"] < 1e-6
+    assert errors["lowprec float32 bf16"] > 2**-10 > errors["lowprec float32 tf32"] > 2**-13
+    assert errors["lowprec int8"] == 0
+    assert "claims" in printed
+
+
+def test_gemm_runs_without_extras(tmp_path: Path) -> None:
+    _run("bench_gemm.py", tmp_path, "--no-extras")
+    result = _result(tmp_path, "gemm-no-extras")
+    assert {r["kernel"] for r in result["results"]} == {"numpy", None}
+    assert not {"mkl", "numba", "torch"}.intersection(result["machine"]["versions"])
+
+
+def test_overhead_runs(tmp_path: Path) -> None:
+    _run("bench_overhead.py", tmp_path)
+    rows = _result(tmp_path, "overhead")["results"]
+    assert {"numpy", "dlpack"} <= {r["library"] for r in rows if r["measured"] == "call"}
+    stations = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
+    assert {"resolve the mode", "look up the plan", "execute", "all of it"} <= set(stations)
+    assert max(stations, key=stations.__getitem__) == "all of it"
+    (imported,) = (r for r in rows if r["measured"] == "import")
+    assert imported["lowprec"]["median"] > imported["numpy"]["median"] > 0
+    assert imported["frameworks"] == []
+
+
+def test_accuracy_runs(tmp_path: Path) -> None:
+    _run("bench_accuracy.py", tmp_path)
+    result = _result(tmp_path, "accuracy")
+    rows = result["results"]
+    assert {r["distribution"] for r in rows} == {"normal", "positive", "wide"}
+    for row in rows:
+        assert row["within_bound"] is True
+        assert row["shows_rounding"] is (None if row["mode"] == "fp32" else True)
+    assert all(c["met"] for c in result["claims"])
+    drawn = list(tmp_path.glob("accuracy-*.svg"))
+    if importlib.util.find_spec("matplotlib") is None:
+        assert not drawn
+    else:
+        text = drawn[0].read_text()
+        assert all(re.search(rf">\s*{word}\s*<", text) for word in ("normal", "tf32", "bound"))
+
+
+def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("bench_accuracy")
+    product = bench.lowprec.matmul
+    monkeypatch.setattr(bench.lowprec, "matmul", lambda a, b, math_mode: product(a, b))
+    rows = bench.measure("normal", 64, 0)
+    assert {r["mode"]: r["shows_rounding"] for r in rows} == {
+        "fp32": None,
+        "tf32": False,
+        "bf16": False,
+        "fp16": False,
+    }
+    assert not all(c["met"] for c in bench.accuracy_claims(rows))
