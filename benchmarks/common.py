@@ -130,20 +130,22 @@ def claim(
 VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
 
 
+CLAIM_HEADER = ("claim", "by size", "measured", "limit", "")
+
+
 def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the claims as rows of a table: what, value, limit, verdict."""
+    """Return the claims as rows of a table under `CLAIM_HEADER`."""
     return [
         [
             c["what"],
+            ", ".join(f"{size}: {value:.2f}" for size, value in c.get("by_size", {}).items())
+            or "-",
             "-" if c["value"] is None else f"{c['value']:.3g}",
             f"{c['relation']} {c['limit']:g}",
             VERDICTS[c["met"]],
         ]
         for c in claims
     ]
-
-
-CLAIM_HEADER = ("claim", "measured", "limit", "")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -47,12 +47,10 @@ def loaded_extras() -> list[str]:
 
 def _links(folder: Path) -> None:
     for name in CORE:
-        files = importlib.metadata.files(name) or []
-        tops = {f.parts[0] for f in files if f.parts[0] != ".."}
-        for top in tops - {"__pycache__"}:
-            (folder / top).symlink_to(
-                Path(str(files[0].locate())).parents[len(files[0].parts) - 1] / top
-            )
+        distribution = importlib.metadata.distribution(name)
+        site = Path(str(distribution.locate_file("")))
+        for top in {f.parts[0] for f in distribution.files or ()} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(site / top)
     spec = importlib.util.find_spec("lowprec")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("lowprec is not installed here: pip install -e .")

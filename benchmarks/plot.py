@@ -10,6 +10,7 @@ from typing import Any
 import common
 
 COLOURS = {"fp32": "#4c4c4c", "tf32": "#0072b2", "bf16": "#d55e00", "fp16": "#009e73"}
+#: tf32 and fp16 often lie upon each other: one is hollow, the other inside it.
 MARKERS = {"fp32": "o", "tf32": "s", "bf16": "^", "fp16": "x"}
 
 
@@ -41,15 +42,9 @@ def _figure(rows: list[Mapping[str, Any]]) -> Any:
         for mode in modes:
             own = [r for r in rows if r["mode"] == mode and r["distribution"] == distribution]
             sizes, style = [r["n"] for r in own], {"color": COLOURS.get(mode), "linewidth": 1}
-            marker = MARKERS.get(mode, ".")
-            panel.plot(
-                sizes,
-                [r["normalised"] for r in own],
-                marker=marker,
-                markersize=4,
-                label=mode,
-                **style,
-            )
+            marker = {"marker": MARKERS.get(mode, "."), "markersize": 6 if mode == "tf32" else 4}
+            errors = [r["normalised"] for r in own]
+            panel.plot(sizes, errors, fillstyle="none", label=mode, **marker, **style)
             panel.plot(sizes, [r["bound"] for r in own], linestyle="--", **style)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

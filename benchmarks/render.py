@@ -54,9 +54,10 @@ def _machine_line(result: Result) -> str:
     commit = "no commit" if m["commit"] is None else f"commit {m['commit'][:10]}"
     changed = " with changes" if m["dirty"] else ""
     units = ", ".join(m["flags"]) or "no vector units that are listed"
+    threads = ", ".join(f"{name} {count}" for name, count in m["threads"].items()) or "unknown"
     return (
-        f"{m['name']}: {m['cpu']}, {m['cores']} cores ({units}); Python {m['python']}, {versions}; "
-        f"{commit}{changed}, {m['date']}.\n"
+        f"{m['name']}: {m['cpu']}, {m['cores']} cores ({units}); threads: {threads}; "
+        f"Python {m['python']}, {versions}; {commit}{changed}, {m['date']}.\n"
     )
 
 

@@ -18,6 +18,7 @@ from lowprec.errors import (
     UnsupportedError,
 )
 from lowprec.explain import plan
+from lowprec.info import info
 from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, set_math_mode
 from lowprec.request import ShapeDtype
@@ -39,6 +40,7 @@ __all__ = [
     "__version__",
     "fp32_guard",
     "get_math_mode",
+    "info",
     "math_mode",
     "matmul",
     "plan",

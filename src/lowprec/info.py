@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowprec._version import __version__
-from lowprec.backends.cpu import amx, device, gemm, threads
+from lowprec.backends.cpu import amx, device, mkl, threads
 from lowprec.errors import EnvironmentVariableError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
@@ -174,7 +174,7 @@ def _library(name: str, distributions: tuple[str, ...], role: str) -> dict[str, 
     detail = None
     if name == "mkl":
         # MKL is no Python module: lowprec opens the library itself.
-        opened = gemm.mkl()
+        opened = mkl.mkl()
         loaded = opened is not None
         detail = None if opened is None else opened.version
     else:

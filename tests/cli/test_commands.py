@@ -88,9 +88,10 @@ def test_matmul_writes_the_product(
 def test_matmul_as_json(command: Command, tmp_path: Path, files: Files) -> None:
     c = tmp_path / "C.npy"
     found = _json(command("matmul", *files, "-o", c, "--rtol", "1e-2", "--json"))
-    assert set(found) == {"output", "shape", "dtype", "elapsed_ms", "plan"}
+    assert set(found) == {"output", "shape", "dtype", "elapsed_ms", "first_call_ms", "plan"}
     assert (found["output"], found["shape"], found["dtype"]) == (str(c), [24, 16], "float32")
     assert found["elapsed_ms"] > 0
+    assert found["first_call_ms"] > 0
     assert found["plan"]["resolved"]["source"] == "rtol= argument"
 
 
@@ -199,7 +200,9 @@ ROW_KEYS = {
 
 
 def test_check_as_json(command: Command) -> None:
-    found = _json(command(*CHECK, "--json"))
+    done = command(*CHECK, "--json")
+    assert done.code == 0
+    found = json.loads(done.out)
     assert set(found) == MACHINE_KEYS | {"seed", "cases"}
     assert set(found["machine"]) == {"name", "cores", "threads"}
     assert [case["name"] for case in found["cases"]] == ["normal", "positive", "wide"]

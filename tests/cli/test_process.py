@@ -87,9 +87,19 @@ def test_info_imports_no_framework() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_goes_away_is_no_defect() -> None:
+#: Buffered output fails at the end, unbuffered output at once.
+BUFFERING = pytest.mark.parametrize(
+    "variables", [{"PYTHONUNBUFFERED": x} for x in ("", "1")], ids=str
+)
+
+
+@BUFFERING
+def test_a_reader_that_goes_away_is_no_defect(variables: Mapping[str, str]) -> None:
     with subprocess.Popen(
-        [*MODULE, "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*MODULE, "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **variables},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -99,10 +109,16 @@ def test_a_reader_that_goes_away_is_no_defect() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_behind_standard_output_is_told() -> None:
+@BUFFERING
+def test_a_full_disk_behind_standard_output_is_told(variables: Mapping[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*MODULE, "info"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [*MODULE, "info"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, **variables},
         )
     assert done.returncode == 2
     assert done.stderr == "lowprec: cannot write to standard output: No space left on device\n"

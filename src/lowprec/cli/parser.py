@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import COMMANDS
+from lowprec.cli.commands import bench, check, info, matmul, plan
 from lowprec.cli.errors import CommandError
 
-__all__ = ["Parser", "parse"]
+__all__ = ["COMMANDS", "Command", "Parser", "parse"]
 
 _DESCRIPTION = """\
 Matrix products in the precision you choose, and the truth about which one was used.
@@ -27,7 +27,28 @@ examples:
 2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C.
 """
 
-T = TypeVar("T")
+
+class Command(Protocol):
+    """What the parser expects of a module in this folder."""
+
+    EXAMPLES: str
+    __doc__: str | None
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's options."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command and return its exit code."""
+
+
+#: In the order of the help.
+COMMANDS: dict[str, Command] = {
+    "info": info,
+    "plan": plan,
+    "matmul": matmul,
+    "check": check,
+    "bench": bench,
+}
 
 
 class Parser(argparse.ArgumentParser):

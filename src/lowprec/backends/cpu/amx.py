@@ -133,7 +133,8 @@ _BLOCK_BYTES = 1 << 20  # packed A of a task: half of the second-level cache
 _INNER_BYTES = 32 << 10  # a piece of a strip of B that stays in the first-level cache
 # Strides that are a power of two put the same line of every strip into one set of the caches.
 _STRIP_PAD = 192
-_SMALL = 48**3 * 32  # multiply-adds below which waking a thread costs more than it brings
+_STREAM_BYTES = 1 << 20  # a larger result is written past the caches
+_SMALL = 1 << 27  # products of parts below which waking a thread costs what it brings
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -142,7 +143,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Sizes of the loops, and of the memory that they need."""
+    """Sizes of the loops, and of the memory that they need; `n` counts the columns of a shift."""
 
     fields: tuple[tuple[int, int], ...]
     packed_b_bytes: int
@@ -167,6 +168,20 @@ def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tup
     return task_m, _ceil_div(strips_n, ranges)
 
 
+def _shift(m: int, n: int, out: Operand) -> int | None:
+    """Columns to put before the first so that blocks begin with cache lines; None: do not stream.
+
+    A result that fits into the second-level cache beside the operands is left there for whoever
+    reads it.
+    """
+    item = _ITEM_BYTES[out.dtype]
+    if m * n * item <= _STREAM_BYTES or out.col_stride != 1:
+        return None
+    if (out.row_stride * item) % 64 or out.address % item:
+        return None
+    return (out.address % 64) // item
+
+
 @lru_cache(maxsize=1024)
 def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers: int) -> _Cut:
     from lowprec.backends.cpu.packing import SCRATCH_BYTES
@@ -185,7 +200,7 @@ def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers:
     pack_b_tasks = _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
     tasks_m, tasks_n = _ceil_div(strips_m, task_m), _ceil_div(strips_n, task_n)
     fields = {
-        J.M: m, J.N: n, J.K: k, J.STEPS: steps,
+        J.M: m, J.K: k, J.STEPS: steps,
         J.A_PARTS: parts_a, J.B_PARTS: parts_b,
         J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
         J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
@@ -377,13 +392,15 @@ def gemm(
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
         c = _transposed(c) if c is not None else None
         kernels = _kernels(a.dtype, b.dtype, out.dtype, rounding)
-    workers = 1 if m * n * k < _SMALL else threads.num_threads()
-    cut = _cut(m, n, k, kernels.step, kernels.parts_a, kernels.parts_b, workers)
+    products = m * n * k * kernels.parts_a * kernels.parts_b
+    workers = 1 if products < _SMALL else threads.num_threads()
+    shift = _shift(m, n, out)
+    cut = _cut(m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b, workers)
     fields = dict(kernels.fields + cut.fields)
+    fields |= {J.N: n, J.SHIFT: shift or 0, J.STREAM: int(shift is not None)}
     fields |= _operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE)
     fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
     fields |= _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
-    fields[J.OUT_ITEM_BYTES] = _ITEM_BYTES[out.dtype]
     fields |= _epilogue_fields(alpha, beta, c, bias, along_rows, activation)
     if out.dtype == "int32" and not fields[J.PLAIN]:
         raise ValueError("int8 products take no alpha, beta, bias or activation")

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from lowprec.arrays import ArrayView, Device, library_of
-from lowprec.backends.cpu import fp32_units, gemm, tiles
+from lowprec.backends.cpu import fp32_units, tiles
+from lowprec.backends.cpu.mkl import Matrix, loaded_mkl
 from lowprec.backends.cpu.stacks import has_epilogue
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType
@@ -74,11 +75,15 @@ def _plain_numpy(plan: GemmPlan) -> Executor:
 
 
 def _plain_mkl(plan: GemmPlan) -> Executor:
-    call = gemm.loaded_mkl().bound(plan.out_dtype.label, plan.layout)
+    layout = plan.layout
+    matrices = [
+        Matrix(x.order == "row", x.leading_dimension or 1) for x in (layout.a, layout.b, layout.out)
+    ]
+    product = loaded_mkl().product(plan.out_dtype.label, layout.m, layout.n, layout.k, *matrices)
 
     def execute(arguments: Arguments) -> None:
         a, b, out = arguments[:3]
-        call(a.address, b.address, out.address)
+        product(a.address, b.address, out.address)
 
     return execute
 

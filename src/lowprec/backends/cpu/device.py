@@ -8,7 +8,8 @@ import platform
 from pathlib import Path
 
 from lowprec.arrays import Device
-from lowprec.backends.cpu import amx, gemm
+from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.mkl import mkl
 from lowprec.planning import Capabilities
 
 __all__ = ["capabilities", "cpu_flags", "cpu_name"]
@@ -47,6 +48,6 @@ def _capabilities() -> Capabilities:
         name=cpu_name(),
         amx_bf16=amx.is_available(),
         amx_int8=amx.is_available(),
-        mkl=gemm.mkl() is not None,
+        mkl=mkl() is not None,
         numba=importlib.util.find_spec("numba") is not None,
     )

@@ -42,7 +42,6 @@ from lowprec.backends.cpu.native import (
     inline_asm,
     load,
     pause,
-    prefetch_for_writing,
     yield_cpu,
 )
 
@@ -154,8 +153,10 @@ def _configure_tiles(typing_context, config):
 
 @intrinsic
 def _release_tiles(typing_context):
+    """Leave the tiles to others, and let all streamed writes be seen before anything that follows."""
+
     def generate(context, builder, signature, args):
-        inline_asm(builder, "tilerelease", "~{memory}", ir.VoidType(), [])
+        inline_asm(builder, "tilerelease\nsfence", "~{memory}", ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -187,6 +188,7 @@ def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
             _field(job, J.A_STRIP_BYTES),
             0,
             scratch + _field(job, J.SCRATCH_OFFSET),
+            0,
         ),
     )
 
@@ -215,6 +217,7 @@ def _pack_b(job, index, scratch):
             strip_bytes,
             1,
             scratch + _field(job, J.SCRATCH_OFFSET),
+            _field(job, J.SHIFT),
         ),
     )
 
@@ -256,19 +259,6 @@ def _packing_phase(job, scratch):
 
 
 @njit
-def _prefetch_out(job, row, col):
-    """Ask for the lines that the epilogue of a block will write, a whole kernel call ahead."""
-    item, row_stride = _field(job, J.OUT_ITEM_BYTES), _field(job, J.OUT_ROW_STRIDE)
-    if _field(job, J.OUT_COL_STRIDE) != item:
-        return
-    target = _field(job, J.OUT) + row * row_stride + col * item
-    last = min(32, _field(job, J.N) - col) * item - 1
-    for i in range(min(32, _field(job, J.M) - row)):
-        prefetch_for_writing(target + i * row_stride)
-        prefetch_for_writing(target + i * row_stride + last)
-
-
-@njit
 def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
     """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
     micro, epilogue = _field(job, J.KERNEL), _field(job, J.EPILOGUE)
@@ -278,6 +268,10 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
     accumulators = scratch + _field(job, J.ACC_OFFSET)
     # With a single chunk one column of accumulators is enough.
     acc_column = 0 if _field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
+    # A block's epilogue waits until the next block has been multiplied: by then its accumulators
+    # are in memory, and its instructions fill the time in which the other's last sums are made.
+    shift = _field(job, J.SHIFT)
+    pending, pending_m, pending_n, to = 0, 0, 0, scratch + _field(job, J.SCRATCH_OFFSET)
     for n in range(strip_n, end_n):
         b = _field(job, J.B_PACKED) + n * strip_bytes_b
         acc0 = accumulators + (n - strip_n) * acc_column
@@ -290,13 +284,16 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
-                is_last = s + count == steps
-                if is_last:
-                    _prefetch_out(job, (strip_m + m) * 32, n * 32)
+                if acc == pending:
+                    call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
+                    pending = 0
                 call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
-                if is_last:
-                    to = scratch + _field(job, J.SCRATCH_OFFSET)
-                    call(epilogue, (acc, job, (strip_m + m) * 32, n * 32, to))
+                if s + count == steps:
+                    if pending != 0:
+                        call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
+                    pending, pending_m, pending_n = acc, strip_m + m, n
+    if pending != 0:
+        call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
 
 
 @njit

@@ -29,9 +29,12 @@ from lowprec.backends.cpu.native import (
     FINGERPRINT,
     I16,
     I32,
+    I64,
     compile_kernel,
+    inline_asm,
     load,
     pointer,
+    shuffle,
     store,
     vector,
 )
@@ -48,6 +51,9 @@ _ITEM_BYTES = {_FLOAT32: 4, _BFLOAT16: 2, _FLOAT16: 2, _INT32: 4}
 # --- conversions ------------------------------------------------------------------------------
 
 
+_HALVES = ir.VectorType(F16, 16)
+
+
 def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
@@ -62,22 +68,57 @@ def _to_bfloat16(builder: Any, bits: Any) -> Any:
     return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
 
 
+def _converted(builder: Any, address: Any, kind: int) -> Any:
+    """16 accumulators in the output's type."""
+    bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
+    if kind == _BFLOAT16:
+        return _to_bfloat16(builder, bits)
+    if kind == _FLOAT16:
+        halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
+        return builder.bitcast(halves, ir.VectorType(I16, 16))
+    return bits
+
+
 @intrinsic(prefer_literal=True)
-def _put16(typing_context, source, target, kind):
-    """Convert 16 accumulators and write them in sequence."""
-    to = kind.literal_value
+def _put_row(typing_context, source, target, kind, stream):
+    """Write a row of a block: 32 elements in sequence, past the caches if `stream`.
+
+    What is streamed must begin with a cache line. A line that is written as a whole need not be
+    read before, which is half of the traffic, and does not displace packed operands.
+    """
+    to, past_caches = kind.literal_value, bool(stream.literal_value)
 
     def generate(context, builder, signature, args):
-        bits = builder.load(pointer(builder, args[0], ir.VectorType(I32, 16)), align=64)
-        if to == _BFLOAT16:
-            bits = _to_bfloat16(builder, bits)
-        elif to == _FLOAT16:
-            floats = builder.bitcast(bits, ir.VectorType(F32, 16))
-            bits = builder.fptrunc(floats, ir.VectorType(F16, 16))
-        builder.store(bits, pointer(builder, args[1], bits.type), align=1)
+        next_tile = builder.add(args[0], ir.Constant(I64, 1024))
+        values = [_converted(builder, address, to) for address in (args[0], next_tile)]
+        if _ITEM_BYTES[to] == 2:
+            values = [shuffle(builder, values[0], values[1], range(32))]
+        for i, value in enumerate(values):
+            address = builder.add(args[1], ir.Constant(I64, 64 * i))
+            align = 64 if past_caches else 1
+            stored = builder.store(value, pointer(builder, address, value.type), align=align)
+            if past_caches:
+                hint = builder.module.add_metadata([ir.Constant(I32, 1)])
+                stored.set_metadata("nontemporal", hint)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, kind), generate
+    return types.void(types.intp, types.intp, kind, stream), generate
+
+
+@intrinsic(prefer_literal=True)
+def _put_some(typing_context, source, target, kind, mask):
+    """Write those of 16 elements in sequence whose bit in `mask` is set."""
+    to = kind.literal_value
+    move = "vmovdqu16" if _ITEM_BYTES[to] == 2 else "vmovdqu32"
+
+    def generate(context, builder, signature, args):
+        value = _converted(builder, args[0], to)
+        text = f"kmovd ${{2:k}}, %k1\n{move} $0, ($1) {{%k1}}"
+        operands = [value, args[1], args[3]]
+        inline_asm(builder, text, "v,r,r,~{k1},~{memory}", ir.VoidType(), operands)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind, types.intp), generate
 
 
 @intrinsic
@@ -168,16 +209,16 @@ def _at(acc, i, j):
 
 
 @njit
-def _add_array(acc, rows, cols, factor, source, row_stride, col_stride, kind):
+def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind):
     for i in range(rows):
-        for j in range(cols):
+        for j in range(first, end):
             at = _at(acc, i, j)
             addend = _get(source + i * row_stride + j * col_stride, kind)
             store(at, load(at, "f32") + factor * addend, "f32")
 
 
 @njit
-def _arithmetic(acc, job, row, col, rows, cols):
+def _arithmetic(acc, job, row, col, rows, first, end):
     """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
     beta = np.float32(load(job + 8 * J.BETA, "f64"))
@@ -187,11 +228,13 @@ def _arithmetic(acc, job, row, col, rows, cols):
     if beta != np.float32(0):
         row_stride, col_stride = _field(job, J.C_ROW_STRIDE), _field(job, J.C_COL_STRIDE)
         source = _field(job, J.C) + row * row_stride + col * col_stride
-        _add_array(acc, rows, cols, beta, source, row_stride, col_stride, _field(job, J.C_KIND))
+        kind = _field(job, J.C_KIND)
+        _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind)
     if _field(job, J.BIAS) != 0:
         row_stride, col_stride = _field(job, J.BIAS_ROW_STRIDE), _field(job, J.BIAS_COL_STRIDE)
         source = _field(job, J.BIAS) + row * row_stride + col * col_stride
-        _add_array(acc, rows, cols, _ONE, source, row_stride, col_stride, _field(job, J.BIAS_KIND))
+        kind = _field(job, J.BIAS_KIND)
+        _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind)
     activation = _field(job, J.ACTIVATION)
     if activation != 0:
         _activate(acc, activation)
@@ -206,26 +249,39 @@ def _epilogue_function(kind: int) -> Any:
     fingerprint = FINGERPRINT
 
     @njit
-    def put_row(acc, i, target):
+    def put_some(acc, i, target, first, end):
+        mask = (1 << end) - (1 << first)
         source = _at(acc, i, 0)
-        _put16(source, target, kind)
-        _put16(source + 1024, target + 16 * item, kind)
+        _put_some(source, target, kind, mask & 0xFFFF)
+        _put_some(source + 1024, target + 16 * item, kind, mask >> 16)
+
+    @njit
+    def put_scattered(acc, i, target, first, end, col_stride, scratch):
+        _put_row(_at(acc, i, 0), scratch, kind, 0)
+        for j in range(first, end):
+            store(target + j * col_stride, load(scratch + j * item, element), element)
 
     def epilogue(acc, job, row, col, scratch):
-        rows, cols = min(32, _field(job, J.M) - row), min(32, _field(job, J.N) - col)
+        rows = min(32, _field(job, J.M) - row)
+        first, end = max(0, -col), min(32, _field(job, J.N) - col)
         row_stride, col_stride = _field(job, J.OUT_ROW_STRIDE), _field(job, J.OUT_COL_STRIDE)
         target = _field(job, J.OUT) + row * row_stride + col * col_stride
         if kind != _INT32 and _field(job, J.PLAIN) == 0:
-            _arithmetic(acc, job, row, col, rows, cols)
-        if cols == 32 and col_stride == item:
+            _arithmetic(acc, job, row, col, rows, first, end)
+        whole = first == 0 and end == 32 and col_stride == item
+        if whole and _field(job, J.STREAM) != 0:
             for i in range(rows):
-                put_row(acc, i, target + i * row_stride)
+                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 1)
+        elif whole:
+            for i in range(rows):
+                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 0)
+        elif col_stride == item:
+            for i in range(rows):
+                put_some(acc, i, target + i * row_stride, first, end)
         else:
             for i in range(rows):
-                put_row(acc, i, scratch)
                 to = target + i * row_stride
-                for j in range(cols):
-                    store(to + j * col_stride, load(scratch + j * item, element), element)
+                put_scattered(acc, i, to, first, end, col_stride, scratch)
         return fingerprint & 0
 
     return epilogue
@@ -236,6 +292,7 @@ def epilogue_kernel(dtype: str) -> int:
     """Address of the epilogue that writes `dtype`.
 
     Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
-    overwrite), of the job, first row, first column, address of 256 bytes of scratch.
+    overwrite), of the job, first row, first column (below zero where the job has a shift), address
+    of 256 bytes of scratch.
     """
     return compile_kernel(_epilogue_function(J.KINDS[dtype]), EPILOGUE_ARITY)

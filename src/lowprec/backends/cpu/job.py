@@ -27,7 +27,6 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     OUT,
     OUT_ROW_STRIDE,
     OUT_COL_STRIDE,
-    OUT_ITEM_BYTES,
     C,
     C_ROW_STRIDE,
     C_COL_STRIDE,
@@ -40,6 +39,8 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     BETA,
     ACTIVATION,
     PLAIN,
+    SHIFT,
+    STREAM,
     TILE_CONFIG,
     PACK_A,
     PACK_B,
@@ -64,9 +65,12 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     INNER_STEPS,
     ACC_OFFSET,
     SCRATCH_OFFSET,
-) = range(32, 32 + 50)
+) = range(32, 32 + 51)
 
 WORDS = 96
+
+# STREAM: rows of blocks are written past the caches; then SHIFT columns of zeros stand before the
+# first, so that the blocks begin where cache lines of the result begin.
 
 #: Codes of element types, as `C_KIND` and `BIAS_KIND` hold them.
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}

@@ -41,7 +41,6 @@ __all__ = [
     "load",
     "pause",
     "pointer",
-    "prefetch_for_writing",
     "shuffle",
     "store",
     "vector",
@@ -181,17 +180,6 @@ def pause(typing_context):
         return context.get_dummy_value()
 
     return types.void(), generate
-
-
-@intrinsic
-def prefetch_for_writing(typing_context, address):
-    """Fetch a cache line in a state in which it can be written."""
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "prefetchw ($0)", "r", ir.VoidType(), args)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
 
 
 @intrinsic

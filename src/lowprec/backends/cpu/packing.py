@@ -101,7 +101,7 @@ _BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
 SCRATCH_BYTES = 16 << 10
 _TILES_AT = 8 << 10
 
-PACK_ARITY = 13
+PACK_ARITY = 14
 
 _EXPONENT = 0x7F800000
 # The least float32 that rounds to an infinity in TF32; every NaN compares above it as an integer.
@@ -266,11 +266,11 @@ def _pad_block(item_bytes: int, step: int) -> Any:
     copy = _element_copier(item_bytes)
 
     @njit
-    def pad(source, lane_stride, k_stride, lanes, steps, target):
-        """Copy lanes x steps elements to a block of 32 x step, contiguous along k, zero elsewhere."""
+    def pad(source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+        """Copy some lanes of some steps to a block of 32 x step, contiguous along k, else zero."""
         for offset in range(0, 32 * step * item_bytes, 8):
             store(target + offset, 0, "i64")
-        for lane in range(lanes):
+        for lane in range(first_lane, end_lane):
             from_, to = source + lane * lane_stride, target + lane * step * item_bytes
             for i in range(steps):
                 copy(from_ + i * k_stride, to + i * item_bytes)
@@ -330,7 +330,7 @@ def _pack_function(index: int) -> Any:
     def pack(
         source, lane_stride, k_stride, lanes, k,
         first_strip, end_strip, first_step, end_step,
-        target, strip_bytes, is_b, scratch,
+        target, strip_bytes, is_b, scratch, shift,
     ):
     # fmt: on
         flags = fingerprint & 0
@@ -340,18 +340,18 @@ def _pack_function(index: int) -> Any:
         for outer in range(first_step, end_step, steps_inner):
             for strip in range(first_strip, end_strip):
                 for s in range(outer, outer + steps_inner):
-                    lane0, k0 = strip * 32, s * step
+                    lane0, k0 = strip * 32 - shift, s * step
                     from_ = source + lane0 * lane_stride + k0 * k_stride
                     to = target + (strip - first_strip) * strip_bytes
                     to += (s - first_step) * block_bytes
-                    whole = lane0 + 32 <= lanes and k0 + step <= k
+                    whole = lane0 >= 0 and lane0 + 32 <= lanes and k0 + step <= k
                     if whole and k_stride == item:
                         flags |= along(from_, lane_stride, to, is_b, tiles)
                     elif whole and lane_stride == item:
                         flags |= across(from_, k_stride, to, is_b, tiles)
                     else:
-                        lanes_here, k_here = min(32, lanes - lane0), min(step, k - k0)
-                        pad(from_, lane_stride, k_stride, lanes_here, k_here, scratch)
+                        first, end, k_here = max(0, -lane0), min(32, lanes - lane0), min(step, k - k0)
+                        pad(from_, lane_stride, k_stride, first, end, k_here, scratch)
                         flags |= along(scratch, step * item, to, is_b, tiles)
         return flags
 
@@ -364,7 +364,8 @@ def pack_kernel(scheme: Scheme) -> int:
 
     Its arguments, `PACK_ARITY` integers: address, lane stride and k stride in bytes, number of
     lanes, k; strips and steps to pack (first, end); target and its strip stride in bytes; 1 for the
-    layout of B, 0 for that of A; address of `SCRATCH_BYTES` of scratch. It returns 0, or in two parts
-    something else if a rounded value was not finite.
+    layout of B, 0 for that of A; address of `SCRATCH_BYTES` of scratch; how many lanes of the first
+    strip lie before lane 0 and are zero. It returns 0, or in two parts something else if a rounded
+    value was not finite.
     """
     return compile_kernel(_pack_function(scheme.index), PACK_ARITY)

@@ -239,16 +239,6 @@ def _loaded(path: str) -> ctypes.PyDLL | None:
         return None
 
 
-def _mkl_getter() -> Callable[[], int] | None:
-    for name in ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so.1"):
-        library = _loaded(name)
-        getter = getattr(library, "MKL_Get_Max_Threads", None) if library else None
-        if getter is not None:
-            getter.restype = ctypes.c_int
-            return getter  # type: ignore[no-any-return]
-    return None
-
-
 def _openblas_getter() -> Callable[[], int] | None:
     """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
     try:
@@ -277,7 +267,6 @@ class _Limits:
         self.current_cpu = _current_cpu_getter()
         self._others: dict[int, frozenset[int]] = {}
         self.getter: Callable[[], int] | None = None
-        self.getter_is_mkl = False
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
@@ -285,12 +274,8 @@ class _Limits:
         affinity = _affinity()
         if affinity != self.affinity:
             self.affinity, self._others = affinity, {}
-        if not self.getter_is_mkl:
-            mkl = _mkl_getter()
-            if mkl is not None:
-                self.getter, self.getter_is_mkl = mkl, True
-            elif self.getter is None:
-                self.getter = _openblas_getter()
+        if self.getter is None:
+            self.getter = _openblas_getter()
         self.expires = now + _REFRESH_SECONDS
 
     def cpus_without_current(self) -> frozenset[int]:

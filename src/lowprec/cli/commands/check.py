@@ -223,7 +223,16 @@ def _remarks(reports: list[_Report]) -> list[str]:
     """Return what the reader must know beside the tables, each once."""
     plans = [row.plan for _, rows in reports for row in rows]
     reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
-    return list(dict.fromkeys([*reasons, *(p.note for p in plans if p.note)]))
+    notes = [p.note for p in plans if p.note]
+    # Where the data made the plan take its way out, the table's kernel is not what ran.
+    fallbacks = [
+        f"{row.name}: {text}"
+        for _, rows in reports
+        for row in rows
+        if row.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS)
+        for text in row.plan.fallbacks
+    ]
+    return list(dict.fromkeys([*reasons, *notes, *fallbacks]))
 
 
 def _document(found: dict[str, Any], seed: int | None, reports: list[_Report]) -> dict[str, Any]:

@@ -1,0 +1,248 @@
+"""MKL, where it is installed: found where its wheel puts it, opened at first use, called through CBLAS.
+
+MKL is used without its own threads: a product is cut into panels that the pool of this backend shares out. With an
+OpenMP runtime of its own beside another library's, MKL's products come out wrong once that other runtime was loaded
+first (``libmkl_intel_thread`` beside PyTorch's ``libgomp``), its threads spin for 200 ms after each product in the way
+of whatever runs next, and which runtime there is would depend on what else the process has imported.
+
+Source: oneMKL Developer Reference, "cblas_?gemm" and "mkl_set_threading_layer".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.backends.cpu import threads
+
+__all__ = ["Matrix", "Mkl", "loaded_mkl", "mkl"]
+
+_ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112
+_SEQUENTIAL = 1
+
+_INT, _POINTER = ctypes.c_int, ctypes.c_void_p
+
+#: Name of the function, how it takes alpha and beta, and bytes per element.
+_FUNCTIONS: dict[str, tuple[str, Any, int]] = {
+    "float32": ("cblas_sgemm", ctypes.c_float, 4),
+    "float64": ("cblas_dgemm", ctypes.c_double, 8),
+    "complex64": ("cblas_cgemm", _POINTER, 8),
+    "complex128": ("cblas_zgemm", _POINTER, 16),
+}
+
+#: Flops from which it pays to wake other threads.
+_PARALLEL_FLOPS = 20_000_000
+
+#: Panels begin at multiples of this many rows or columns, so that all but the last fill MKL's register blocks.
+_PANEL_GRAIN = 48
+
+
+class Matrix(NamedTuple):
+    """How a matrix lies in memory.
+
+    Parameters
+    ----------
+    is_row_major : bool
+        Whether its rows are contiguous (otherwise its columns are).
+    leading_dimension : int
+        Elements from one row (column) to the next.
+    """
+
+    is_row_major: bool
+    leading_dimension: int
+
+    @property
+    def transposed(self) -> Matrix:
+        """The same memory as the transposed matrix."""
+        return Matrix(not self.is_row_major, self.leading_dimension)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Elements from one row, and from one column, to the next."""
+        return (self.leading_dimension, 1) if self.is_row_major else (1, self.leading_dimension)
+
+
+class Mkl:
+    """The opened library.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+        ``libmkl_rt``.
+    path : str
+        Where it was found.
+    is_sequential : bool
+        Whether it runs without threads of its own.
+    """
+
+    def __init__(self, library: ctypes.CDLL, path: str, is_sequential: bool) -> None:
+        self.path = path
+        self.is_sequential = is_sequential
+        self.version = _version_string(library)
+        self._gemms: dict[str, Callable[..., None]] = {}
+        self._factors: dict[str, tuple[Any, Any]] = {}
+        # The complex functions read alpha and beta through their addresses, so these arrays live on.
+        self._complex_factors = {
+            name: np.array([1, 0], name) for name in ("complex64", "complex128")
+        }
+        for dtype, (name, scalar, _) in _FUNCTIONS.items():
+            self._gemms[dtype] = _declared(getattr(library, name), scalar)
+            pair = self._complex_factors.get(dtype)
+            one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
+            self._factors[dtype] = scalar(one), scalar(zero)
+
+    def product(
+        self, dtype: str, m: int, n: int, k: int, a: Matrix, b: Matrix, out: Matrix
+    ) -> Callable[[int, int, int], None]:
+        """Return a function of the addresses of a, b and out that computes ``out = a @ b``.
+
+        Parameters
+        ----------
+        dtype : str
+            Of all three: float32, float64, complex64 or complex128.
+        m, n, k : int
+            Extents; the matrices have the shapes (m, k), (k, n) and (m, n).
+        a, b, out : Matrix
+        """
+        if not out.is_row_major:
+            whole = self.product(dtype, n, m, k, b.transposed, a.transposed, out.transposed)
+            return lambda a, b, out: whole(b, a, out)
+        function = self._gemms[dtype]
+        one, zero = self._factors[dtype]
+        # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
+        order, all_m, all_n, all_k = (_INT(x) for x in (_ROW_MAJOR, m, n, k))
+        op_a, op_b = (_INT(_NO_TRANS if x.is_row_major else _TRANS) for x in (a, b))
+        lda, ldb, ldc = (_INT(x.leading_dimension) for x in (a, b, out))
+
+        def single(a: int, b: int, out: int) -> None:
+            function(order, op_a, op_b, all_m, all_n, all_k, one, a, lda, b, ldb, zero, out, ldc)
+
+        if not self.is_sequential or 2 * m * n * k < _PARALLEL_FLOPS:
+            return single
+
+        itemsize = _FUNCTIONS[dtype][2]
+        a_row, b_column = a.steps[0] * itemsize, b.steps[1] * itemsize
+        out_row, out_column = (step * itemsize for step in out.steps)
+
+        def parallel(a: int, b: int, out: int) -> None:
+            workers = threads.num_threads()
+            if workers == 1:
+                single(a, b, out)
+                return
+            panels = _panels(m, n, workers)
+
+            def work() -> None:
+                for i, rows, j, columns in panels:
+                    function(
+                        order, op_a, op_b, rows, columns, all_k, one, a + i * a_row, lda,
+                        b + j * b_column, ldb, zero, out + i * out_row + j * out_column, ldc,
+                    )  # fmt: skip
+
+            threads.run(work, workers)
+
+        return parallel
+
+
+def _declared(function: Any, scalar: Any) -> Callable[..., None]:
+    """Return a CBLAS function with its types declared."""
+    function.restype = None
+    function.argtypes = [
+        _INT,  # layout
+        _INT,  # op_a
+        _INT,  # op_b
+        _INT,  # m
+        _INT,  # n
+        _INT,  # k
+        scalar,  # alpha
+        _POINTER,  # a
+        _INT,  # lda
+        _POINTER,  # b
+        _INT,  # ldb
+        scalar,  # beta
+        _POINTER,  # c
+        _INT,  # ldc
+    ]
+    declared: Callable[..., None] = function
+    return declared
+
+
+def _panels(m: int, n: int, workers: int) -> Iterator[tuple[int, int, int, int]]:
+    """Return one iterator, to be shared by the threads, over (first row, rows, first column, columns)."""
+    grids = [(rows, workers // rows) for rows in range(1, workers + 1) if workers % rows == 0]
+    # The panels nearest to squares reread the least of a and b.
+    down, across = min(grids, key=lambda grid: m / grid[0] + n / grid[1])
+    pieces = [
+        (i, rows, j, columns) for i, rows in _cuts(m, down) for j, columns in _cuts(n, across)
+    ]
+    return iter(pieces)
+
+
+def _cuts(extent: int, count: int) -> list[tuple[int, int]]:
+    """Cut an extent into at most ``count`` nearly equal pieces, as (first, length).
+
+    Examples
+    --------
+    >>> _cuts(200, 2), _cuts(40, 2)
+    ([(0, 96), (96, 104)], [(0, 40)])
+    """
+    bounds = sorted({round(extent * i / count / _PANEL_GRAIN) * _PANEL_GRAIN for i in range(count)})
+    starts = [start for start in bounds if start < extent]
+    return [
+        (start, stop - start) for start, stop in zip(starts, [*starts[1:], extent], strict=True)
+    ]
+
+
+def _version_string(library: ctypes.CDLL) -> str:
+    buffer = ctypes.create_string_buffer(198)
+    library.MKL_Get_Version_String(buffer, len(buffer))
+    return buffer.value.decode(errors="replace").strip()
+
+
+def _library_candidates() -> list[str]:
+    """Return where ``libmkl_rt`` may be: the files of the ``mkl`` distribution, then the loader's own path."""
+    import importlib.metadata  # 10 ms that only the first product needs
+
+    try:
+        files = importlib.metadata.files("mkl") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    names = [f for f in files if f.name.startswith(("libmkl_rt.so", "mkl_rt."))]
+    found = [os.path.realpath(str(f.locate())) for f in names]
+    return [*found, "libmkl_rt.so.3", "libmkl_rt.so.2"]
+
+
+def _is_loaded(path: str) -> bool:
+    """Whether somebody else (a NumPy built on MKL) has loaded this library already."""
+    try:
+        ctypes.CDLL(os.path.basename(path), mode=os.RTLD_NOLOAD)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@functools.cache
+def mkl() -> Mkl | None:
+    """Open MKL once and return it, or ``None`` where it is not installed."""
+    for path in _library_candidates():
+        # The threading layer holds for the whole process: another user's MKL is taken as it is.
+        is_ours = not _is_loaded(path)
+        try:
+            library = ctypes.CDLL(path)
+            if is_ours:
+                library.MKL_Set_Threading_Layer(_SEQUENTIAL)
+            return Mkl(library, path, is_ours)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def loaded_mkl() -> Mkl:
+    """Return MKL for a plan that was made because it is there."""
+    library = mkl()
+    assert library is not None
+    return library

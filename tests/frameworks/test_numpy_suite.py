@@ -1,0 +1,111 @@
+"""NumPy's own tests of ``numpy.matmul``, run on ``lowprec.matmul``.
+
+The class comes from the installed NumPy, with every module-level use of ``np.matmul`` replaced and
+the element types restricted to those that both libraries have. What cannot apply stands in
+``EXCLUDED`` with its reason, and a test makes sure that each of these really fails.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+
+test_multiarray = pytest.importorskip(
+    "numpy._core.tests.test_multiarray", reason="this NumPy was installed without its tests"
+)
+
+#: Tests of NumPy's that cannot hold here, and why.
+EXCLUDED = {
+    "test_out_arg": "casts float64 results into a complex128 out, and expects the words of a ufunc for int32",
+    "test_empty_out": "expects NumPy's word non-broadcastable for an out of another shape",
+    "test_matmul_object": "multiplies Python objects",
+    "test_matmul_object_type_scalar": "multiplies Python objects",
+    "test_matmul_empty": "multiplies Python objects, if none",
+    "test_matmul_bool": "multiplies bool and nothing else",
+}
+
+
+class Calls:
+    """``numpy.matmul`` as NumPy's tests call it: ``out`` by position, and a few steps with bool on the side."""
+
+    def __init__(self, *, accept_bool: bool) -> None:
+        self.count = 0
+        self._accept_bool = accept_bool
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        if self._accept_bool and a.dtype == b.dtype == bool:
+            return np.matmul(a, b, out=out)
+        result = lowprec.matmul(a, b, out=out)
+        self.count += 1
+        return result
+
+
+class NumPyWith(types.ModuleType):
+    """NumPy with another ``matmul``."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__("numpy")
+        self.matmul = calls.matmul
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+class TestNumPysMatmul(test_multiarray.TestMatmul):
+    # The tests leave out the first type, bool in the original, where its results differ.
+    types = "e" + "efdFD"
+
+    @pytest.fixture(autouse=True)
+    def in_place_of_numpys(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        calls = Calls(accept_bool=True)
+        monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))
+        self.matmul = calls.matmul
+        yield
+        exceptions_alone = {
+            "test_exceptions",
+            "test_matmul_exception_multiply",
+            "test_matmul_exception_add",
+        }
+        assert calls.count or self._name in exceptions_alone, (
+            "lowprec computed nothing in this test"
+        )
+
+    @pytest.fixture(autouse=True)
+    def remember_the_name(self, request: pytest.FixtureRequest) -> None:
+        self._name = request.node.originalname
+
+
+for _name in EXCLUDED:
+    setattr(TestNumPysMatmul, _name, None)
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_what_is_excluded_really_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(accept_bool=False)
+    monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))
+    tests = test_multiarray.TestMatmul()
+    tests.types, tests.matmul = TestNumPysMatmul.types, calls.matmul
+    try:
+        getattr(tests, name)()
+    except (lowprec.LowprecError, AssertionError):
+        return
+    pytest.fail(f"{name} passes: take it off the list")
+
+
+def test_the_list_is_short() -> None:
+    original = {n for n in dir(test_multiarray.TestMatmul) if n.startswith("test_")}
+    assert set(EXCLUDED) <= original, "NumPy has no such tests"
+    kept = original - set(EXCLUDED)
+    assert len(kept) >= 2 * len(EXCLUDED)
+    assert {
+        "test_shapes",
+        "test_matrix_matrix_values",
+        "test_dot_equivalent",
+        "test_out_contiguous",
+    } <= kept

@@ -1,0 +1,121 @@
+"""The public page: which names there are, and that each tells what it does and shows it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import lowprec
+
+NAMES = [
+    "ArrayError",
+    "BackendError",
+    "DLPackArray",
+    "DTypeError",
+    "DeviceError",
+    "EnvironmentVariableError",
+    "LowprecError",
+    "LowprecWarning",
+    "MathMode",
+    "ModeError",
+    "ShapeDtype",
+    "ShapeError",
+    "UnsupportedError",
+    "__version__",
+    "fp32_guard",
+    "get_math_mode",
+    "info",
+    "math_mode",
+    "matmul",
+    "plan",
+    "set_math_mode",
+]
+
+CALLABLES = [name for name in NAMES if name[0].islower() or name in ("DLPackArray", "ShapeDtype")]
+ERRORS = [name for name in NAMES if name.endswith("Error")]
+
+
+def test_the_names_are_these_and_sorted() -> None:
+    assert lowprec.__all__ == NAMES
+    assert sorted(NAMES) == NAMES
+
+
+def test_every_name_exists() -> None:
+    for name in NAMES:
+        assert hasattr(lowprec, name)
+
+
+def test_nothing_else_looks_public() -> None:
+    extra = {
+        n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)
+    }
+    assert extra - set(NAMES) <= {"annotations"}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("__")])
+def test_everything_public_is_documented(name: str) -> None:
+    text = inspect.getdoc(getattr(lowprec, name))
+    assert text
+    assert text.splitlines()[0].endswith((".", "``.", ":")), "the first line is a sentence"
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_every_callable_shows_an_example(name: str) -> None:
+    # The examples run with those of the documentation.
+    assert ">>> " in (inspect.getdoc(getattr(lowprec, name)) or "")
+
+
+@pytest.mark.parametrize("name", ["matmul", "plan"])
+def test_every_parameter_is_documented(name: str) -> None:
+    text = inspect.getdoc(getattr(lowprec, name)) or ""
+    for parameter in inspect.signature(getattr(lowprec, name)).parameters:
+        assert parameter in text, f"{name} does not say what {parameter} is"
+
+
+def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_the_signature_of_matmul() -> None:
+    positional, keyword = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
+    none = dict.fromkeys(("out", "c", "bias", "activation", "out_dtype", "math_mode", "rtol"))
+    defaults = {**none, "alpha": 1.0, "beta": 0.0}
+    order = ["out", "c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol"]
+    required = [(name, positional, inspect.Parameter.empty) for name in ("a", "b")]
+    keywords = [(name, keyword, defaults[name]) for name in order]
+    assert signature_of(lowprec.matmul) == required + keywords
+    assert {p[0] for p in signature_of(lowprec.plan)} >= {p[0] for p in keywords}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_caught_by_either_name(name: str) -> None:
+    kind = getattr(lowprec, name)
+    assert issubclass(kind, lowprec.LowprecError)
+    if kind is not lowprec.LowprecError:
+        builtin = (TypeError, ValueError, RuntimeError, NotImplementedError)
+        assert issubclass(kind, builtin)
+
+
+def test_a_misspelt_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="matmull"):
+        _ = lowprec.matmull
+    with pytest.raises(TypeError, match="math_mod"):
+        lowprec.matmul(1, 1, math_mod="tf32")
+
+
+def test_the_package_is_typed() -> None:
+    from importlib.resources import files
+
+    assert files("lowprec").joinpath("py.typed").is_file()
+
+
+def test_importing_everything_starts_nothing() -> None:
+    code = (
+        "from lowprec import *; import threading; print(threading.active_count(), matmul.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "matmul"]
