@@ -125,6 +125,13 @@ def accuracy(result: Result) -> str:
     return "\n".join([*parts, _claims(result)])
 
 
+def guard(result: Result) -> str:
+    """Return what a guard costs by what is loaded."""
+    import bench_guard
+
+    return table(*bench_guard.table(result["results"])) + "\n" + _claims(result)
+
+
 def claims_only(result: Result) -> str:
     """Return what was claimed, beside what was measured."""
     return _claims(result)
@@ -135,6 +142,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
     "gemm-no-extras": gemm,
     "overhead": overhead,
+    "guard": guard,
     "accuracy": accuracy,
     "stress": claims_only,
 }

@@ -32,6 +32,7 @@ def _commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     shapes = ["--shapes", arguments.shapes]
     return {
         "overhead": ["bench_overhead.py", *shared],
+        "guard": ["bench_guard.py", *shared],
         "gemm": ["bench_gemm.py", *shapes, *shared],
         "gemm-no-extras": ["bench_gemm.py", "--no-extras", *shared],
         "accuracy": ["bench_accuracy.py", *shared],

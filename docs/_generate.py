@@ -19,6 +19,7 @@ from pathlib import Path
 from lowprec import errors, modes
 from lowprec.planning import kernels
 from lowprec.policy import environment
+from lowprec.policy.controllers import controllers
 
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
@@ -81,6 +82,20 @@ def kernel_table() -> str:
     return table(["numbers, once rounded", "multiplied by"], rows)
 
 
+def guard_table() -> str:
+    """Return the libraries whose switches the guard sets, and how far these reach."""
+    rows = [
+        [
+            _code(controller.name),
+            str(controller.tier),
+            "; ".join(f"{_code(name)}: {acts_on}" for name, acts_on in controller.switches.items()),
+            ", ".join(_code(mode.value) for mode in controller.modes),
+        ]
+        for controller in controllers()
+    ]
+    return table(["library", "reaches", "switches, and what they act on", "modes"], rows)
+
+
 def error_table() -> str:
     """Return the exception classes with their built-in bases."""
     rows = []
@@ -99,6 +114,7 @@ def snippets() -> dict[Path, str]:
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "guard.md": guard_table(),
         "errors.md": error_table(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}

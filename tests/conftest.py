@@ -8,7 +8,14 @@ from collections import defaultdict
 
 # Before lowprec is imported anywhere: a variable set in the caller's shell must not decide what a
 # test sees. Tests that are about a variable set it themselves.
-for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n == "NVIDIA_TF32_OVERRIDE"]:
+_OTHERS = {
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "CUPY_TF32",
+    "MLX_ENABLE_TF32",
+}
+for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     del os.environ[_name]
 
 import numpy as np

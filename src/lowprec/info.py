@@ -19,6 +19,7 @@ from lowprec.backends.cpu import amx, device, mkl, threads
 from lowprec.errors import EnvironmentVariableError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
+from lowprec.policy.frameworks import SwitchRow, disagreements, switch_rows
 
 __all__ = ["info"]
 
@@ -57,6 +58,8 @@ def info() -> dict[str, Any]:
         themselves. ``gpu``: whether one is used, and why not. ``libraries`` with version and status (``loaded``,
         ``installed``, ``missing``). ``blas``: NumPy's. ``mode``: what is in force, who decided, the reasons.
         ``available_modes``. ``environment``: each variable with its value, its effect and what it may hold.
+    ``frameworks``: each switch for float32 products of each loaded library, as it is now in this thread, with
+    ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read).
         ``warnings``: sentences.
 
     Examples
@@ -70,6 +73,7 @@ def info() -> dict[str, Any]:
     status = {entry["name"]: entry["status"] for entry in libraries}
     tiles, obstacle = _tile_units(numba_installed=status["numba"] != "missing")
     mode = _mode()
+    switches = switch_rows()
     return {
         "version": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -81,7 +85,13 @@ def info() -> dict[str, Any]:
         "mode": mode,
         "available_modes": [str(m) for m in available_modes()],
         "environment": [_variable(row) for row in environment.rows()],
-        "warnings": [*environment.problems(), *_costs(status, obstacle), *_unused_gpu()],
+        "frameworks": [_switch(row) for row in switches],
+        "warnings": [
+            *environment.problems(),
+            *disagreements(switches),
+            *_costs(status, obstacle),
+            *_unused_gpu(),
+        ],
     }
 
 
@@ -228,6 +238,16 @@ def _variable(row: environment.VariableRow) -> dict[str, Any]:
         "effect": row.effective,
         "meaning": row.meaning,
         "legal": row.legal,
+        "problem": row.problem,
+    }
+
+
+def _switch(row: SwitchRow) -> dict[str, Any]:
+    return {
+        "library": row.library,
+        "switch": row.switch,
+        "value": row.value,
+        "tier": row.tier,
         "problem": row.problem,
     }
 

@@ -13,6 +13,7 @@ import pytest
 
 import lowprec
 from lowprec.backends.cpu import device
+from lowprec.cli import main
 from lowprec.policy import environment
 
 #: The module, which the function of that name hides.
@@ -121,7 +122,7 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_flags", lambda: FLAGS)
-    monkeypatch.setattr(module.gemm, "mkl", lambda: None)
+    monkeypatch.setattr(module.mkl, "mkl", lambda: None)
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
 
     def version(name: str) -> str:
@@ -153,3 +154,18 @@ def test_an_nvidia_driver_without_a_backend(
     assert any("NVIDIA driver" in w for w in found["warnings"])
     monkeypatch.setattr(module, "_NVIDIA_DRIVER", tmp_path / "missing")
     assert not any("NVIDIA driver" in w for w in info()["warnings"])
+
+
+def test_the_command_shows_the_switches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (
+        module.SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
+        module.SwitchRow("cupy", None, None, "process", "OSError: no driver"),
+    )
+    monkeypatch.setattr(module, "switch_rows", lambda: rows)
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "get_float32_matmul_precision()" in shown
+    assert "medium" in shown
+    assert "cannot be read: OSError: no driver" in shown

@@ -266,6 +266,14 @@ def test_gemm_runs_without_extras(tmp_path: Path) -> None:
     assert not {"mkl", "numba", "torch"}.intersection(result["machine"]["versions"])
 
 
+def test_guard_runs(tmp_path: Path) -> None:
+    _run("bench_guard.py", tmp_path)
+    result = _result(tmp_path, "guard")
+    assert {"none"} <= {row["loaded"] for row in result["results"]}
+    assert {"fp32_guard", "math_mode"} <= {row["block"] for row in result["results"]}
+    assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
+
+
 def test_overhead_runs(tmp_path: Path) -> None:
     _run("bench_overhead.py", tmp_path)
     rows = _result(tmp_path, "overhead")["results"]

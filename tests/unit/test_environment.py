@@ -33,6 +33,10 @@ def row_of(name: str) -> environment.VariableRow:
 def test_the_table_lists_what_this_version_uses() -> None:
     assert [v.name for v in environment.VARIABLES] == [
         *READ_ONCE,
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        "CUPY_TF32",
+        "MLX_ENABLE_TF32",
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",

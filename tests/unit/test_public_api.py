@@ -29,9 +29,11 @@ NAMES = [
     "fp32_guard",
     "get_math_mode",
     "info",
+    "linalg",
     "math_mode",
     "matmul",
     "plan",
+    "register_controller",
     "set_math_mode",
 ]
 
@@ -98,6 +100,15 @@ def test_every_error_is_caught_by_either_name(name: str) -> None:
     if kind is not lowprec.LowprecError:
         builtin = (TypeError, ValueError, RuntimeError, NotImplementedError)
         assert issubclass(kind, builtin)
+
+
+def test_what_is_imported_on_demand_is_listed_and_typed() -> None:
+    code = (
+        "import sys, lowprec; before = 'lowprec.linalg' in sys.modules; "
+        "print(before, 'linalg' in dir(lowprec), lowprec.linalg is sys.modules['lowprec.linalg'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
 
 
 def test_a_misspelt_name_is_an_error() -> None:

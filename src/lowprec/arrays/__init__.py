@@ -1,7 +1,7 @@
 """Arrays in and out: views of any library's arrays, and results handed back as arrays of that library."""
 
 from lowprec.arrays.dlpack import DLPackArray
-from lowprec.arrays.libraries import Library, library_of, loaded_libraries
+from lowprec.arrays.libraries import Library, library_name, library_of, loaded_libraries
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DLPackArray",
     "Device",
     "Library",
+    "library_name",
     "library_of",
     "loaded_libraries",
     "may_overlap",

@@ -20,7 +20,7 @@ from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
 from lowprec.arrays.torch_library import TorchLibrary
 from lowprec.errors import ArrayError
 
-__all__ = ["Library", "library_of", "loaded_libraries"]
+__all__ = ["Library", "library_name", "library_of", "loaded_libraries"]
 
 _Optional = TorchLibrary | JaxLibrary | CupyLibrary
 
@@ -63,12 +63,11 @@ def _look_up(array: Any) -> Library:
 def _find(array: Any) -> Library:
     if isinstance(array, np.ndarray):
         raise NumpyLibrary.refuse_subclass(array)
-    for name, (class_name, _) in _OPTIONAL.items():
-        array_class = getattr(sys.modules.get(name), class_name, None)
-        if array_class is not None and isinstance(array, array_class):
-            library = _instance(name)
-            library.check_type(array)
-            return library
+    name = _optional_name(array)
+    if name is not None:
+        library = _instance(name)
+        library.check_type(array)
+        return library
     if isinstance(array, type) or not (
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     ):
@@ -76,6 +75,34 @@ def _find(array: Any) -> Library:
             f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
+
+
+def _optional_name(array: Any) -> str | None:
+    for name, (class_name, _) in _OPTIONAL.items():
+        array_class = getattr(sys.modules.get(name), class_name, None)
+        if array_class is not None and isinstance(array, array_class):
+            return name
+    return None
+
+
+def library_name(array: Any) -> str:
+    """Return the name of the library whose own functions take this array.
+
+    They take more than lowprec reads in place: a tracer, a tensor that requires grad, a tensor subclass. For these
+    :func:`library_of` raises, and this does not.
+
+    Raises
+    ------
+    ArrayError
+        If it is no array, or a NumPy subclass that changes what the elements mean.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> library_name(numpy.zeros(3))
+    'numpy'
+    """
+    return _optional_name(array) or library_of(array).name
 
 
 def _instance(name: str) -> _Optional:

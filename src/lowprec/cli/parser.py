@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import bench, check, info, matmul, plan
+from lowprec.cli.commands import bench, check, info, matmul, plan, run
 from lowprec.cli.errors import CommandError
 
 __all__ = ["COMMANDS", "Command", "Parser", "parse"]
@@ -22,9 +23,10 @@ examples:
   lowprec check
   lowprec plan --shapes 1024x512 512x2048 --mode tf32
   lowprec matmul A.npy B.npy -o C.npy --mode bf16
+  lowprec run --guard solve.py
 
 "lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C.
+2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C; of run, the program's.
 """
 
 
@@ -48,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "matmul": matmul,
     "check": check,
     "bench": bench,
+    "run": run,
 }
 
 
@@ -62,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed words; ``run`` is the command's function.
+    """Return the parsed words; ``run`` is the command's function, ``program`` the words that are not lowprec's.
 
     Raises
     ------
@@ -71,7 +74,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     SystemExit
         After ``--help`` and ``--version``.
     """
-    return _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    program: list[str] = []
+    if words[:1] == ["run"]:
+        own, program = run.split(words[1:])
+        words = ["run", *own]
+    return _parser().parse_args(words, argparse.Namespace(program=program))
 
 
 def _parser() -> Parser:

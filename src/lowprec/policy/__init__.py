@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowprec.policy.controllers import register_controller
 from lowprec.policy.guard import fp32_guard
 from lowprec.policy.state import (
     finish,
@@ -18,6 +19,7 @@ __all__ = [
     "get_math_mode",
     "math_mode",
     "overriding_mode",
+    "register_controller",
     "resolve",
     "set_math_mode",
 ]

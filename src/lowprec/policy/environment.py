@@ -140,11 +140,39 @@ def _thread_variable(name: str, readers: str) -> Variable[str]:
     )
 
 
+def _library_variable(name: str, meaning: str, legal: str, default: str) -> Variable[str]:
+    return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+
+
 #: Every variable, in the order of the documentation.
 VARIABLES: tuple[Variable[Any], ...] = (
     _MATH_MODE,
     _FORCE_MATH_MODE,
     _TF32_OVERRIDE,
+    _library_variable(
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "1 has PyTorch start with TF32 allowed in products on CUDA",
+        "0 or 1",
+        "PyTorch starts with full FP32",
+    ),
+    _library_variable(
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        "The precision of products with which JAX starts",
+        "a word or the name of an algorithm, as JAX knows them",
+        "JAX's own choice for the device",
+    ),
+    _library_variable(
+        "CUPY_TF32",
+        "1 has CuPy use TF32 in products of float32",
+        "0 or 1",
+        "CuPy uses full FP32",
+    ),
+    _library_variable(
+        "MLX_ENABLE_TF32",
+        "0 keeps MLX from TF32, for which it has no other switch",
+        "0 or 1",
+        "MLX may use TF32",
+    ),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _thread_variable("MKL_NUM_THREADS", "MKL"),
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),

@@ -1,11 +1,11 @@
-"""Full FP32 inside a block, whatever was set outside it."""
+"""Full FP32 inside a block, whatever was set outside it, in lowprec and in every loaded library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lowprec.policy.state import PolicyScope
+from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
 __all__ = ["fp32_guard"]
 
@@ -13,17 +13,36 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class fp32_guard(PolicyScope):
-    """Keep the products of lowprec at full FP32 or above, inside a ``with`` block or a decorated function.
+    """Keep float32 products at full FP32 or above, inside a ``with`` block or a decorated function.
 
-    The guard is a floor. Nothing below it lowers the precision: no ``math_mode=`` or ``rtol=`` argument, no scope
-    inside or outside, no process default, no environment variable. What is more precise stays (``fp32_pedantic``,
-    and storage such as float64, on which a mode has no effect).
+    For lowprec the guard is a floor. Nothing below it lowers the precision: no ``math_mode=`` or ``rtol=`` argument,
+    no scope inside or outside, no process default, no environment variable. What is more precise stays
+    (``fp32_pedantic``, and storage such as float64, on which a mode has no effect).
 
-    It holds in this thread and task, and in tasks that are started inside; other threads are not affected, and
-    :meth:`wrap` carries it into them. A guard may be entered again, nested, and shared by threads and tasks. It ends
-    with its block: work that is only put off inside it (a callback, a backward pass) runs without it.
+    Of the other libraries, those in ``sys.modules`` at the entry are set to full FP32 by their own switches, and
+    what was set before comes back at the exit. PyTorch, JAX, TensorFlow, CuPy and Paddle are known;
+    ``register_controller`` adds others. None is imported for it. A library whose switches cannot be set is reported
+    with a :class:`LowprecWarning`, and the others are set nevertheless. A switch that is changed inside keeps the new
+    value, with a warning.
 
-    It acts on lowprec alone. The float32 products of other libraries follow their own switches.
+    lowprec's part holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into
+    other threads. JAX's switch belongs to the thread, those of the other libraries to the process: while any guard is
+    open, every thread computes in full FP32 with them. A guard may be entered again, nested, and shared by threads
+    and tasks. It ends with its block: work that is only put off inside it (a callback, a backward pass) runs without
+    it.
+
+    Parameters
+    ----------
+    frameworks : bool or list of str, optional
+        Which other libraries to set, such as ``["torch", "jax"]``: all that are loaded if not given or True, none if
+        False.
+
+    Raises
+    ------
+    TypeError
+        If ``frameworks`` is something else.
+    UnsupportedError
+        If ``frameworks`` names a library of which nothing is known.
 
     Examples
     --------
@@ -44,8 +63,10 @@ class fp32_guard(PolicyScope):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
+    def __init__(self, *, frameworks: Frameworks = None) -> None:
         self._mode = None
+        self._libraries = selection(frameworks, by_default=True)
+        self._open = []
 
     def wrap(self, function: F) -> F:
         """Return the function with the guard around each of its calls, in whichever thread these happen.
@@ -74,4 +95,4 @@ class fp32_guard(PolicyScope):
         return self(function)
 
     def __repr__(self) -> str:
-        return "fp32_guard()"
+        return f"fp32_guard({self._frameworks_in_words(nothing='frameworks=False').removeprefix(', ')})"

@@ -1,27 +1,21 @@
 """Which math mode is in force: the process default, the scopes, and the order of precedence.
 
-The order is written in :func:`resolve` and nowhere else. The state is two things: one process default, and one
-``ContextVar`` that holds the open ``with`` blocks of this thread and task.
+The order is written in :func:`resolve` and nowhere else. The state is two things: one process default, and the open
+``with`` blocks of this thread and task, which are in ``policy.scopes``.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import warnings
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
 
-from lowprec.errors import LowprecWarning, ModeError
+from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
 from lowprec.policy import environment
 from lowprec.policy.environment import EnvironmentSnapshot
+from lowprec.policy.scopes import Frameworks, PolicyScope, open_scopes, selection
 
 __all__ = [
     "FULL_FP32",
-    "PolicyScope",
     "finish",
     "get_math_mode",
     "math_mode",
@@ -34,151 +28,7 @@ __all__ = [
 #: error, while the guard promises the arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC})
 
-F = TypeVar("F", bound=Callable[..., Any])
-S = TypeVar("S", bound="PolicyScope")
-
-
-# -- state ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Scopes:
-    """The open scopes of one context, outermost first; the mode of a guard's entry is None."""
-
-    entries: tuple[tuple[PolicyScope, MathMode | None], ...]
-    guarded: bool
-    mode: MathMode | None
-
-    @classmethod
-    def of(cls, entries: tuple[tuple[PolicyScope, MathMode | None], ...]) -> _Scopes:
-        modes = [mode for _, mode in entries]
-        innermost = next((mode for mode in reversed(modes) if mode is not None), None)
-        return cls(entries, None in modes, innermost)
-
-
-_NO_SCOPES = _Scopes((), guarded=False, mode=None)
-_scopes: ContextVar[_Scopes] = ContextVar("lowprec_scopes", default=_NO_SCOPES)
 _process_mode: MathMode | None = None
-
-
-class PolicyScope:
-    """A change of policy that lasts as long as a ``with`` block or a decorated function.
-
-    An instance holds no state: each entry is noted in the context (thread and task) that made it. So one instance may
-    be entered twice, and be shared by threads and tasks. An exit takes away the instance's own innermost entry,
-    wherever that lies, which keeps scopes that close out of order from undoing each other.
-    """
-
-    __slots__ = ("_mode",)
-    _mode: MathMode | None
-
-    def __enter__(self: S) -> S:
-        _scopes.set(_Scopes.of((*_scopes.get().entries, (self, self._mode))))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        entries = _scopes.get().entries
-        for i in reversed(range(len(entries))):
-            if entries[i][0] is self:
-                _scopes.set(_Scopes.of(entries[:i] + entries[i + 1 :]))
-                return
-        # Not an error: it would hide the exception that is on its way through a generator closed elsewhere.
-        warnings.warn(
-            f"{self!r} was left in a thread or task in which it was not entered; "
-            "nothing changes here, and the scope stays open where it was entered",
-            LowprecWarning,
-            stacklevel=2,
-        )
-
-    def __call__(self, function: F) -> F:
-        """Return the function with this scope around each of its calls.
-
-        The scope of an ``async def`` lasts until its coroutine ends. That of a generator is open while the body
-        runs and closed while the consumer does. (A ``with`` block inside a generator's body, by contrast, stays open
-        at a ``yield``: a generator shares the context of its consumer.)
-        """
-        return cast(F, _decorated(self, function))
-
-
-# -- decorators -----------------------------------------------------------------------------------
-
-
-def _decorated(scope: PolicyScope, function: Callable[..., Any]) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
-    for is_kind, decorate in _KINDS:
-        if is_kind(function):
-            return functools.wraps(function)(decorate(scope, function))
-    return functools.wraps(function)(_plain(scope, function))
-
-
-def _plain(scope: PolicyScope, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with scope:
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _coroutine(scope: PolicyScope, function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        with scope:
-            return await function(*args, **kwargs)
-
-    return call
-
-
-# `yield from` inside the scope would leave it open for the consumer, so both kinds of generator are driven step by
-# step, and whatever the consumer sends or throws is handed on.
-def _generator(scope: PolicyScope, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        steps = function(*args, **kwargs)
-        step, value = steps.send, None
-        while True:
-            try:
-                with scope:
-                    item = step(value)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                step, value = steps.send, (yield item)
-            except GeneratorExit:
-                with scope:
-                    steps.close()
-                raise
-            except BaseException as error:  # noqa: BLE001 - the body gets it
-                step, value = steps.throw, error
-
-    return call
-
-
-def _async_generator(scope: PolicyScope, function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        steps = function(*args, **kwargs)
-        step, value = steps.asend, None
-        while True:
-            try:
-                with scope:
-                    item = await step(value)
-            except StopAsyncIteration:
-                return
-            try:
-                step, value = steps.asend, (yield item)
-            except GeneratorExit:
-                with scope:
-                    await steps.aclose()
-                raise
-            except BaseException as error:  # noqa: BLE001 - the body gets it
-                step, value = steps.athrow, error
-
-    return call
-
-
-_KINDS = (
-    (inspect.iscoroutinefunction, _coroutine),
-    (inspect.isgeneratorfunction, _generator),
-    (inspect.isasyncgenfunction, _async_generator),
-)
 
 
 # -- the three ways to choose ---------------------------------------------------------------------
@@ -187,19 +37,28 @@ _KINDS = (
 class math_mode(PolicyScope):
     """Multiply in this mode inside a ``with`` block or a decorated function.
 
-    The mode holds for ``lowprec`` in this thread and task, and in tasks that are started inside; other threads and
-    other libraries do not see it. It acts on float32 and complex64 operands only. A ``math_mode=`` argument and an
-    inner block stand above it, and so do ``fp32_guard`` and ``LOWPREC_FORCE_MATH_MODE``.
+    The mode holds for ``lowprec`` in this thread and task, and in tasks that are started inside; other threads do
+    not see it. It acts on float32 and complex64 operands only. A ``math_mode=`` argument and an inner block stand
+    above it, and so do ``fp32_guard`` and ``LOWPREC_FORCE_MATH_MODE``.
+
+    Other libraries do not see it either, unless ``frameworks`` says so: then the switches of those that are loaded
+    are set for the block and put back after it. Most of these switches belong to the process, so that every thread
+    sees them. An open ``fp32_guard`` is a floor for them too. A library that has no switch for the mode is left as it
+    is, with a :class:`LowprecWarning`; :meth:`report` tells.
 
     Parameters
     ----------
     name : str or MathMode
         A mode or an alias, checked here; it takes effect where the block is entered.
+    frameworks : bool or list of str
+        Whether to set other libraries' switches, or those of which, such as ``["torch", "jax"]``.
 
     Raises
     ------
     ModeError
         If there is no such mode, or this version cannot run it.
+    UnsupportedError
+        If ``frameworks`` names a library of which nothing is known.
 
     Examples
     --------
@@ -218,11 +77,13 @@ class math_mode(PolicyScope):
 
     __slots__ = ()
 
-    def __init__(self, name: str | MathMode) -> None:
+    def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
         self._mode = parse_mode(name)
+        self._libraries = selection(frameworks, by_default=False)
+        self._open = []
 
     def __repr__(self) -> str:
-        return f"math_mode({str(self._mode)!r})"
+        return f"math_mode({str(self._mode)!r}{self._frameworks_in_words('frameworks=True')})"
 
 
 def set_math_mode(name: str | MathMode | None) -> None:
@@ -307,7 +168,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     >>> resolve("bf16").source
     <ModeSource.ARGUMENT: 'math_mode= argument'>
     """
-    scopes = _scopes.get()
+    scopes = open_scopes()
     taken = environment.snapshot()
     try:
         return _resolve(argument, scopes.guarded, scopes.mode, _process_mode, taken)
@@ -331,7 +192,7 @@ def overriding_mode() -> ResolvedMode | None:
     >>> overriding_mode() is None
     True
     """
-    guarded, taken = _scopes.get().guarded, environment.snapshot()
+    guarded, taken = open_scopes().guarded, environment.snapshot()
     if not guarded and taken.force_math_mode is None:
         return None
     return _impose(None, ModeSource.DEFAULT, guarded, taken)
@@ -345,7 +206,7 @@ def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
     >>> finish(MathMode.BF16, ModeSource.RTOL).mode
     <MathMode.BF16: 'bf16'>
     """
-    return _impose(mode, source, _scopes.get().guarded, environment.snapshot())
+    return _impose(mode, source, open_scopes().guarded, environment.snapshot())
 
 
 # Everything that can change the answer is an argument, so the cached answers never go stale. A bound, since the

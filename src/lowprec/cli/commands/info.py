@@ -56,6 +56,12 @@ def _tables(facts: dict[str, Any]) -> Iterator[Table]:
         ("variable", "value", "effect"),
         [(v["name"], v["value"] or "(unset)", v["effect"]) for v in facts["environment"]],
     )
+    if facts["frameworks"]:
+        yield Table(
+            "frameworks' switches for float32 products",
+            ("library", "switch", "now", "reaches"),
+            [_switch(row) for row in facts["frameworks"]],
+        )
     warnings = facts["warnings"] or ["none"]
     yield Table("warnings", ("",), [(text,) for text in warnings])
 
@@ -92,3 +98,9 @@ def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str
     if entry["name"] == "numpy" and blas["name"]:
         role += f" (BLAS: {blas['name']} {blas['version']})"
     return entry["name"], entry["version"] or "-", entry["status"], role
+
+
+def _switch(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    if row["problem"]:
+        return row["library"], "-", f"cannot be read: {row['problem']}", row["tier"]
+    return row["library"], row["switch"], str(row["value"]), row["tier"]

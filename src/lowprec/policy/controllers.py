@@ -1,0 +1,113 @@
+"""The list of the libraries whose switches ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on."""
+
+from __future__ import annotations
+
+from lowprec.policy.library_switches import (
+    CupyController,
+    JaxController,
+    PaddleController,
+    TensorFlowController,
+)
+from lowprec.policy.protocol import Controller
+from lowprec.policy.torch_switches import TorchController
+
+__all__ = ["controllers", "register_controller", "unregister_controller"]
+
+_MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
+
+_by_name: dict[str, Controller] = {}
+# A tuple of its own, so that an entry of a guard can walk it while another thread registers.
+_current: tuple[Controller, ...] = ()
+
+
+def register_controller(controller: Controller) -> None:
+    """Make ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on another library.
+
+    It takes effect from the next entry of a guard on, for the whole process. A controller of the same name is
+    replaced; blocks that are open keep the old one.
+
+    Parameters
+    ----------
+    controller : object
+        With the attributes ``name``, ``module``, ``tier``, ``switches`` and ``modes``, and the methods ``save``,
+        ``set_mode``, ``restore`` and ``describe``; see :class:`~lowprec.policy.protocol.Controller`.
+
+    Raises
+    ------
+    TypeError
+        If one of these is missing.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> class Solver:
+    ...     name, module, tier, allow_tf32 = "solver", "numpy", "process", True
+    ...     switches, modes = {"allow_tf32": "products"}, (lowprec.MathMode.FP32,)
+    ...     def save(self):
+    ...         return {"allow_tf32": self.allow_tf32}
+    ...     def set_mode(self, mode):
+    ...         self.allow_tf32 = False
+    ...         return self.save()
+    ...     def restore(self, saved):
+    ...         self.allow_tf32 = saved["allow_tf32"]
+    ...     describe = save
+    >>> solver = Solver()
+    >>> lowprec.register_controller(solver)
+    >>> with lowprec.fp32_guard():
+    ...     solver.allow_tf32
+    False
+    >>> solver.allow_tf32
+    True
+    >>> unregister_controller("solver")
+    """
+    lacks = [name for name in _MEMBERS if not hasattr(controller, name)]
+    if lacks:
+        kind = type(controller).__name__
+        raise TypeError(
+            f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}"
+        )
+    _by_name[controller.name] = controller
+    _changed()
+
+
+def unregister_controller(name: str) -> None:
+    """Take a controller away again; blocks that are open keep it.
+
+    Raises
+    ------
+    KeyError
+        If there is none of this name.
+    """
+    del _by_name[name]
+    _changed()
+
+
+def controllers() -> tuple[Controller, ...]:
+    """Return every controller, in the order in which they were registered.
+
+    Examples
+    --------
+    >>> [controller.name for controller in controllers()][:2]
+    ['torch', 'jax']
+    """
+    return _current
+
+
+def _changed() -> None:
+    global _current
+    _current = tuple(_by_name.values())
+
+
+def _register_builtin() -> None:
+    builtin: tuple[Controller, ...] = (
+        TorchController(),
+        JaxController(),
+        TensorFlowController(),
+        CupyController(),
+        PaddleController(),
+    )
+    _by_name.update({controller.name: controller for controller in builtin})
+    _changed()
+
+
+_register_builtin()

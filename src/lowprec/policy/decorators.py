@@ -1,0 +1,101 @@
+"""A scope around each call of a function, whatever kind of function it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+__all__ = ["decorated"]
+
+Scope = AbstractContextManager[Any]
+
+
+def decorated(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the scope around each of its calls.
+
+    The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
+    and closed while the consumer does.
+
+    Raises
+    ------
+    TypeError
+        If it is no function.
+    """
+    if not callable(function):
+        raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
+    for is_kind, decorate in _KINDS:
+        if is_kind(function):
+            return functools.wraps(function)(decorate(scope, function))
+    return functools.wraps(function)(_plain(scope, function))
+
+
+def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with scope:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        with scope:
+            return await function(*args, **kwargs)
+
+    return call
+
+
+# `yield from` inside the scope would leave it open for the consumer, so both kinds of generator are driven step by
+# step, and whatever the consumer sends or throws is handed on.
+def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        steps = function(*args, **kwargs)
+        step, value = steps.send, None
+        while True:
+            try:
+                with scope:
+                    item = step(value)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                step, value = steps.send, (yield item)
+            except GeneratorExit:
+                with scope:
+                    steps.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 - the body gets it
+                step, value = steps.throw, error
+
+    return call
+
+
+def _async_generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        steps = function(*args, **kwargs)
+        step, value = steps.asend, None
+        while True:
+            try:
+                with scope:
+                    item = await step(value)
+            except StopAsyncIteration:
+                return
+            try:
+                step, value = steps.asend, (yield item)
+            except GeneratorExit:
+                with scope:
+                    await steps.aclose()
+                raise
+            except BaseException as error:  # noqa: BLE001 - the body gets it
+                step, value = steps.athrow, error
+
+    return call
+
+
+_KINDS = (
+    (inspect.iscoroutinefunction, _coroutine),
+    (inspect.isgeneratorfunction, _generator),
+    (inspect.isasyncgenfunction, _async_generator),
+)

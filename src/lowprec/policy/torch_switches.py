@@ -1,0 +1,233 @@
+"""PyTorch's switches: the old word for all products, and the newer ones for each backend and operation.
+
+PyTorch keeps both, refuses to read the old ones where they do not agree with the newer ones, and has each of the
+newer ones pass on its backend's, or that of all backends, while it holds ``"none"``. So that everything comes back
+as it was, what is saved here is what each switch holds itself. Where that cannot be read, a switch is raised to full
+FP32 for a moment and put back; that is the direction in which the guard is going anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from lowprec.errors import BackendError, UnsupportedError
+from lowprec.modes import MathMode
+from lowprec.policy.protocol import Tier
+
+__all__ = ["TorchController"]
+
+Pair = tuple[str, str]
+
+_OLD = "get_float32_matmul_precision()"
+_OLD_CUDNN = "backends.cudnn.allow_tf32"
+#: The newer switches, by the names that PyTorch's own getter takes, and by those of the user.
+_LEAVES: dict[Pair, str] = {
+    ("cuda", "matmul"): "backends.cuda.matmul.fp32_precision",
+    ("cuda", "conv"): "backends.cudnn.conv.fp32_precision",
+    ("cuda", "rnn"): "backends.cudnn.rnn.fp32_precision",
+    ("mkldnn", "matmul"): "backends.mkldnn.matmul.fp32_precision",
+    ("mkldnn", "conv"): "backends.mkldnn.conv.fp32_precision",
+    ("mkldnn", "rnn"): "backends.mkldnn.rnn.fp32_precision",
+}
+_PAIRS = tuple(_LEAVES)
+_MATMULS = (_PAIRS.index(("cuda", "matmul")), _PAIRS.index(("mkldnn", "matmul")))
+_CUDNN = (_PAIRS.index(("cuda", "conv")), _PAIRS.index(("cuda", "rnn")))
+_ALL: Pair = ("generic", "all")
+_BACKENDS: tuple[Pair, ...] = (("cuda", "all"), ("mkldnn", "all"))
+_NAMES = (_OLD, _OLD_CUDNN, *_LEAVES.values())
+# The pairs as the two arguments of PyTorch's functions, so that `map` can call these: a guard is entered often.
+_FIRST, _SECOND = zip(*_PAIRS, strict=True)
+_EVERY_FIRST, _EVERY_SECOND = zip(*_PAIRS, _ALL, *_BACKENDS, strict=True)
+_PASSED_ON = ["none"] * (1 + len(_BACKENDS))
+
+# Per mode: the old word, and what the newer switches of CUDA and of oneDNN hold then. CUDA has no bfloat16
+# for float32 operands, and PyTorch's own "medium" means TF32 there.
+_WORDS: dict[MathMode, tuple[str, str, str]] = {
+    MathMode.FP32: ("highest", "ieee", "ieee"),
+    MathMode.FP32_PEDANTIC: ("highest", "ieee", "ieee"),
+    MathMode.TF32: ("high", "tf32", "tf32"),
+    MathMode.BF16: ("medium", "tf32", "bf16"),
+}
+_VALUES = {
+    mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS]
+    for mode, (_, cuda, onednn) in _WORDS.items()
+}
+#: What `save` finds then.
+_SET = {
+    mode: dict(zip(_NAMES, (old, cuda == "tf32", *_VALUES[mode]), strict=True))
+    for mode, (old, cuda, _) in _WORDS.items()
+}
+
+
+class _Functions:
+    """PyTorch's getters and setters, looked up once."""
+
+    __slots__ = ("get", "get_cudnn", "get_old", "module", "put", "put_cudnn", "put_old")
+
+    def __init__(self, torch: ModuleType) -> None:
+        self.module = torch
+        core = torch._C
+        # What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call themselves, at a
+        # tenth of the cost; where one is missing, this is a PyTorch that nobody has tried.
+        try:
+            self.get_old: Callable[[], str] = core._get_float32_matmul_precision
+            self.put_old: Callable[[str], None] = core._set_float32_matmul_precision
+            self.get_cudnn: Callable[[], bool] = core._get_cudnn_allow_tf32
+            self.put_cudnn: Callable[[bool], None] = core._set_cudnn_allow_tf32
+            self.get: Callable[[str, str], str] = core._get_fp32_precision_getter
+            self.put: Callable[[str, str, str], None] = core._set_fp32_precision_setter
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec "
+                f"knows (2.9 and later): {error}"
+            ) from None
+        self._hear_out()
+
+    def _hear_out(self) -> None:
+        # Some versions announce, once per process, that the old switches will go. Under a filter that makes errors
+        # of warnings, the guard would otherwise fail for the user's sake.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for getter in (self.get_old, self.get_cudnn):
+                try:
+                    getter()
+                except RuntimeError:
+                    continue  # the old and the newer switches do not agree; save() knows what to do
+
+
+class TorchController:
+    """The switches of PyTorch 2.9 and later; they belong to the process."""
+
+    name = "torch"
+    module = "torch"
+    tier = Tier.PROCESS
+    modes = tuple(_WORDS)
+    switches: Mapping[str, str] = MappingProxyType(
+        {
+            _OLD: "products, all devices",
+            _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
+            _LEAVES["cuda", "matmul"]: "products on CUDA",
+            _LEAVES["cuda", "conv"]: "convolutions on CUDA",
+            _LEAVES["cuda", "rnn"]: "recurrent networks on CUDA",
+            _LEAVES["mkldnn", "matmul"]: "products on the CPU (oneDNN)",
+            _LEAVES["mkldnn", "conv"]: "convolutions on the CPU",
+            _LEAVES["mkldnn", "rnn"]: "recurrent networks on the CPU",
+        }
+    )
+
+    def __init__(self) -> None:
+        self._found: _Functions | None = None
+
+    def _functions(self) -> _Functions:
+        torch = sys.modules["torch"]
+        found = self._found
+        if found is None or found.module is not torch:
+            found = self._found = _Functions(torch)
+        return found
+
+    def save(self) -> dict[str, Any]:
+        """Return what each switch holds itself."""
+        do = self._functions()
+        leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
+        parents = leaves[len(_PAIRS) :]
+        del leaves[len(_PAIRS) :]
+        if parents != _PASSED_ON:
+            leaves = _own(do, leaves)
+        try:
+            old = do.get_old()
+        except RuntimeError:
+            old = _with_raised(do, leaves, _MATMULS, do.get_old)
+        try:
+            cudnn = do.get_cudnn()
+        except RuntimeError:
+            cudnn = _with_raised(do, leaves, _CUDNN, lambda: _hidden_cudnn(do))
+        return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
+
+    def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
+        """Set every switch, the old ones first: they write some of the newer ones."""
+        old, cuda, _ = _WORDS[mode]
+        values = _VALUES[mode]
+        do = self._functions()
+        do.put_old(old)
+        do.put_cudnn(cuda == "tf32")
+        list(map(do.put, _FIRST, _SECOND, values))
+        if list(map(do.get, _FIRST, _SECOND)) != values or do.get_old() != old:
+            raise BackendError(f"PyTorch's switches did not take {old!r}")
+        return _SET[mode]
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Put back what each switch held, the old ones first: they write some of the newer ones."""
+        do = self._functions()
+        old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
+        do.put_old(old)
+        do.put_cudnn(cudnn)
+        list(map(do.put, _FIRST, _SECOND, leaves))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the switches as PyTorch's user reads them."""
+        do = self._functions()
+        read: dict[str, Callable[[], Any]] = {_OLD: do.get_old, _OLD_CUDNN: do.get_cudnn}
+        found: dict[str, Any] = {}
+        for name, getter in read.items():
+            try:
+                found[name] = getter()
+            except RuntimeError:
+                found[name] = "refused by PyTorch: the old and the newer switches do not agree"
+        return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
+
+
+def _with_raised(
+    do: _Functions, leaves: list[str], which: tuple[int, ...], read: Callable[[], Any]
+) -> Any:
+    """Read while these newer switches are at full FP32, with which every value of the old ones agrees."""
+    for i in which:
+        do.put(*_PAIRS[i], "ieee")
+    try:
+        return read()
+    finally:
+        for i in which:
+            do.put(*_PAIRS[i], leaves[i])
+
+
+def _hidden_cudnn(do: _Functions) -> bool:
+    # With full FP32 in the newer switches, only True is a contradiction.
+    try:
+        return do.get_cudnn()
+    except RuntimeError:
+        return True
+
+
+def _own(do: _Functions, leaves: list[str]) -> list[str]:
+    """Return what the newer switches hold themselves: "none" where one passes on another's value."""
+    passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
+    # Below a backend's switch that is taken away, the one of all backends would show, with the same value perhaps.
+    generic = do.get(*_ALL)
+    do.put(*_ALL, "none")
+    try:
+        for parent in _BACKENDS:
+            children = [pair for pair in _PAIRS if pair[0] == parent[0]]
+            passes_on |= _followers(do, parent, children)
+    finally:
+        do.put(*_ALL, generic)
+    return [
+        "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
+    ]
+
+
+def _followers(do: _Functions, parent: Pair, children: tuple[Pair, ...] | list[Pair]) -> set[Pair]:
+    """Return the switches that change with this one: those that hold nothing themselves."""
+    held = do.get(*parent)
+    if held == "none":
+        return set()
+    before = [do.get(*child) for child in children]
+    # Both are full FP32 for whoever multiplies in this moment.
+    do.put(*parent, "none" if held == "ieee" else "ieee")
+    try:
+        after = [do.get(*child) for child in children]
+    finally:
+        do.put(*parent, held)
+    return {c for c, b, a in zip(children, before, after, strict=True) if b != a}

@@ -1,0 +1,499 @@
+"""The guard over PyTorch and JAX: real switches, and real errors where this machine can show them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
+from lowprec.backends.cpu import device
+from lowprec.policy.controllers import controllers
+
+HAS_BF16_UNITS = "avx512_bf16" in device.cpu_flags() and sys.platform == "linux"
+needs_units = pytest.mark.skipif(
+    not HAS_BF16_UNITS, reason="without bfloat16 units PyTorch computes float32 in full FP32"
+)
+
+
+def module(name: str) -> Any:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    return importlib.import_module(name)
+
+
+# -- PyTorch: the switches come back --------------------------------------------------------------
+
+LEAVES = [(b, o) for b in ("cuda", "mkldnn") for o in ("matmul", "conv", "rnn")]
+ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+
+
+class Torch:
+    """PyTorch's switches, all of them, with their start state."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.get = torch._C._get_fp32_precision_getter
+        self.put = torch._C._set_fp32_precision_setter
+
+    def reset(self) -> None:
+        self.torch.set_float32_matmul_precision("highest")
+        self.torch._C._set_cudnn_allow_tf32(True)
+        for pair in [*ALL, *LEAVES]:
+            # CUDA's convolutions start with TF32.
+            self.put(*pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none")
+
+    def read(self) -> dict[str, Any]:
+        """What a user can read, refusals among them."""
+
+        def tried(getter: Callable[[], Any]) -> Any:
+            try:
+                return getter()
+            except RuntimeError:
+                return "refused"
+
+        core = self.torch._C
+        found = {f"{b}.{o}": self.get(b, o) for b, o in [*ALL, *LEAVES]}
+        old = ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32", "_get_cublas_allow_tf32")
+        return {**found, **{name: tried(getattr(core, name)) for name in old}}
+
+
+@pytest.fixture
+def switches() -> Iterator[Torch]:
+    found = Torch(module("torch"))
+    found.reset()
+    yield found
+    found.reset()
+
+
+def old(word: str) -> Callable[[Torch], None]:
+    return lambda t: t.torch.set_float32_matmul_precision(word)
+
+
+def cudnn(allow: bool) -> Callable[[Torch], None]:
+    return lambda t: setattr(t.torch.backends.cudnn, "allow_tf32", allow)
+
+
+def cublas(allow: bool) -> Callable[[Torch], None]:
+    return lambda t: setattr(t.torch.backends.cuda.matmul, "allow_tf32", allow)
+
+
+def new(backend: str, operation: str, value: str) -> Callable[[Torch], None]:
+    return lambda t: t.put(backend, operation, value)
+
+
+#: Every way to set something, old and new.
+STEPS: dict[str, Callable[[Torch], None]] = {
+    **{f"old {word}": old(word) for word in ("highest", "high", "medium")},
+    "cudnn off": cudnn(False),
+    "cudnn on": cudnn(True),
+    "cublas on": cublas(True),
+    "cublas off": cublas(False),
+    **{f"{b}.{o} {v}": new(b, o, v) for b, o in [*LEAVES, *ALL] for v in ("ieee", "tf32", "none")},
+    **{f"{b}.{o} bf16": new(b, o, "bf16") for b, o in [*LEAVES[3:], ALL[0], ALL[2]]},
+}
+# What the user may do later, which shows whether a switch still passes on another's value.
+LATER = ["generic.all tf32", "generic.all ieee", "cuda.all tf32", "mkldnn.all bf16", "old medium"]
+
+
+def history(switches: Torch, steps: tuple[str, ...], *, guarded: bool) -> list[dict[str, Any]]:
+    """Return what is read after these steps, and after each later one."""
+    seen = []
+    for later in (None, *LATER):
+        switches.reset()
+        for step in steps:
+            STEPS[step](switches)
+        if guarded:
+            with fp32_guard(frameworks=["torch"]):
+                inside = switches.read()
+                assert inside["_get_float32_matmul_precision"] == "highest"
+                assert inside["_get_cublas_allow_tf32"] is inside["_get_cudnn_allow_tf32"] is False
+                assert {inside[f"{b}.{o}"] for b, o in LEAVES} == {"ieee"}
+        if later is not None:
+            STEPS[later](switches)
+        seen.append(switches.read())
+    return seen
+
+
+def test_every_start_state_of_pytorch_comes_back(switches: Torch) -> None:
+    """After the guard, PyTorch is as without it: as read, and in what each later step makes of it."""
+    states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
+    bad = [
+        steps
+        for steps in states
+        if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
+    ]
+    assert bad == []
+
+
+def test_mixed_states_of_many_steps_come_back(switches: Torch) -> None:
+    rng = random.Random(0)
+    states = [tuple(rng.choices(list(STEPS), k=rng.randint(3, 8))) for _ in range(300)]
+    bad = [
+        steps
+        for steps in states
+        if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
+    ]
+    assert bad == []
+
+
+def test_what_the_user_sets_inside_is_kept(switches: Torch) -> None:
+    old("medium")(switches)
+    with (
+        pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"),
+        fp32_guard(),
+    ):
+        switches.put("mkldnn", "matmul", "tf32")
+    read = switches.read()
+    assert (read["cuda.matmul"], read["mkldnn.matmul"]) == ("tf32", "tf32")
+    assert read["cuda.conv"] == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")]
+)
+def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str) -> None:
+    before = switches.read()
+    with math_mode(mode, frameworks=["torch"]):
+        assert switches.torch.get_float32_matmul_precision() == word
+        assert switches.get("mkldnn", "matmul") == onednn
+        with fp32_guard():
+            assert switches.torch.get_float32_matmul_precision() == "highest"
+        assert switches.torch.get_float32_matmul_precision() == word
+    assert switches.read() == before
+
+
+# -- PyTorch: the numbers -------------------------------------------------------------------------
+
+N = 512
+
+
+def _spd(rng: np.random.Generator) -> np.ndarray:
+    a = rng.standard_normal((N, N)) / np.sqrt(N)
+    return a @ a.T + np.eye(N)
+
+
+def _conjugate_gradients(torch: Any, a: Any, b: Any) -> Any:
+    x = torch.zeros_like(b)
+    r = b - a @ x
+    p = r.clone()
+    for _ in range(60):
+        ap = a @ p
+        rr = (r * r).sum(0)
+        alpha = rr / (p * ap).sum(0).clamp_min(1e-30)
+        x = x + alpha * p
+        r = r - alpha * ap
+        p = r + (r * r).sum(0) / rr.clamp_min(1e-30) * p
+    return x
+
+
+def _normal_equations(torch: Any, a: Any, b: Any) -> Any:
+    return torch.linalg.solve(a.T @ a, a.T @ b)
+
+
+CASES: dict[str, tuple[Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]], Any]] = {
+    "matmul": (lambda rng: tuple(rng.standard_normal((2, N, N))), lambda torch, a, b: a @ b),
+    "cdist": (
+        lambda rng: tuple(rng.standard_normal((2, N, N))),
+        lambda torch, a, b: torch.cdist(a, b),
+    ),
+    "matrix_exp": (
+        lambda rng: (rng.standard_normal((N, N)) / np.sqrt(N), np.zeros((N, 1))),
+        lambda torch, a, b: torch.linalg.matrix_exp(a),
+    ),
+    "conjugate gradients": (
+        lambda rng: (_spd(rng), rng.standard_normal((N, 64))),
+        _conjugate_gradients,
+    ),
+    "normal equations": (
+        lambda rng: (_spd(rng), rng.standard_normal((N, 64))),
+        _normal_equations,
+    ),
+}
+
+
+def errors(torch: Any, case: str, rng: np.random.Generator) -> tuple[float, float, float]:
+    """Return the errors against float64: at "highest", at "medium", and at "medium" inside the guard."""
+    make, run = CASES[case]
+    exact = [torch.from_numpy(np.ascontiguousarray(x)) for x in make(rng)]
+    operands = [x.float() for x in exact]
+    # The rounding of the operands to float32 is not the library's doing.
+    right = run(torch, *(x.double() for x in operands))
+
+    def error() -> float:
+        return float((run(torch, *operands).double() - right).norm() / right.norm())
+
+    torch.set_float32_matmul_precision("highest")
+    full = error()
+    torch.set_float32_matmul_precision("medium")
+    low = error()
+    with fp32_guard():
+        guarded = error()
+    assert torch.get_float32_matmul_precision() == "medium"
+    return full, low, guarded
+
+
+@needs_units
+@pytest.mark.parametrize("case", CASES)
+def test_the_error_inside_is_that_of_full_fp32(
+    switches: Torch, case: str, rng: np.random.Generator
+) -> None:
+    full, low, guarded = errors(switches.torch, case, rng)
+    # Two sums in another order differ by less than their own error; bfloat16 has 16 bits less than float32.
+    assert guarded <= 2 * full
+    assert full < 1e-4
+    assert low > 30 * full
+    assert low > 5e-4
+
+
+_CONTROL = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np, torch
+from frameworks import test_guard_libraries as t
+for case in t.CASES:
+    print(*t.errors(torch, case, np.random.default_rng(0)))
+"""
+
+
+@needs_units
+def test_without_the_units_there_is_nothing_to_protect_from() -> None:
+    """The control: the errors above come from the units, and the guard costs no accuracy of its own."""
+    module("torch")
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", _CONTROL.format(tests=tests)],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [list(map(float, line.split())) for line in done.stdout.splitlines()]
+    assert len(lines) == len(CASES)
+    assert all(low <= 2 * full and guarded <= 2 * full for full, low, guarded in lines)
+
+
+@needs_units
+def test_two_threads_that_overlap(switches: Torch, rng: np.random.Generator) -> None:
+    """Saving and restoring without a count would let the first thread out lower the other's precision."""
+    torch = switches.torch
+    a, b = (torch.from_numpy(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
+    right = a.double() @ b.double()
+    torch.set_float32_matmul_precision("medium")
+    first_out, second_in = threading.Event(), threading.Event()
+
+    def second() -> float:
+        with fp32_guard():
+            second_in.set()
+            assert first_out.wait(30)
+            return float(((a @ b).double() - right).norm() / right.norm())
+
+    with ThreadPoolExecutor(1) as pool:
+        with fp32_guard():
+            running = pool.submit(second)
+            assert second_in.wait(30)
+        first_out.set()
+        # gamma_k of the sum of k products in FP32: k u.
+        assert running.result() < N * 2.0**-24
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+def overlap(turns: int, multiply: Callable[[], float], mistaken: Callable[[], bool]) -> float:
+    """Let 16 threads enter and leave guards at random; return the largest error seen inside, inf for a wrong switch."""
+    shared = fp32_guard()
+
+    def run(seed: int) -> float:
+        rng, worst = random.Random(seed), 0.0
+
+        def nest(depth: int) -> None:
+            nonlocal worst
+            with shared if rng.random() < 0.5 else fp32_guard():
+                if mistaken():
+                    worst = float("inf")
+                if rng.random() < 0.01:
+                    worst = max(worst, multiply())
+                if depth and rng.random() < 0.3:
+                    nest(depth - 1)
+                if mistaken():
+                    worst = float("inf")
+                if rng.random() < 0.1:
+                    raise KeyError(depth)
+
+        for _ in range(turns):
+            try:
+                nest(3)
+            except KeyError:
+                continue
+        return worst
+
+    with ThreadPoolExecutor(16) as pool:
+        return max(pool.map(run, range(16)))
+
+
+def test_sixteen_threads(switches: Torch, rng: np.random.Generator) -> None:
+    torch = switches.torch
+    jax = module("jax") if importlib.util.find_spec("jax") else None
+    a, b = (torch.from_numpy(rng.standard_normal((128, 128)).astype(np.float32)) for _ in "ab")
+    right = a.double() @ b.double()
+    torch.set_float32_matmul_precision("medium")
+    switches.put("cuda", "conv", "ieee")
+    before = switches.read()
+    get = torch._C._get_float32_matmul_precision
+
+    def multiply() -> float:
+        return float(((a @ b).double() - right).norm() / (a.norm() * b.norm()))
+
+    def mistaken() -> bool:
+        lowered = jax is not None and jax.config.jax_default_matmul_precision != "highest"
+        return lowered or get() != "highest"
+
+    # Ten times as many switches of threads as usual.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 10)
+    try:
+        worst = overlap(10_000, multiply, mistaken)
+    finally:
+        sys.setswitchinterval(interval)
+    # The guaranteed bound of a sum of 128 products in FP32.
+    assert worst < 128 * 2.0**-24
+    assert switches.read() == before
+
+
+# -- JAX ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax() -> Any:
+    return module("jax")
+
+
+def precisions(jax: Any, function: Callable[..., Any]) -> set[str]:
+    """Return the precision of every product in what JAX hands to its compiler."""
+    x = jax.ShapeDtypeStruct((8, 8), np.float32)
+    text = jax.jit(function).lower(x, x).as_text()
+    lines = [line for line in text.splitlines() if "dot_general" in line]
+    assert lines
+    return {
+        line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT"
+        for line in lines
+    }
+
+
+@pytest.mark.parametrize("form", ["@", "einsum", "jit"])
+def test_jax_traces_at_the_highest_precision_inside(jax: Any, form: str) -> None:
+    forms = {
+        "@": lambda a, b: a @ b,
+        "einsum": lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b),
+        "jit": jax.jit(lambda a, b: a @ b),
+    }
+    function = forms[form]
+    assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
+    with fp32_guard():
+        assert precisions(jax, lambda a, b: function(a, b)) == {"HIGHEST, HIGHEST"}
+        with math_mode("bf16", frameworks=True):
+            assert precisions(jax, lambda a, b: function(a, b)) == {"HIGHEST, HIGHEST"}
+    assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
+
+
+def test_a_jitted_function_is_compiled_anew_inside(jax: Any) -> None:
+    seen: list[Any] = []
+
+    @jax.jit
+    def product(a: Any, b: Any) -> Any:
+        seen.append(jax.config.jax_default_matmul_precision)
+        return a @ b
+
+    a = jax.numpy.ones((4, 4), dtype=np.float32)
+    product(a, a)
+    with fp32_guard():
+        product(a, a)
+        product(a, a)
+    product(a, a)
+    assert seen == [None, "highest"]
+
+
+def test_a_precision_of_the_user_s_comes_back(jax: Any) -> None:
+    now = lambda: jax.config.jax_default_matmul_precision  # noqa: E731
+    assert now() is None
+    with jax.default_matmul_precision("bfloat16"):
+        with fp32_guard():
+            assert now() == "highest"
+            with jax.default_matmul_precision("high"):
+                assert now() == "high"
+                with fp32_guard():
+                    assert now() == "highest"
+                assert now() == "high"
+            assert now() == "highest"
+        assert now() == "bfloat16"
+    assert now() is None
+
+
+def test_a_worker_of_jax_needs_wrap(jax: Any) -> None:
+    now = lambda: jax.config.jax_default_matmul_precision  # noqa: E731
+    with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
+        assert pool.submit(now).result() is None
+        assert pool.submit(guard.wrap(now)).result() == "highest"
+        assert pool.submit(now).result() is None
+
+
+# -- every library that is here -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_what_info_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(name)
+    controller = next(c for c in controllers() if c.name == name)
+    shown = [row for row in info()["frameworks"] if row["library"] == name]
+    assert {row["switch"] for row in shown} == set(controller.switches)
+    assert {row["tier"] for row in shown} == {str(controller.tier)}
+    assert all(row["problem"] is None for row in shown)
+    with math_mode("tf32", frameworks=[name]):
+        inside = [row["value"] for row in info()["frameworks"] if row["library"] == name]
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        told = [w for w in info()["warnings"] if "keeps cuBLAS from TF32" in w]
+    assert set(inside) & {"tf32", "tensorfloat32"}
+    assert len(told) == 1
+    assert name in told[0]
+    assert not any("keeps cuBLAS" in w for w in info()["warnings"])
+
+
+def test_variables_that_disagree(
+    monkeypatch: pytest.MonkeyPatch, switches: Torch, jax: Any
+) -> None:
+    def told() -> list[str]:
+        return [w for w in info()["warnings"] if " now" in w]
+
+    assert told() == []
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
+    torch_said, jax_said = told()
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, while torch's backends.cuda" in torch_said
+    assert "JAX_DEFAULT_MATMUL_PRECISION=bfloat16, while jax's" in jax_said
+    with math_mode("bf16", frameworks=["torch", "jax"]):
+        assert told() == []
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_modes_of_a_library_can_all_be_set(name: str) -> None:
+    module(name)
+    controller = next(c for c in controllers() if c.name == name)
+    before = controller.save()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mode in controller.modes:
+            with math_mode(mode, frameworks=[name]):
+                pass
+    assert controller.save() == before
+    assert MathMode.FP32 in controller.modes

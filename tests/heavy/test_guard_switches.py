@@ -1,0 +1,129 @@
+"""The guard over TensorFlow and Paddle, with the real packages; `.ci/run` makes an environment for them.
+
+One process holds one of the two: loaded together, their copies of one C++ library crash each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lowprec import LowprecWarning, fp32_guard, info, math_mode
+from lowprec.policy.controllers import controllers
+
+#: By library: how its user reads and sets its switches, one pair per switch.
+USERS: dict[str, list[tuple[str, str]]] = {
+    "tensorflow": [
+        (
+            "config.experimental.tensor_float_32_execution_enabled",
+            "config.experimental.enable_tensor_float_32_execution",
+        )
+    ],
+    "paddle": [
+        ("base.core.get_cublas_switch", "base.core.set_cublas_switch"),
+        ("base.core.get_cudnn_switch", "base.core.set_cudnn_switch"),
+    ],
+}
+
+
+class User:
+    """What a user of the library does with its switches."""
+
+    def __init__(self, name: str) -> None:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+        other = next(iter(USERS.keys() - {name}))
+        if other in sys.modules:
+            pytest.skip(f"{other} is loaded in this process, and {name} crashes beside it")
+        with warnings.catch_warnings():
+            # What these packages say of their own dependencies is none of our business.
+            warnings.simplefilter("ignore")
+            self._module = importlib.import_module(name)
+        self.name = name
+        self.controller = next(c for c in controllers() if c.name == name)
+
+    def _find(self, path: str) -> Any:
+        found: Any = self._module
+        for part in path.split("."):
+            found = getattr(found, part)
+        return found
+
+    def read(self) -> list[bool]:
+        return [self._find(getter)() for getter, _ in USERS[self.name]]
+
+    def write(self, values: list[bool]) -> None:
+        for (_, setter), value in zip(USERS[self.name], values, strict=True):
+            self._find(setter)(value)
+
+
+@pytest.fixture(params=USERS)
+def user(request: pytest.FixtureRequest) -> Iterator[User]:
+    found = User(request.param)
+    before = found.read()
+    yield found
+    found.write(before)
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_every_start_state_comes_back(user: User, start: bool) -> None:
+    values = [start] * len(user.read())
+    for i in range(len(values)):
+        mixed = [*values]
+        mixed[i] = not start
+        for state in (values, mixed):
+            user.write(state)
+            with fp32_guard() as guard:
+                assert not any(user.read())
+                row = next(r for r in guard.report() if r.library == user.name)
+                assert (row.status, str(user.controller.tier)) == ("protected", "process")
+            assert user.read() == state
+
+
+def test_a_mode_sets_it_and_the_guard_stands_above(user: User) -> None:
+    before = user.read()
+    with math_mode("tf32", frameworks=[user.name]):
+        assert all(user.read())
+        with fp32_guard():
+            assert not any(user.read())
+        assert all(user.read())
+    assert user.read() == before
+    with pytest.warns(LowprecWarning, match=f"{user.name} has no switch for bf16"):
+        math_mode("bf16", frameworks=[user.name]).__enter__().__exit__()
+
+
+def test_what_the_user_sets_inside_is_kept(user: User) -> None:
+    user.write([False] * len(user.read()))
+    guard = fp32_guard().__enter__()
+    user.write([True] * len(user.read()))
+    with pytest.warns(LowprecWarning, match=f"{user.name}: .*True was set inside.*kept"):
+        guard.__exit__()
+    assert all(user.read())
+
+
+def test_threads_that_overlap(user: User) -> None:
+    user.write([True] * len(user.read()))
+    guard = fp32_guard()
+
+    def run(_: int) -> int:
+        mistakes = 0
+        for _ in range(300):
+            with guard:
+                mistakes += any(user.read())
+        return mistakes
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(run, range(8))) == 0
+    assert all(user.read())
+
+
+def test_info_shows_it(user: User) -> None:
+    rows = [row for row in info()["frameworks"] if row["library"] == user.name]
+    assert [row["value"] for row in rows] == user.read()
+    assert {row["switch"] for row in rows} == set(user.controller.switches)

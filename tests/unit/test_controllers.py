@@ -1,0 +1,713 @@
+"""Other libraries' switches under the guard, with libraries made up for it: order, failures, threads, tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowprec.errors import LowprecWarning, UnsupportedError
+from lowprec.modes import MathMode
+from lowprec.policy import controllers as registry
+from lowprec.policy import fp32_guard, frameworks, get_math_mode, math_mode, scopes
+from lowprec.policy.protocol import Tier
+
+FP32, TF32 = MathMode.FP32, MathMode.TF32
+
+
+class Library:
+    """A library with two switches, and its controller. It counts what is asked of it."""
+
+    def __init__(self, name: str, tier: Tier = Tier.PROCESS) -> None:
+        self.name = name
+        self.module = f"made_up_{name}"
+        self.tier = tier
+        self.switches = {"products": "products", "convolutions": "convolutions"}
+        self.modes = (FP32, TF32)
+        self._process = {"products": "low", "convolutions": "lower"}
+        self._threads = threading.local()
+        self.fails: dict[str, Exception] = {}
+        self.calls: list[str] = []
+        self.while_saving: Callable[[], None] | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        if self.tier is Tier.PROCESS:
+            return self._process
+        if not hasattr(self._threads, "values"):
+            self._threads.values = dict(self._process)
+        return self._threads.values
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+        if what in self.fails:
+            raise self.fails[what]
+
+    def save(self) -> dict[str, Any]:
+        self._call("save")
+        if self.while_saving is not None:
+            self.while_saving()
+        return dict(self.values)
+
+    def set_mode(self, mode: MathMode) -> dict[str, Any]:
+        self._call("set_mode")
+        self.values.update(dict.fromkeys(self.values, mode.value))
+        return dict(self.values)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._call("restore")
+        self.values.update(saved)
+
+    describe = save
+
+    @property
+    def is_full(self) -> bool:
+        return set(self.values.values()) == {"fp32"}
+
+    @property
+    def is_as_before(self) -> bool:
+        return self.values == {"products": "low", "convolutions": "lower"}
+
+
+Load = Callable[..., Library]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Make a library, registered and loaded; at the end every switch must be as it was at the start."""
+    # Real libraries that other tests have loaded would be set too; nothing here is about them.
+    monkeypatch.setattr(registry, "_by_name", {})
+    monkeypatch.setattr(registry, "_current", ())
+    made: list[Library] = []
+
+    def make(name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True) -> Library:
+        library = Library(name, tier)
+        registry.register_controller(library)
+        if loaded:
+            monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+        made.append(library)
+        return library
+
+    before = scopes._scopes.get()
+    yield make
+    # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
+    scopes._scopes.set(before)
+    assert [library.name for library in made if not library.is_as_before] == []
+
+
+def statuses(guard: fp32_guard | math_mode) -> dict[str, str]:
+    return {row.library: row.status for row in guard.report()}
+
+
+def reason(guard: fp32_guard | math_mode, library: str) -> str:
+    return next(row.reason for row in guard.report() if row.library == library)
+
+
+@pytest.fixture(params=list(Tier), ids=str)
+def library(request: pytest.FixtureRequest, load: Load) -> Library:
+    return load(tier=request.param)
+
+
+# -- entering and leaving -------------------------------------------------------------------------
+
+
+def test_a_loaded_library_is_set_and_put_back(library: Library) -> None:
+    guard = fp32_guard()
+    assert library.is_as_before
+    with guard:
+        assert library.is_full
+    assert library.is_as_before
+
+
+def test_an_exception_puts_it_back(library: Library) -> None:
+    with pytest.raises(KeyError, match="boom"), fp32_guard():
+        raise KeyError("boom")
+    assert library.is_as_before
+
+
+def test_nested_blocks_set_once(library: Library) -> None:
+    guard = fp32_guard()
+    with guard, guard, fp32_guard():
+        assert library.is_full
+    assert library.is_as_before
+    assert library.calls.count("set_mode") == library.calls.count("restore") == 1
+
+
+def test_blocks_that_end_out_of_order(library: Library) -> None:
+    first, second = fp32_guard(), fp32_guard()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert library.is_full
+    second.__exit__()
+    assert library.is_as_before
+
+
+def test_a_library_that_is_not_loaded_is_left_alone(load: Load) -> None:
+    library = load(loaded=False)
+    with fp32_guard() as guard:
+        assert statuses(guard) == {"one": "not loaded"}
+    assert library.calls == []
+
+
+def test_a_blocked_import_is_not_a_loaded_library(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load(loaded=False)
+    monkeypatch.setitem(sys.modules, library.module, None)
+    with fp32_guard():
+        assert library.calls == []
+
+
+def test_a_library_imported_inside_waits_for_the_next_entry(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load(loaded=False)
+    with fp32_guard() as guard:
+        monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+        assert statuses(guard) == {"one": "not protected"}
+        assert "imported inside" in reason(guard, "one")
+        with guard:
+            assert library.is_full
+            assert statuses(guard) == {"one": "protected"}
+        assert library.is_as_before
+
+
+def test_frameworks_chooses(load: Load) -> None:
+    one, two = load("one"), load("two")
+    with fp32_guard(frameworks=["two"]) as guard:
+        assert one.is_as_before
+        assert two.is_full
+        assert statuses(guard) == {"one": "not protected", "two": "protected"}
+        assert "frameworks=" in reason(guard, "one")
+    with fp32_guard(frameworks=False):
+        assert one.is_as_before
+        assert two.is_as_before
+        assert get_math_mode() is FP32
+    with fp32_guard(frameworks=True):
+        assert one.is_full
+
+
+def test_frameworks_that_make_no_sense(load: Load) -> None:
+    load("one")
+    with pytest.raises(UnsupportedError, match="nothing is known of two; choose among one, or"):
+        fp32_guard(frameworks=["one", "two"])
+    with pytest.raises(TypeError, match="True, False or a list of names"):
+        fp32_guard(frameworks="one")
+    with pytest.raises(TypeError, match="got 3"):
+        math_mode("tf32", frameworks=3)  # type: ignore[arg-type]
+
+
+def test_the_guard_shows_what_it_was_made_of(load: Load) -> None:
+    load("one")
+    assert repr(fp32_guard()) == "fp32_guard()"
+    assert repr(fp32_guard(frameworks=["one"])) == "fp32_guard(frameworks=['one'])"
+    assert repr(fp32_guard(frameworks=False)) == "fp32_guard(frameworks=False)"
+    assert repr(math_mode("tf32")) == "math_mode('tf32')"
+    assert repr(math_mode("tf32", frameworks=True)) == "math_mode('tf32', frameworks=True)"
+
+
+def test_a_report_outside_the_block(load: Load) -> None:
+    load("one")
+    assert statuses(fp32_guard()) == {"one": "not protected"}
+    assert "not entered in this thread" in reason(fp32_guard(), "one")
+
+
+# -- what the user does inside --------------------------------------------------------------------
+
+
+def test_what_the_user_sets_inside_is_kept_and_told(library: Library) -> None:
+    with (
+        pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"),
+        fp32_guard(),
+    ):
+        library.values["products"] = "mine"
+    assert library.values == {"products": "mine", "convolutions": "lower"}
+    library.values["products"] = "low"
+
+
+def test_a_guard_inside_protects_from_what_the_user_set(library: Library) -> None:
+    outer = fp32_guard().__enter__()
+    library.values["products"] = "mine"
+    with fp32_guard():
+        assert library.is_full
+    assert library.values["products"] == "mine"
+    with pytest.warns(LowprecWarning, match="products = 'mine'"):
+        outer.__exit__()
+    assert library.values == {"products": "mine", "convolutions": "lower"}
+    library.values["products"] = "low"
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["save", "set_mode"])
+def test_a_library_that_fails_is_told_and_the_others_act(load: Load, step: str) -> None:
+    bad, good = load("bad"), load("good")
+    bad.fails[step] = OSError("no driver")
+    guard = fp32_guard()
+    with pytest.warns(LowprecWarning, match=r"does not protect bad \(OSError: no driver\)"):
+        guard.__enter__()
+    assert good.is_full
+    assert statuses(guard) == {"bad": "not protected", "good": "protected"}
+    assert reason(guard, "bad") == "OSError: no driver"
+    guard.__exit__()
+    assert good.is_as_before
+
+
+def test_a_library_that_cannot_be_put_back_is_told(load: Load) -> None:
+    bad, good = load("bad"), load("good")
+    bad.fails["restore"] = OSError("gone")
+    with (
+        pytest.warns(LowprecWarning, match="bad could not be put back: OSError: gone"),
+        fp32_guard(),
+    ):
+        pass
+    assert good.is_as_before
+    bad.fails.clear()
+    bad.restore({"products": "low", "convolutions": "lower"})
+    with fp32_guard():
+        assert bad.is_full
+
+
+def test_a_warning_made_an_error_leaves_nothing_behind(load: Load) -> None:
+    bad, good = load("bad"), load("good")
+    bad.fails["save"] = UnsupportedError("version 99 has other switches")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(LowprecWarning, match=r"bad \(version 99 has other"):
+            fp32_guard().__enter__()
+    assert good.is_as_before
+    with math_mode("tf32"):
+        assert get_math_mode() is TF32
+
+
+def test_an_interrupt_while_entering_puts_back_what_was_set(load: Load) -> None:
+    good, slow = load("good"), load("slow")
+    slow.fails["set_mode"] = KeyboardInterrupt("now")  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        fp32_guard().__enter__()
+    assert good.is_as_before
+    slow.fails.clear()
+    with fp32_guard():
+        assert good.is_full
+
+
+# -- threads and tasks ----------------------------------------------------------------------------
+
+
+def test_a_process_switch_stays_until_the_last_thread_leaves(load: Load) -> None:
+    library, inside, go = load(), threading.Event(), threading.Event()
+
+    def solve() -> bool:
+        with fp32_guard():
+            inside.set()
+            assert go.wait(10)
+            return library.is_full
+
+    with ThreadPoolExecutor(1) as pool:
+        with fp32_guard():
+            solving = pool.submit(solve)
+            assert inside.wait(10)
+        assert library.is_full, "the other thread is still inside"
+        go.set()
+        assert solving.result()
+    assert library.is_as_before
+
+
+def test_a_thread_switch_is_each_thread_s_own(load: Load) -> None:
+    library = load(tier=Tier.THREAD)
+    with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
+        assert pool.submit(lambda: library.is_as_before).result()
+        assert pool.submit(guard.wrap(lambda: library.is_full)).result()
+        assert pool.submit(lambda: library.is_as_before).result()
+        context = contextvars.copy_context()
+        assert pool.submit(context.run, statuses, guard).result() == {"one": "not protected"}
+        assert library.is_full
+
+
+def test_tasks_that_overlap_leak_nothing(library: Library) -> None:
+    async def solve(turns: int) -> bool:
+        with fp32_guard():
+            seen = []
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                seen.append(library.is_full)
+            return all(seen)
+
+    async def main() -> list[bool]:
+        return await asyncio.gather(solve(1), solve(4), solve(2))
+
+    assert asyncio.run(main()) == [True] * 3
+    assert library.is_as_before
+
+
+def test_a_decorated_generator_leaves_the_switches_to_the_consumer(library: Library) -> None:
+    @fp32_guard()
+    def steps() -> Iterator[bool]:
+        while True:
+            yield library.is_full
+
+    running = steps()
+    assert next(running)
+    assert library.is_as_before
+    assert next(running)
+    running.close()
+    assert library.is_as_before
+
+
+def test_a_generator_that_another_context_closes(library: Library) -> None:
+    def steps() -> Iterator[bool]:
+        with fp32_guard():
+            yield library.is_full
+
+    running = steps()
+    assert contextvars.Context().run(next, running)
+    assert library.is_full
+    with pytest.warns(LowprecWarning, match="was left in a thread or task in which it was not"):
+        running.close()  # type: ignore[attr-defined]
+    assert library.is_as_before
+
+
+def test_a_generator_that_another_thread_closes(load: Load) -> None:
+    process, thread = load("process"), load("thread", tier=Tier.THREAD)
+
+    def steps() -> Iterator[None]:
+        with fp32_guard():
+            yield
+
+    running = steps()
+    next(running)
+    with ThreadPoolExecutor(1) as pool, pytest.warns(LowprecWarning) as told:
+        pool.submit(running.close).result()  # type: ignore[attr-defined]
+    assert any("thread's switch belongs to the thread" in str(w.message) for w in told)
+    assert process.is_as_before
+    assert not thread.is_as_before, "no thread reaches another one's switch"
+    with fp32_guard():
+        assert thread.is_full
+    assert thread.is_as_before, "the next block in the thread puts it right"
+
+
+def test_an_abandoned_async_generator(load: Load) -> None:
+    library = load()
+
+    async def steps():  # type: ignore[no-untyped-def]
+        with fp32_guard():
+            yield 1
+
+    async def main() -> None:
+        running = steps()
+        await anext(running)
+        assert library.is_full
+        del running
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LowprecWarning)
+        asyncio.run(main())
+    assert library.is_as_before
+
+
+def test_a_finalizer_in_the_midst_of_a_change(load: Load) -> None:
+    """What a finalizer enters there is not protected, and says so; what it leaves is given back afterwards."""
+    library = load()
+    waiting = fp32_guard()
+    waiting.__enter__()
+    seen: list[str] = []
+
+    def finalize() -> None:
+        library.while_saving = None
+        waiting.__exit__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowprecWarning)
+            with fp32_guard() as inner:
+                seen.append(reason(inner, "one"))
+
+    library.while_saving = finalize
+    with fp32_guard():
+        assert library.is_full
+    assert library.is_as_before
+    assert "finalizer" in seen[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_is_forked_while_another_thread_changes_switches(load: Load) -> None:
+    library, busy, go = load(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        library.while_saving = None
+        busy.set()
+        go.wait(0.2)
+
+    library.while_saving = hold
+    with ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(lambda: fp32_guard().__enter__())
+        assert busy.wait(10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python and JAX advise against forking with threads
+            child = os.fork()
+        if child == 0:
+            with fp32_guard():
+                os._exit(0 if library.is_full else 1)
+        go.set()
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        guard = entering.result()
+        guard._give_back(guard._open[0])
+
+
+def test_sixteen_threads_overlap_at_random(load: Load) -> None:
+    process, thread = load("process"), load("thread", tier=Tier.THREAD)
+    guard = fp32_guard()
+
+    def run(seed: int) -> int:
+        rng, mistakes = random.Random(seed), 0
+
+        def nest(depth: int) -> None:
+            nonlocal mistakes
+            with guard if rng.random() < 0.5 else fp32_guard():
+                mistakes += not (process.is_full and thread.is_full)
+                if depth and rng.random() < 0.5:
+                    nest(depth - 1)
+                mistakes += not (process.is_full and thread.is_full)
+                if rng.random() < 0.2:
+                    raise KeyError(depth)
+
+        for _ in range(300):
+            try:
+                nest(3)
+            except KeyError:
+                continue
+        return mistakes + (not thread.is_as_before)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            assert sum(pool.map(run, range(16))) == 0
+    finally:
+        sys.setswitchinterval(before)
+    assert process.is_as_before
+    assert guard._open == []
+
+
+# -- math_mode(..., frameworks=True) --------------------------------------------------------------
+
+
+def test_a_mode_reaches_other_libraries_only_if_asked(library: Library) -> None:
+    with math_mode("tf32"):
+        assert library.calls == []
+    with math_mode("tf32", frameworks=True) as mode:
+        assert set(library.values.values()) == {"tf32"}
+        assert statuses(mode) == {"one": "set"}
+        with fp32_guard():
+            assert library.is_full
+        assert set(library.values.values()) == {"tf32"}
+    assert library.is_as_before
+
+
+def test_a_library_without_the_mode_is_left_as_it_is(library: Library) -> None:
+    with pytest.warns(LowprecWarning, match=r"does not reach one \(one has no switch for fp16\)"):
+        mode = math_mode("fp16", frameworks=["one"]).__enter__()
+    assert library.is_as_before
+    assert get_math_mode() is MathMode.FP16
+    assert statuses(mode) == {"one": "not set"}
+    mode.__exit__()
+
+
+def test_the_guard_is_a_floor_for_other_libraries_too(load: Load) -> None:
+    library = load()
+    with ThreadPoolExecutor(1) as pool, fp32_guard():
+
+        @math_mode("tf32", frameworks=True)
+        def lower() -> tuple[bool, MathMode]:
+            return library.is_full, get_math_mode()
+
+        assert lower() == (True, FP32)
+        assert pool.submit(lower).result() == (True, TF32), "lowprec's own mode is the thread's"
+        with math_mode("tf32", frameworks=True) as mode:
+            assert "stays at full FP32" in reason(mode, "one")
+    assert library.is_as_before
+
+
+def test_the_floor_holds_for_a_library_imported_inside(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load(loaded=False)
+    with fp32_guard():
+        monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+        with math_mode("tf32", frameworks=True):
+            assert library.is_as_before
+
+
+def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(load: Load) -> None:
+    library = load()
+    mode, guard = math_mode("tf32", frameworks=True), fp32_guard()
+    with ThreadPoolExecutor(1) as pool:
+        mode.__enter__()
+        pool.submit(guard.__enter__).result()
+        assert library.is_full
+        mode.__exit__()
+        assert library.is_full, "the other thread's guard is open"
+        held = guard._open[0]
+        pool.submit(guard._give_back, held).result()
+    assert library.is_as_before
+
+
+# -- the registry, and the controllers of libraries that are not here -----------------------------
+
+
+def test_what_is_no_controller_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a controller needs describe, mod.*lacks .*save"):
+        registry.register_controller(SimpleNamespace(name="x"))  # type: ignore[arg-type]
+    assert "x" not in {c.name for c in registry.controllers()}
+
+
+def test_a_controller_can_be_taken_away(load: Load) -> None:
+    library = load()
+    with fp32_guard():
+        registry.unregister_controller("one")
+        assert library.is_full
+    assert library.is_as_before
+    with fp32_guard():
+        assert library.is_as_before
+    with pytest.raises(KeyError, match="one"):
+        registry.unregister_controller("one")
+
+
+@pytest.fixture
+def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
+    from lowprec.policy.library_switches import CupyController
+
+    state = SimpleNamespace(value=7, has_driver=True, written=[])
+
+    def set_compute_type(dtype: str, value: int) -> None:
+        assert dtype == "f"
+        if value in (6, 7) and not state.has_driver:
+            raise RuntimeError("cudaErrorInsufficientDriver")
+        state.value = value
+        state.written.append(value)
+
+    def get_compute_type(dtype: str) -> int:
+        assert dtype == "f"
+        return state.value
+
+    module = ModuleType("cupy")
+    module._core = SimpleNamespace(  # type: ignore[attr-defined]
+        get_compute_type=get_compute_type, set_compute_type=set_compute_type
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    registry.register_controller(CupyController())
+    state.module = module
+    return state
+
+
+def test_cupy_is_set_to_its_default_and_put_back(cupy: SimpleNamespace) -> None:
+    with fp32_guard() as guard:
+        assert cupy.value == 1
+        assert statuses(guard) == {"cupy": "protected"}
+        with math_mode("tf32", frameworks=True):
+            assert cupy.value == 1
+    assert cupy.value == 7
+    assert cupy.written == [1, 7]
+
+
+def test_cupy_without_a_driver(cupy: SimpleNamespace) -> None:
+    cupy.value, cupy.has_driver = 1, False
+    with fp32_guard():
+        assert cupy.value == 1
+    with pytest.warns(LowprecWarning, match=r"does not reach cupy .*InsufficientDriver"):
+        mode = math_mode("tf32", frameworks=True).__enter__()
+    mode.__exit__()
+    assert cupy.value == 1
+
+
+# -- what info() is told --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value", "said"),
+    [
+        ("CUPY_TF32", "1", 1, "CUPY_TF32=1, while cupy's"),
+        ("CUPY_TF32", "0", 7, "CUPY_TF32=0, while cupy's"),
+        ("CUPY_TF32", "1", 7, None),
+        (
+            "NVIDIA_TF32_OVERRIDE",
+            "0",
+            7,
+            "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while cupy",
+        ),
+        ("NVIDIA_TF32_OVERRIDE", "0", 1, None),
+        ("NVIDIA_TF32_OVERRIDE", "1", 7, None),
+    ],
+)
+def test_a_variable_and_a_switch(
+    cupy: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    text: str,
+    value: int,
+    said: str | None,
+) -> None:
+    cupy.value = value
+    assert frameworks.disagreements() == ()
+    monkeypatch.setenv(variable, text)
+    told = frameworks.disagreements()
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+    assert cupy.written == []
+
+
+def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert frameworks.disagreements() == ()
+    monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
+    assert "start the process with MLX_ENABLE_TF32=0" in frameworks.disagreements()[0]
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert frameworks.disagreements() == ()
+
+
+def test_every_switch_is_shown_and_none_that_cannot_be_read(load: Load) -> None:
+    one, bad = load("one"), load("bad", tier=Tier.THREAD)
+    load("absent", loaded=False)
+    bad.fails["save"] = OSError("no driver")
+    rows = [(r.library, r.switch, r.value, r.tier, r.problem) for r in frameworks.switch_rows()]
+    assert rows == [
+        ("one", "products", "low", "process", None),
+        ("one", "convolutions", "lower", "process", None),
+        ("bad", None, None, "thread", "OSError: no driver"),
+    ]
+    assert one.calls == ["save"]
+
+
+def test_a_version_with_other_switches_is_told(cupy: SimpleNamespace) -> None:
+    cupy.module.__version__ = "99.0"
+    del cupy.module._core.set_compute_type
+    with pytest.warns(LowprecWarning, match=r"CuPy 99\.0 has no cupy\._core\.set_compute_type"):
+        fp32_guard().__enter__().__exit__()
+
+
+def test_a_pytorch_with_other_switches_is_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.policy.torch_switches import TorchController
+
+    module = ModuleType("torch")
+    module._C = SimpleNamespace()  # type: ignore[attr-defined]
+    module.__version__ = "99.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", module)
+    registry.register_controller(TorchController())
+    with pytest.warns(LowprecWarning, match=r"PyTorch 99\.0 has other switches"):
+        guard = fp32_guard().__enter__()
+    assert statuses(guard) == {"torch": "not protected"}
+    guard.__exit__()
