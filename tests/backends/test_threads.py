@@ -212,6 +212,9 @@ def test_buffers_are_aligned_and_used_again() -> None:
         assert abs(first - second) >= 1 << 20
     with buffers.borrow((1 << 20) - 100) as again:
         assert again in (first, second)
+        # Both are free again, and still two.
+        with buffers.borrow(1 << 20) as other:
+            assert {again, other} == {first, second}
 
 
 def test_buffers_return_when_the_block_raises() -> None:

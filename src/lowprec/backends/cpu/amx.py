@@ -117,14 +117,32 @@ def is_available() -> bool:
 def worthwhile(m: int, n: int, k: int, parts: int) -> bool:
     """Whether `gemm` is expected to beat rounding the operands and a float32 product.
 
+    A call costs 16 us before it does anything, and from there on less than the two conversions
+    alone, because packing converts in the same pass: for a matrix and a vector, for k = 1 and for
+    cubes alike. So what decides is how many elements there are to touch. Measured in microseconds
+    (2 cores, NumPy; cubes of the extent):
+
+    =====================  ====  ====  ====  =====  =====  ======
+    extent                   64    80    96    128    192     512
+    =====================  ====  ====  ====  =====  =====  ======
+    round, then float32      16    22    26     80    143    1326
+    `gemm` in one part       17    21    18     25     41     313
+    `gemm` in two parts      17    23    20     28     63     559
+    =====================  ====  ====  ====  =====  =====  ======
+
     Parameters
     ----------
     m, n, k : int
         Extents of the product.
     parts : int
         1 for mode ``bf16`` and bfloat16 or int8 storage, 2 for ``tf32``, ``fp16`` and float16.
+
+    Examples
+    --------
+    >>> worthwhile(64, 64, 64, 1), worthwhile(96, 96, 96, 2), worthwhile(1, 4096, 4096, 1)
+    (False, True, True)
     """
-    return min(m, n, k) >= 32 and m * n * k >= (64**3 if parts == 1 else 96**3)
+    return m * k + k * n + m * n >= (20_000 if parts == 1 else 25_000)
 
 
 # --- how a product is cut ---------------------------------------------------------------------
