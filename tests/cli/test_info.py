@@ -121,7 +121,7 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_flags", lambda: FLAGS)
-    monkeypatch.setattr(module, "mkl", lambda: None)
+    monkeypatch.setattr(module.mkl, "mkl", lambda: None)
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
 
     def version(name: str) -> str:

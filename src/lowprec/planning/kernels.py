@@ -43,10 +43,9 @@ class Capabilities:
         Whether lowprec's tile kernels run: the CPU has the units, the system grants them, and the compiler is there.
     mkl, numba : bool
         Whether these libraries are loaded.
-    amx_bf16_minimum_flops, amx_bf16_pair_minimum_flops, amx_int8_minimum_flops : int
-        Flops of one product (of a batch, each) below which a tile kernel costs more than it saves.
-    amx_minimum_extent : int
-        Least of m, n and k from which tiles are filled well enough.
+    amx_minimum_elements, amx_complex_minimum_elements : int
+        Elements of a, b and the result of one product (of a batch, each) below which a tile kernel costs more than it
+        saves, where they are real and where they are complex.
     mkl_batch_minimum_flops : int
         Flops of each product of a batch below which NumPy's own loop over the batch beats one call of MKL for each.
     flops_per_byte : float
@@ -59,10 +58,8 @@ class Capabilities:
     amx_int8: bool = False
     mkl: bool = False
     numba: bool = False
-    amx_bf16_minimum_flops: int = 2_000_000
-    amx_bf16_pair_minimum_flops: int = 4_000_000
-    amx_int8_minimum_flops: int = 2_000_000
-    amx_minimum_extent: int = 32
+    amx_minimum_elements: int = 20_000
+    amx_complex_minimum_elements: int = 100_000
     mkl_batch_minimum_flops: int = 50_000_000
     flops_per_byte: float = 16.0
 
@@ -95,14 +92,14 @@ class KernelRow:
 
 KERNELS: dict[Kernel, KernelRow] = {
     Kernel.AMX_BF16: KernelRow(
-        "amx_bf16", "amx_bf16_minimum_flops", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
+        "amx_bf16", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
     ),
     Kernel.AMX_BF16_PAIR: KernelRow(
         "amx_bf16", "amx_bf16_pair_minimum_flops",
         "bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts", "no bfloat16 tile units (AMX)",
     ),
     Kernel.AMX_INT8: KernelRow(
-        "amx_int8", "amx_int8_minimum_flops", "int8 tile units (AMX)", "no int8 tile units (AMX)"
+        "amx_int8", "int8 tile units (AMX)", "no int8 tile units (AMX)"
     ),
     Kernel.MKL: KernelRow("mkl", None, "MKL", "MKL is not installed"),
     Kernel.NUMPY: KernelRow(None, None, "NumPy's BLAS", ""),
