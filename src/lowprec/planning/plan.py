@@ -299,7 +299,8 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         )
     fmt = operand_format(mode, compute_dtype)
     flops = _flops(layout, compute_dtype)
-    choice = choose_kernel(_KIND[fmt.name if fmt else None], capabilities, layout, flops)
+    kind = _KIND[fmt.name if fmt else None]
+    choice = choose_kernel(kind, capabilities, layout, is_complex=compute_dtype.is_complex)
     return _assemble(
         problem, capabilities, mode, layout, compute_dtype, out_dtype, fmt, flops, choice
     )

@@ -26,8 +26,7 @@ storage, rounding  parts  conversion
 bfloat16           1      none
 float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
 float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
-float32, tf32      2      round to nearest even to a 10-bit fraction, then as float16
-float32, tf32_away 2      the same with ties away from zero, as ``cvt.rna.tf32.f32`` has it
+float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
 float32, fp16      2      round to float16, subnormals and overflow included, then as float16
 int8               1      none
 =================  =====  ====================================================================
@@ -92,7 +91,6 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
         Scheme(3, "float32", "tf32", 4, 2, 32),
         Scheme(4, "float32", "fp16", 4, 2, 32),
         Scheme(5, "int8", "exact", 1, 1, 64),
-        Scheme(6, "float32", "tf32_away", 4, 2, 32),
     )
 }
 _BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
@@ -114,11 +112,9 @@ def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
-def _rounded_tf32(builder: Any, x: Any, ties_away: bool) -> tuple[Any, Any]:
+def _rounded_tf32(builder: Any, x: Any) -> tuple[Any, Any]:
     """Bits of 16 float32 rounded to TF32, and a mask of those that are not finite."""
-    odd = builder.and_(builder.lshr(x, _splat(13)), _splat(1))
-    up = _splat(1) if ties_away else odd
-    rounded = builder.add(builder.add(x, _splat(0xFFF)), up)
+    rounded = builder.add(x, _splat(0x1000))  # half a unit: ties away, as cvt.rna.tf32.f32
     magnitude = builder.and_(x, _splat(0x7FFFFFFF))
     bad = builder.icmp_unsigned(">=", magnitude, _splat(_TF32_OVERFLOW))
     return builder.and_(rounded, _splat(0xFFFFE000)), bad
@@ -159,8 +155,8 @@ def _two_part_rows(
 ) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
-        if scheme.rounding.startswith("tf32"):
-            bits, mask = _rounded_tf32(builder, run, scheme.rounding == "tf32_away")
+        if scheme.rounding == "tf32":
+            bits, mask = _rounded_tf32(builder, run)
         else:
             if scheme.storage == "float32":
                 floats = builder.bitcast(run, ir.VectorType(F32, 16))

@@ -24,11 +24,14 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+
+from lowprec.policy import environment
 
 __all__ = ["cpu_limit", "num_threads", "run"]
 
@@ -270,7 +273,7 @@ class _Limits:
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        self.cpus = cpu_limit()
+        self.cpus = min(cpu_limit(), environment.thread_limit() or sys.maxsize)
         affinity = _affinity()
         if affinity != self.affinity:
             self.affinity, self._others = affinity, {}
@@ -295,8 +298,8 @@ _limits = _Limits()
 def num_threads() -> int:
     """How many threads a product may use now, the calling one included.
 
-    The least of the CPUs in the affinity mask, the control group's quota and what MKL (if it is
-    loaded) or else NumPy's OpenBLAS would use. Affinity and quota are looked up once a second.
+    The least of the CPUs in the affinity mask, the control group's quota, ``MKL_NUM_THREADS`` and
+    what NumPy's OpenBLAS would use. All but the last are looked up once a second.
     """
     limits = _limits
     now = time.monotonic()

@@ -28,7 +28,7 @@ from lowprec.planning import GemmPlan, Kernel
 __all__ = ["execute"]
 
 #: The kernel's words for what float32 operands become.
-_ROUNDINGS = {None: "exact", TF32: "tf32_away", BFLOAT16: "bf16", FLOAT16: "fp16"}
+_ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
