@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import typing
+
 from lowprec._version import __version__
 from lowprec.arrays import DLPackArray
 from lowprec.dispatch import matmul
@@ -17,11 +20,13 @@ from lowprec.errors import (
     ShapeError,
     UnsupportedError,
 )
-from lowprec.explain import plan
-from lowprec.info import info
 from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, set_math_mode
 from lowprec.request import ShapeDtype
+
+if typing.TYPE_CHECKING:
+    from lowprec.explain import plan
+    from lowprec.report import info
 
 __all__ = [
     "ArrayError",
@@ -46,3 +51,18 @@ __all__ = [
     "plan",
     "set_math_mode",
 ]
+
+
+# What explains takes long to import, and few programs need it.
+_LAZY = {"info": "lowprec.report", "plan": "lowprec.explain"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,8 +15,8 @@ import lowprec
 from lowprec.backends.cpu import amx, cpuinfo
 from lowprec.policy import environment
 
-#: The module, which the function of that name hides.
-module = importlib.import_module("lowprec.info")
+#: The module whose names the tests replace.
+module = importlib.import_module("lowprec.report")
 info = module.info
 
 FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})

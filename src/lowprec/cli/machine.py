@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec.info import info
+from lowprec.report import info
 
 __all__ = ["conditions", "describe"]
 

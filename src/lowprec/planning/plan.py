@@ -10,7 +10,6 @@ from typing import Any
 from lowprec.errors import ModeError, UnsupportedError
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode, mode_names, row
-from lowprec.planning import rendering
 from lowprec.planning.advice import advise
 from lowprec.planning.bounds import (
     ACCUMULATOR,
@@ -188,10 +187,14 @@ class GemmPlan:
     candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
+        from lowprec.planning import rendering  # only who prints a plan needs it
+
         return rendering.to_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
+        from lowprec.planning import rendering
+
         return rendering.to_dict(self)
 
 
