@@ -60,7 +60,7 @@ class Capabilities:
     numba: bool = False
     amx_minimum_elements: int = 20_000
     amx_complex_minimum_elements: int = 100_000
-    mkl_batch_minimum_flops: int = 50_000_000
+    mkl_batch_minimum_flops: int = 3_000_000
     flops_per_byte: float = 16.0
 
 

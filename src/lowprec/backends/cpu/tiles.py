@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import amx, fp32_units
+from lowprec.backends.cpu import amx, fp32_units, threads
 from lowprec.backends.cpu.stacks import (
     ACCUMULATOR,
     Stacks,
@@ -34,10 +34,14 @@ _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan whose kernel is one of the tile kernels."""
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
-    for single in _singles(stacks_of(plan, arguments)):
+    singles = _singles(stacks_of(plan, arguments))
+    fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
+
+    def run(single: Stacks) -> None:
         if not one_product(plan, arguments, single):
-            fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
             fp32_units.execute_stacks(plan, fallback, arguments, single)
+
+    threads.share(run, singles)
 
 
 def _singles(stacks: Stacks) -> list[Stacks]:
