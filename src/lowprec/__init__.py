@@ -20,8 +20,6 @@ from lowprec.errors import (
     ShapeError,
     UnsupportedError,
 )
-from lowprec.explain import plan
-from lowprec.info import info
 from lowprec.modes import MathMode
 from lowprec.policy import (
     fp32_guard,
@@ -34,6 +32,8 @@ from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
     from lowprec import linalg
+    from lowprec.explain import plan
+    from lowprec.report import info
 
 __all__ = [
     "ArrayError",
@@ -61,16 +61,19 @@ __all__ = [
     "set_math_mode",
 ]
 
-#: Parts that are imported when they are first used (PEP 562).
-_ON_DEMAND = frozenset({"linalg"})
 
-# Type checkers see the import above; a general ``__getattr__`` would hide misspelt names from them.
-if not typing.TYPE_CHECKING:
+# What explains, and what solves, takes long to import, and few programs need it.
+_LAZY = {"info": "lowprec.report", "linalg": "lowprec.linalg", "plan": "lowprec.explain"}
 
-    def __getattr__(name):
-        if name in _ON_DEMAND:
-            return importlib.import_module(f"{__name__}.{name}")
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    # A module of that name is what was asked for; otherwise it holds it.
+    value = globals()[name] = getattr(module, name, module)
+    return value
 
-    def __dir__():
-        return sorted({*globals(), *_ON_DEMAND})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

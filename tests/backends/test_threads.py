@@ -9,6 +9,8 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -212,6 +214,9 @@ def test_buffers_are_aligned_and_used_again() -> None:
         assert abs(first - second) >= 1 << 20
     with buffers.borrow((1 << 20) - 100) as again:
         assert again in (first, second)
+        # Both are free again, and still two.
+        with buffers.borrow(1 << 20) as other:
+            assert {again, other} == {first, second}
 
 
 def test_buffers_return_when_the_block_raises() -> None:
@@ -277,3 +282,42 @@ def test_contents_do_not_leak_between_borrowers() -> None:
     for user in users:
         user.join()
     assert wrong == []
+
+
+def test_a_finished_job_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper may be slow to let go of its job; the operands must not be freed by it."""
+    jobs: list[threads._Job] = []
+
+    class Recorded(threads._Job):
+        def __init__(self, work: Callable[[], None], helpers: int) -> None:
+            super().__init__(work, helpers)
+            jobs.append(self)
+
+    monkeypatch.setattr(threads, "_Job", Recorded)
+    operand = np.zeros(3)
+    alive = weakref.ref(operand)
+
+    def work(operand: np.ndarray = operand) -> None:
+        if operand is None:
+            raise ValueError
+
+    threads.run(work, 2)
+    del work, operand
+    assert len(jobs) == 1
+    assert alive() is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+def test_share_runs_each_item_once(count: int) -> None:
+    seen: list[int] = []
+    threads.share(seen.append, list(range(count)))
+    assert sorted(seen) == list(range(count))
+
+
+def test_share_raises_what_an_item_raised() -> None:
+    def fail(item: int) -> None:
+        if item == 30:
+            raise ValueError("item 30")
+
+    with pytest.raises(ValueError, match="item 30"):
+        threads.share(fail, list(range(60)))

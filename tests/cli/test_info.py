@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import device
+from lowprec.backends.cpu import amx, cpuinfo
 from lowprec.cli import main
 from lowprec.policy import environment
 
-#: The module, which the function of that name hides.
-module = importlib.import_module("lowprec.info")
+#: The module whose names the tests replace.
+module = importlib.import_module("lowprec.report")
 info = module.info
 
 FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
@@ -56,7 +56,7 @@ def test_the_cpu_is_this_one() -> None:
     assert cpu["cores"] == os.cpu_count()
     assert 1 <= cpu["threads"] <= cpu["affinity"] <= cpu["cores"]
     present = {s["name"] for s in cpu["instruction_sets"] if s["present"]}
-    assert present == device.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
+    assert present == cpuinfo.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
 
 
 def test_tile_units_are_told_as_the_plan_uses_them() -> None:
@@ -107,7 +107,9 @@ def test_every_variable_is_told() -> None:
 
 
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(amx, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
     found = info()
     sets = found["devices"][0]["instruction_sets"]
     assert _named(sets, "avx2")["present"] is True
@@ -117,11 +119,15 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
         "used": False,
         "by": "",
     }
-    assert any("no tile units (AMX; amx_tile is missing)" in w for w in found["warnings"])
+    assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
 
 
 def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_flags", lambda: FLAGS)
+    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
+    monkeypatch.setattr(amx, "_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(amx, "_request_permission", lambda: True)
+    monkeypatch.setattr(amx.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
     monkeypatch.setattr(module.mkl, "mkl", lambda: None)
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
 

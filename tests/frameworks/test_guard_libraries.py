@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
-from lowprec.backends.cpu import device
+from lowprec.backends.cpu import cpuinfo
 from lowprec.policy.controllers import controllers
 
-HAS_BF16_UNITS = "avx512_bf16" in device.cpu_flags() and sys.platform == "linux"
+HAS_BF16_UNITS = "avx512_bf16" in cpuinfo.cpu_flags() and sys.platform == "linux"
 needs_units = pytest.mark.skipif(
     not HAS_BF16_UNITS, reason="without bfloat16 units PyTorch computes float32 in full FP32"
 )

@@ -40,6 +40,7 @@ def test_the_table_lists_what_this_version_uses() -> None:
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",
+        "NUMBA_DISABLE_JIT",
     ]
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == READ_ONCE
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
@@ -167,3 +168,22 @@ def test_a_bad_value_does_not_break_the_import() -> None:
         env={**os.environ, "LOWPREC_FORCE_MATH_MODE": "fp23"},
     )
     assert done.stdout.strip() == "EnvironmentVariableError"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [(None, None), ("", None), ("3", 3), (" 2 ", 2), ("0", None), ("-1", None), ("many", None)],
+)
+def test_thread_limit(text: str | None, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("MKL_NUM_THREADS", text)
+    assert environment.thread_limit() == limit
+
+
+@pytest.mark.parametrize(("text", "off"), [(None, False), ("0", False), ("1", True), ("2", True)])
+def test_numba_is_off(text: str | None, off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_DISABLE_JIT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("NUMBA_DISABLE_JIT", text)
+    assert environment.numba_is_off() is off

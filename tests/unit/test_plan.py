@@ -71,8 +71,10 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, mkl, amx)
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     small = plan(problem(F32, size=32), MathMode.BF16, AMX)
     assert small.kernel is Kernel.MKL
-    assert "amx_bf16 pays from 2e+06 flops, this product has 6.55e+04" in small.kernel_reason
-    eager = dataclasses.replace(AMX, amx_bf16_minimum_flops=0)
+    assert "amx_bf16 pays from 20,000 elements of a, b and the result, here are 3,072" in (
+        small.kernel_reason
+    )
+    eager = dataclasses.replace(AMX, amx_minimum_elements=0)
     assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel is Kernel.AMX_BF16
 
 

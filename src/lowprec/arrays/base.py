@@ -23,6 +23,15 @@ class Library(ABC):
     #: The library's name, as its module is called.
     name: str
 
+    def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
+        """Refuse what passes for an array of this library and has no memory to read.
+
+        Raises
+        ------
+        ArrayError
+            The message names the way out.
+        """
+
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be read.

@@ -6,32 +6,28 @@ lowprec never imports one itself. Every type is looked up once.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
-from lowprec.arrays.jax_library import JaxLibrary
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
-from lowprec.arrays.torch_library import TorchLibrary
 from lowprec.errors import ArrayError
 
 __all__ = ["Library", "library_name", "library_of", "loaded_libraries"]
 
-_Optional = TorchLibrary | JaxLibrary | CupyLibrary
-
-# By module name: the attribute that names the class of its arrays, and the adapter.
-_OPTIONAL: dict[str, tuple[str, type[_Optional]]] = {
-    "torch": ("Tensor", TorchLibrary),
-    "jax": ("Array", JaxLibrary),
-    "cupy": ("ndarray", CupyLibrary),
+# By module name: the class of its arrays, and the adapter, which is imported with the first of them.
+_OPTIONAL = {
+    "torch": ("Tensor", "lowprec.arrays.torch_library", "TorchLibrary"),
+    "jax": ("Array", "lowprec.arrays.jax_library", "JaxLibrary"),
+    "cupy": ("ndarray", "lowprec.arrays.cupy_library", "CupyLibrary"),
 }
 
-_INSTANCES: dict[str, _Optional] = {}
+_INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK}
 
 
@@ -78,7 +74,7 @@ def _find(array: Any) -> Library:
 
 
 def _optional_name(array: Any) -> str | None:
-    for name, (class_name, _) in _OPTIONAL.items():
+    for name, (class_name, *_) in _OPTIONAL.items():
         array_class = getattr(sys.modules.get(name), class_name, None)
         if array_class is not None and isinstance(array, array_class):
             return name
@@ -105,10 +101,12 @@ def library_name(array: Any) -> str:
     return _optional_name(array) or library_of(array).name
 
 
-def _instance(name: str) -> _Optional:
+def _instance(name: str) -> Library:
     library = _INSTANCES.get(name)
     if library is None:
-        library = _INSTANCES[name] = _OPTIONAL[name][1](sys.modules[name])
+        _, module, adapter = _OPTIONAL[name]
+        library = getattr(importlib.import_module(module), adapter)(sys.modules[name])
+        _INSTANCES[name] = library
     return library
 
 
@@ -132,7 +130,7 @@ def loaded_libraries() -> tuple[Library, ...]:
     """
     present = [
         _instance(name)
-        for name, (class_name, _) in _OPTIONAL.items()
+        for name, (class_name, *_) in _OPTIONAL.items()
         if hasattr(sys.modules.get(name), class_name)
     ]
     return (NUMPY, *present)

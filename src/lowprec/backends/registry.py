@@ -1,18 +1,24 @@
-"""Which backend serves a device."""
+"""Which backend serves a device. A backend is imported with the first product that it runs."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import cast
 
 from lowprec.arrays import Device
-from lowprec.backends import cpu
 from lowprec.backends.execution import Backend
 from lowprec.errors import DeviceError
 
 __all__ = ["backend_of"]
 
-_CPU_DEVICE_TYPE = 1  # kDLCPU
-_BACKENDS = {_CPU_DEVICE_TYPE: cast(Backend, cpu)}
+#: Modules by DLPack's device type; 1 is the CPU.
+_MODULES = {1: "lowprec.backends.cpu"}
+
+
+@functools.cache
+def _backend(device_type: int) -> Backend:
+    return cast(Backend, importlib.import_module(_MODULES[device_type]))
 
 
 def backend_of(device: Device) -> Backend:
@@ -23,9 +29,8 @@ def backend_of(device: Device) -> Backend:
     DeviceError
         If none does.
     """
-    try:
-        return _BACKENDS[device.type]
-    except KeyError:
+    if device.type not in _MODULES:
         raise DeviceError(
             f"no backend of this version serves the device {device}; arrays must lie in host memory"
-        ) from None
+        )
+    return _backend(device.type)

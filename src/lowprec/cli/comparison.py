@@ -12,7 +12,7 @@ from lowprec.cli.accuracy import Errors, Reference
 from lowprec.cli.files import Array
 from lowprec.cli.measure import Timing, take_turns
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, Kernel
 
 __all__ = ["Case", "Row", "Variant", "compare", "variants_of"]
 
@@ -129,7 +129,13 @@ def compare(
         plans[variant.name] = variant.plan()
         result = np.asarray(variant(0))
         errors[variant.name] = reference.compare(result, plans[variant.name])
-    timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step)
+    timings = take_turns(
+        {v.name: v for v in variants},
+        rounds,
+        budget=budget,
+        spinning=[name for name, plan in plans.items() if plan.kernel is Kernel.NUMPY],
+        step=step,
+    )
     baseline = timings[variants[0].name]
     for name, timing in timings.items():
         yield Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name])

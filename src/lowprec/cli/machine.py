@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec.info import info
+from lowprec.report import info
 
 __all__ = ["conditions", "describe"]
 
@@ -27,9 +27,9 @@ def conditions() -> dict[str, Any]:
 def describe(found: dict[str, Any]) -> str:
     """Return the conditions as one line."""
     machine, versions = found["machine"], found["versions"]
-    units = "with" if found["tile_units"] else "without"
+    units = "in use" if found["tile_units"] else "not used"
     mkl = f", MKL {versions['mkl']}" if "mkl" in versions else ""
     return (
-        f"{machine['name']} {units} tile units (AMX), {machine['threads']} threads; lowprec {found['lowprec']}, "
+        f"{machine['name']}, tile units (AMX) {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
         f"NumPy {versions['numpy']} ({found['blas']}){mkl}"
     )

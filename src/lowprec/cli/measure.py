@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MIN_ROUNDS", "Timing", "take_turns"]
+__all__ = ["MIN_ROUNDS", "SETTLE", "Timing", "take_turns"]
 
 #: A median of fewer is no median.
 MIN_ROUNDS = 3
@@ -22,6 +22,9 @@ MIN_ROUNDS = 3
 #: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
 _SHORTEST_SAMPLE = 1e-3
 _MOST_CALLS_PER_SAMPLE = 200
+
+#: Seconds for which the threads of NumPy's OpenBLAS spin after a product (0.1 measured at 2.6 GHz), and some more.
+SETTLE = 0.15
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def take_turns(
     rounds: int,
     *,
     budget: float,
-    settle: float = 0.0,
+    spinning: Collection[str] = (),
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
     """Time each variant once per round, in changing order.
@@ -65,9 +68,9 @@ def take_turns(
         How many samples to take of each.
     budget : float
         Seconds after which no new round begins, once ``MIN_ROUNDS`` are done.
-    settle : float
-        Seconds for which the untimed calls go on, at least one: NumPy's OpenBLAS threads spin for tens of
-        milliseconds after a product and slow down whatever another library runs meanwhile.
+    spinning : collection of str
+        Variants after which threads spin for a while, which slows down whatever another library runs meanwhile. A
+        variant outside of it that follows one of them makes untimed calls for ``SETTLE`` seconds.
     step : callable
         Called with the number of the round before each.
 
@@ -83,14 +86,16 @@ def take_turns(
     """
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), ""
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
             break
         step(f"round {number + 1}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            settle = SETTLE if before in spinning and name not in spinning else 0.0
             samples[name].append(_sample(variants[name], number, settle))
+            before = name
     return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 

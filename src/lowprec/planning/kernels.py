@@ -43,10 +43,9 @@ class Capabilities:
         Whether lowprec's tile kernels run: the CPU has the units, the system grants them, and the compiler is there.
     mkl, numba : bool
         Whether these libraries are loaded.
-    amx_bf16_minimum_flops, amx_bf16_pair_minimum_flops, amx_int8_minimum_flops : int
-        Flops of one product (of a batch, each) below which a tile kernel costs more than it saves.
-    amx_minimum_extent : int
-        Least of m, n and k from which tiles are filled well enough.
+    amx_minimum_elements, amx_complex_minimum_elements : int
+        Elements of a, b and the result of one product (of a batch, each) below which a tile kernel costs more than it
+        saves, where they are real and where they are complex.
     mkl_batch_minimum_flops : int
         Flops of each product of a batch below which NumPy's own loop over the batch beats one call of MKL for each.
     flops_per_byte : float
@@ -59,11 +58,9 @@ class Capabilities:
     amx_int8: bool = False
     mkl: bool = False
     numba: bool = False
-    amx_bf16_minimum_flops: int = 2_000_000
-    amx_bf16_pair_minimum_flops: int = 4_000_000
-    amx_int8_minimum_flops: int = 2_000_000
-    amx_minimum_extent: int = 32
-    mkl_batch_minimum_flops: int = 50_000_000
+    amx_minimum_elements: int = 20_000
+    amx_complex_minimum_elements: int = 100_000
+    mkl_batch_minimum_flops: int = 3_000_000
     flops_per_byte: float = 16.0
 
 
@@ -79,8 +76,6 @@ class KernelRow:
     ----------
     requires : str or None
         Attribute of :class:`Capabilities` that must be true.
-    minimum : str or None
-        Attribute of :class:`Capabilities` with the least flops worth it.
     units : str
         What it runs on, for people.
     missing : str
@@ -88,25 +83,23 @@ class KernelRow:
     """
 
     requires: str | None
-    minimum: str | None
     units: str
     missing: str
 
 
 KERNELS: dict[Kernel, KernelRow] = {
     Kernel.AMX_BF16: KernelRow(
-        "amx_bf16", "amx_bf16_minimum_flops", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
+        "amx_bf16", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
     ),
     Kernel.AMX_BF16_PAIR: KernelRow(
-        "amx_bf16", "amx_bf16_pair_minimum_flops",
-        "bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts", "no bfloat16 tile units (AMX)",
+        "amx_bf16",
+        "bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
+        "no bfloat16 tile units (AMX)",
     ),
-    Kernel.AMX_INT8: KernelRow(
-        "amx_int8", "amx_int8_minimum_flops", "int8 tile units (AMX)", "no int8 tile units (AMX)"
-    ),
-    Kernel.MKL: KernelRow("mkl", None, "MKL", "MKL is not installed"),
-    Kernel.NUMPY: KernelRow(None, None, "NumPy's BLAS", ""),
-}  # fmt: skip
+    Kernel.AMX_INT8: KernelRow("amx_int8", "int8 tile units (AMX)", "no int8 tile units (AMX)"),
+    Kernel.MKL: KernelRow("mkl", "MKL", "MKL is not installed"),
+    Kernel.NUMPY: KernelRow(None, "NumPy's BLAS", ""),
+}
 
 #: Kernels per kind of numbers, the most welcome first; the last one needs nothing.
 PREFERENCES: dict[NumberKind, tuple[Kernel, ...]] = {
@@ -133,6 +126,10 @@ FALLBACKS: dict[Kernel, tuple[str, ...]] = {
 
 _INT32_MAX = 2**31 - 1
 
+# Below these, most of what the tile kernel does is padding: the least inner dimension of a real product, and the least
+# of m, n and k of a complex one.
+_MINIMUM_EXTENTS = {False: 16, True: 64}
+
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
@@ -143,7 +140,7 @@ class KernelChoice:
 
 
 def choose_kernel(
-    kind: NumberKind, capabilities: Capabilities, layout: GemmLayout, flops: int
+    kind: NumberKind, capabilities: Capabilities, layout: GemmLayout, *, is_complex: bool = False
 ) -> KernelChoice:
     """Return the first kernel of the table that the device has and that pays at this size.
 
@@ -153,48 +150,63 @@ def choose_kernel(
         What is multiplied, a key of ``PREFERENCES``.
     capabilities : Capabilities
     layout : GemmLayout
-    flops : int
-        Of the whole product, batch included.
+    is_complex : bool
+        Whether the operands are complex, which tile kernels take as four real products.
 
     Examples
     --------
     >>> from lowprec.formats import DType
     >>> from lowprec.planning.layout import OperandSpec, gemm_layout
     >>> square = OperandSpec.contiguous(DType.FLOAT32, (8, 8))
-    >>> choose_kernel("tf32", Capabilities("cpu", "any"), gemm_layout(square, square), 1024).reason
+    >>> choose_kernel("tf32", Capabilities("cpu", "any"), gemm_layout(square, square)).reason
     "NumPy's BLAS; no bfloat16 tile units (AMX); MKL is not installed"
     """
     passed_over: list[str] = []
     for kernel in PREFERENCES[kind]:
-        objection = _objection(kernel, capabilities, layout, flops)
+        objection = _objection(kernel, capabilities, layout, is_complex)
         if not objection:
             return KernelChoice(kernel, "; ".join([KERNELS[kernel].units, *passed_over]))
         passed_over.append(objection)
     raise AssertionError(f"no kernel without requirements for {kind}")
 
 
-def _objection(kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, flops: int) -> str:
+def _objection(
+    kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, is_complex: bool
+) -> str:
     """Return why this kernel does not run the product, empty if it does."""
     row = KERNELS[kernel]
     if row.requires and not getattr(capabilities, row.requires):
         return row.missing
-    each = flops // max(layout.batch_count, 1)
-    if row.minimum:
-        minimum = getattr(capabilities, row.minimum)
-        if each < minimum:
-            return f"{kernel} pays from {minimum:.3g} flops, this product has {each:.3g}"
-        least = min(layout.m, layout.n, layout.k)
-        if least < capabilities.amx_minimum_extent:
-            return f"{kernel} pays from m, n, k of {capabilities.amx_minimum_extent}, the least here is {least}"
+    if kernel in READS_ANY_STRIDES:
+        return _objection_to_tiles(kernel, capabilities, layout, is_complex)
     if kernel is Kernel.MKL:
-        return _objection_to_mkl(capabilities, layout, each)
+        return _objection_to_mkl(capabilities, layout)
     return ""
 
 
-def _objection_to_mkl(capabilities: Capabilities, layout: GemmLayout, each: int) -> str:
+def _objection_to_tiles(
+    kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, is_complex: bool
+) -> str:
+    """Tiles pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass."""
+    m, n, k = layout.m, layout.n, layout.k
+    elements = m * k + k * n + m * n
+    minimum = capabilities.amx_minimum_elements
+    if is_complex:
+        minimum = capabilities.amx_complex_minimum_elements
+    if elements < minimum:
+        return (
+            f"{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
+        )
+    extent = _MINIMUM_EXTENTS[is_complex]
+    if min(m, n, k) < extent and (is_complex or k < extent):
+        return f"{kernel} pays from an inner dimension (complex: m, n and k) of {extent}"
+    return ""
+
+
+def _objection_to_mkl(capabilities: Capabilities, layout: GemmLayout) -> str:
     if _exceeds_32_bits(layout):
         return "MKL counts rows, columns and leading dimensions with 32 bits"
-    minimum = capabilities.mkl_batch_minimum_flops
+    each, minimum = 2 * layout.m * layout.n * layout.k, capabilities.mkl_batch_minimum_flops
     if layout.batch_count > 1 and each < minimum:
         return (
             f"MKL pays from {minimum:.3g} flops for each product of a batch, these have {each:.3g}"

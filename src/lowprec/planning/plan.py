@@ -10,7 +10,6 @@ from typing import Any
 from lowprec.errors import ModeError, UnsupportedError
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode, mode_names, row
-from lowprec.planning import rendering
 from lowprec.planning.advice import advise
 from lowprec.planning.bounds import (
     ACCUMULATOR,
@@ -188,10 +187,14 @@ class GemmPlan:
     candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
+        from lowprec.planning import rendering  # only who prints a plan needs it
+
         return rendering.to_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
+        from lowprec.planning import rendering
+
         return rendering.to_dict(self)
 
 
@@ -299,7 +302,8 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         )
     fmt = operand_format(mode, compute_dtype)
     flops = _flops(layout, compute_dtype)
-    choice = choose_kernel(_KIND[fmt.name if fmt else None], capabilities, layout, flops)
+    kind = _KIND[fmt.name if fmt else None]
+    choice = choose_kernel(kind, capabilities, layout, is_complex=compute_dtype.is_complex)
     return _assemble(
         problem, capabilities, mode, layout, compute_dtype, out_dtype, fmt, flops, choice
     )

@@ -26,10 +26,12 @@ __all__ = [
     "Variable",
     "VariableRow",
     "changed_since_snapshot",
+    "numba_is_off",
     "problems",
     "refresh",
     "rows",
     "snapshot",
+    "thread_limit",
 ]
 
 T = TypeVar("T")
@@ -144,6 +146,16 @@ def _library_variable(name: str, meaning: str, legal: str, default: str) -> Vari
     return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
 
 
+_MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
+_NUMBA_OFF = Variable(
+    "NUMBA_DISABLE_JIT",
+    "Any number but 0 switches off numba's compiler, and with it the kernels for tile units (AMX).",
+    "0 or 1",
+    "0",
+    str,
+)
+
+
 #: Every variable, in the order of the documentation.
 VARIABLES: tuple[Variable[Any], ...] = (
     _MATH_MODE,
@@ -174,8 +186,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
         "MLX may use TF32",
     ),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
-    _thread_variable("MKL_NUM_THREADS", "MKL"),
+    _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
+    _NUMBA_OFF,
 )
 
 
@@ -305,6 +318,17 @@ def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> Variable
 
 def _shown(text: str | None) -> str:
     return "unset" if text is None else repr(text)
+
+
+def numba_is_off() -> bool:
+    """Whether ``NUMBA_DISABLE_JIT`` switches numba's compiler off, as numba reads it."""
+    return _NUMBA_OFF.text() not in (None, "0")
+
+
+def thread_limit() -> int | None:
+    """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
+    text = _MKL_THREADS.text() or ""
+    return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def rows() -> tuple[VariableRow, ...]:

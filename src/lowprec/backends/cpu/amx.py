@@ -29,19 +29,22 @@ between the parts, so `gemm` finds them while packing and declines.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import platform
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu import job as J
+from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.errors import BackendError
+from lowprec.policy import environment
 
-__all__ = ["Operand", "gemm", "is_available", "worthwhile"]
+__all__ = ["Operand", "gemm", "is_available", "obstacle"]
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
 
@@ -73,13 +76,6 @@ class Operand:
 # --- is it there ------------------------------------------------------------------------------
 
 
-def _cpu_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
-
-
 def _request_permission() -> bool:
     """Ask the kernel to let this process use tile data; it is off until asked for."""
     arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
@@ -87,44 +83,39 @@ def _request_permission() -> bool:
     return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
 
 
-def _numba_compiles() -> bool:
-    import numba
-
-    from lowprec.backends.cpu import native  # noqa: F401 - that it can be imported is the question
-
-    return not numba.config.DISABLE_JIT
+def _obstacles() -> Iterator[str]:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        yield "the tile units (AMX) are used on Linux on x86-64 only"
+        return
+    absent = sorted(_CPU_FLAGS - cpu_flags())
+    if absent:
+        yield f"this CPU has no tile units (AMX): {absent[0]} is missing"
+    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
+    # that does not need the tiles should not pay.
+    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
+        yield 'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
+    if environment.numba_is_off():
+        yield "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
+    if not absent and not _request_permission():
+        yield "the system does not grant this process the tile units (AMX)"
 
 
 @lru_cache(maxsize=1)
-def is_available() -> bool:
-    """Whether `gemm` can run here.
+def obstacle() -> str:
+    """What keeps `gemm` from running here, as a sentence; empty if nothing does.
 
-    Linux on x86-64 with AMX for bfloat16 and int8, permission to use it, and a working numba. The
-    first call imports numba and asks for the permission; the answer is kept. Never raises.
+    It needs Linux on x86-64, AMX for bfloat16 and int8, permission to use it (asked for here), and
+    numba. The answer is kept. Never raises.
     """
     try:
-        return (
-            sys.platform == "linux"
-            and platform.machine() in ("x86_64", "AMD64")
-            and _cpu_flags() >= _CPU_FLAGS
-            and _numba_compiles()
-            and _request_permission()
-        )
-    except Exception:  # noqa: BLE001 - a broken numba or a sandbox without /proc mean "no"
-        return False
+        return next(_obstacles(), "")
+    except Exception as error:  # noqa: BLE001 - a sandbox without /proc means "no"
+        return f"the tile units (AMX) could not be examined: {error}"
 
 
-def worthwhile(m: int, n: int, k: int, parts: int) -> bool:
-    """Whether `gemm` is expected to beat rounding the operands and a float32 product.
-
-    Parameters
-    ----------
-    m, n, k : int
-        Extents of the product.
-    parts : int
-        1 for mode ``bf16`` and bfloat16 or int8 storage, 2 for ``tf32``, ``fp16`` and float16.
-    """
-    return min(m, n, k) >= 32 and m * n * k >= (64**3 if parts == 1 else 96**3)
+def is_available() -> bool:
+    """Whether `gemm` can run here."""
+    return not obstacle()
 
 
 # --- how a product is cut ---------------------------------------------------------------------
@@ -247,7 +238,12 @@ class _Kernels:
 
 @lru_cache(maxsize=256)
 def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kernels:
-    from lowprec.backends.cpu import driver, epilogue, native, packing
+    try:
+        from lowprec.backends.cpu import driver, epilogue, native, packing
+    except ImportError as error:
+        raise BackendError(
+            f"numba is installed but does not work ({error}); repair or uninstall it"
+        ) from error
 
     schemes = []
     for dtype in (a_dtype, b_dtype):
@@ -358,8 +354,8 @@ def gemm(
     out : Operand
         m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
         `b`. It may be the same memory as `c`, element by element.
-    rounding : {"bf16", "tf32", "tf32_away", "fp16", "exact"}
-        What float32 operands become: nearest even, and for ``"tf32_away"`` ties away from zero.
+    rounding : {"bf16", "tf32", "fp16", "exact"}
+        What float32 operands become: the nearest; ties go to even, in ``"tf32"`` away from zero.
         Storage of 16 or 8 bits stays what it is; ``"exact"`` is for products that have no float32
         operand.
     alpha, beta : float

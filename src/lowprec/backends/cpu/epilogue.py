@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu import job as J
@@ -137,6 +137,38 @@ def _float32_of_bits(typing_context, bits):
     return types.float32(types.uint32), generate
 
 
+@intrinsic
+def _floats(typing_context, address):
+    """The address of float32 values, for `carray`: loops over an array become vector code."""
+
+    def generate(context, builder, signature, args):
+        return pointer(builder, args[0], F32)
+
+    return types.CPointer(types.float32)(types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def _widen_row(typing_context, source, target, kind):
+    """Read 32 elements in sequence as float32."""
+    from_ = kind.literal_value
+
+    def generate(context, builder, signature, args):
+        floats, wide, halves = (ir.VectorType(t, 32) for t in (F32, I32, F16))
+        if from_ == _FLOAT32:
+            values = builder.load(pointer(builder, args[0], floats), align=1)
+        elif from_ == _BFLOAT16:
+            words = builder.load(pointer(builder, args[0], ir.VectorType(I16, 32)), align=1)
+            shifted = builder.shl(builder.zext(words, wide), vector(I32, [16] * 32))
+            values = builder.bitcast(shifted, floats)
+        else:
+            stored = builder.load(pointer(builder, args[0], halves), align=1)
+            values = builder.fpext(stored, floats)
+        builder.store(values, pointer(builder, args[1], floats), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind), generate
+
+
 @njit
 def _get(address, kind):
     """One element of any kind, as float32."""
@@ -187,14 +219,14 @@ def _gelu(x):
 
 @njit
 def _activate(acc, activation):
-    for i in range(1024):
-        x = load(acc + 4 * i, "f32")
-        if activation == J.RELU:
+    values = carray(_floats(acc), (1024,))
+    if activation == J.RELU:
+        for i in range(1024):
             # Written so that a NaN passes.
-            x = np.float32(0) if x < np.float32(0) else x
-        else:
-            x = _gelu(x)
-        store(acc + 4 * i, x, "f32")
+            values[i] = np.float32(0) if values[i] < np.float32(0) else values[i]
+    else:
+        for i in range(1024):
+            values[i] = _gelu(values[i])
 
 
 @njit
@@ -209,32 +241,57 @@ def _at(acc, i, j):
 
 
 @njit
-def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind):
-    for i in range(rows):
+def _read_row(source, stride, kind, first, end, target):
+    """Read elements first to end of a row of 32 of any kind as float32."""
+    whole = first == 0 and end == 32
+    if whole and kind == _FLOAT32 and stride == 4:
+        _widen_row(source, target, _FLOAT32)
+    elif whole and kind == _BFLOAT16 and stride == 2:
+        _widen_row(source, target, _BFLOAT16)
+    elif whole and kind == _FLOAT16 and stride == 2:
+        _widen_row(source, target, _FLOAT16)
+    else:
         for j in range(first, end):
-            at = _at(acc, i, j)
-            addend = _get(source + i * row_stride + j * col_stride, kind)
-            store(at, load(at, "f32") + factor * addend, "f32")
+            store(target + 4 * j, _get(source + j * stride, kind), "f32")
 
 
 @njit
-def _arithmetic(acc, job, row, col, rows, first, end):
+def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind, scratch):
+    """Add rows of any kind and strides; what is added outside of first to end is never written."""
+    addend = carray(_floats(scratch), (32,))
+    for i in range(rows):
+        # The rows of a bias are one row, read once.
+        if i == 0 or row_stride != 0:
+            _read_row(source + i * row_stride, col_stride, kind, first, end, scratch)
+        left, right = (
+            carray(_floats(_at(acc, i, 0)), (16,)),
+            carray(_floats(_at(acc, i, 16)), (16,)),
+        )
+        for j in range(16):
+            left[j] += factor * addend[j]
+        for j in range(16):
+            right[j] += factor * addend[16 + j]
+
+
+@njit
+def _arithmetic(acc, job, row, col, rows, first, end, scratch):
     """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
     beta = np.float32(load(job + 8 * J.BETA, "f64"))
     if alpha != _ONE:
+        values = carray(_floats(acc), (1024,))
         for i in range(1024):
-            store(acc + 4 * i, alpha * load(acc + 4 * i, "f32"), "f32")
+            values[i] *= alpha
     if beta != np.float32(0):
         row_stride, col_stride = _field(job, J.C_ROW_STRIDE), _field(job, J.C_COL_STRIDE)
         source = _field(job, J.C) + row * row_stride + col * col_stride
         kind = _field(job, J.C_KIND)
-        _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind)
+        _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind, scratch)
     if _field(job, J.BIAS) != 0:
         row_stride, col_stride = _field(job, J.BIAS_ROW_STRIDE), _field(job, J.BIAS_COL_STRIDE)
         source = _field(job, J.BIAS) + row * row_stride + col * col_stride
         kind = _field(job, J.BIAS_KIND)
-        _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind)
+        _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind, scratch)
     activation = _field(job, J.ACTIVATION)
     if activation != 0:
         _activate(acc, activation)
@@ -248,26 +305,13 @@ def _epilogue_function(kind: int) -> Any:
     element = "u16" if item == 2 else "u32"
     fingerprint = FINGERPRINT
 
-    @njit
-    def put_some(acc, i, target, first, end):
-        mask = (1 << end) - (1 << first)
-        source = _at(acc, i, 0)
-        _put_some(source, target, kind, mask & 0xFFFF)
-        _put_some(source + 1024, target + 16 * item, kind, mask >> 16)
-
-    @njit
-    def put_scattered(acc, i, target, first, end, col_stride, scratch):
-        _put_row(_at(acc, i, 0), scratch, kind, 0)
-        for j in range(first, end):
-            store(target + j * col_stride, load(scratch + j * item, element), element)
-
     def epilogue(acc, job, row, col, scratch):
         rows = min(32, _field(job, J.M) - row)
         first, end = max(0, -col), min(32, _field(job, J.N) - col)
         row_stride, col_stride = _field(job, J.OUT_ROW_STRIDE), _field(job, J.OUT_COL_STRIDE)
         target = _field(job, J.OUT) + row * row_stride + col * col_stride
         if kind != _INT32 and _field(job, J.PLAIN) == 0:
-            _arithmetic(acc, job, row, col, rows, first, end)
+            _arithmetic(acc, job, row, col, rows, first, end, scratch)
         whole = first == 0 and end == 32 and col_stride == item
         if whole and _field(job, J.STREAM) != 0:
             for i in range(rows):
@@ -276,12 +320,17 @@ def _epilogue_function(kind: int) -> Any:
             for i in range(rows):
                 _put_row(_at(acc, i, 0), target + i * row_stride, kind, 0)
         elif col_stride == item:
+            mask = (1 << end) - (1 << first)
             for i in range(rows):
-                put_some(acc, i, target + i * row_stride, first, end)
+                source, to = _at(acc, i, 0), target + i * row_stride
+                _put_some(source, to, kind, mask & 0xFFFF)
+                _put_some(source + 1024, to + 16 * item, kind, mask >> 16)
         else:
             for i in range(rows):
+                _put_row(_at(acc, i, 0), scratch, kind, 0)
                 to = target + i * row_stride
-                put_scattered(acc, i, to, first, end, col_stride, scratch)
+                for j in range(first, end):
+                    store(to + j * col_stride, load(scratch + j * item, element), element)
         return fingerprint & 0
 
     return epilogue

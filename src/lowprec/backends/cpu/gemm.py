@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.mkl import Matrix, loaded_mkl
 
 __all__ = ["is_blas_expressible", "multiply_int8", "multiply_mkl", "multiply_numpy"]
@@ -38,6 +39,15 @@ def _matrix(x: Any) -> Matrix:
     return Matrix(False, max(x.strides[1] // x.itemsize, rows, 1))
 
 
+def _addresses(x: Any) -> list[int]:
+    """Return the address of each matrix of a stack, in row-major order of the batch."""
+    offsets = np.zeros((), np.intp)
+    for extent, stride in zip(x.shape[:-2], x.strides[:-2], strict=True):
+        offsets = np.add.outer(offsets, np.arange(extent) * stride)
+    addresses: list[int] = (x.ctypes.data + offsets).ravel().tolist()
+    return addresses
+
+
 def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
@@ -53,12 +63,11 @@ def multiply_mkl(a: Any, b: Any, out: Any) -> None:
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     batch, m, n = target.shape[:-2], target.shape[-2], target.shape[-1]
-    wide_a, wide_b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
-    first = (0,) * len(batch)
-    layouts = [_matrix(x[first]) for x in (wide_a, wide_b, target)]
+    stacks = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
+    layouts = [_matrix(x[(0,) * len(batch)]) for x in stacks]
     product = loaded_mkl().product(target.dtype.name, m, n, a.shape[-1], *layouts)
-    for index in np.ndindex(batch):
-        product(*(x[index].ctypes.data for x in (wide_a, wide_b, target)))
+    addresses = zip(*(_addresses(x) for x in stacks), strict=True)
+    threads.share(lambda abc: product(*abc), list(addresses))
     if target is not out:
         out[...] = target
 

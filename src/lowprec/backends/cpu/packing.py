@@ -26,8 +26,7 @@ storage, rounding  parts  conversion
 bfloat16           1      none
 float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
 float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
-float32, tf32      2      round to nearest even to a 10-bit fraction, then as float16
-float32, tf32_away 2      the same with ties away from zero, as ``cvt.rna.tf32.f32`` has it
+float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
 float32, fp16      2      round to float16, subnormals and overflow included, then as float16
 int8               1      none
 =================  =====  ====================================================================
@@ -44,8 +43,8 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import intrinsic, overload
 
 from lowprec.backends.cpu.native import (
     F16,
@@ -92,7 +91,6 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
         Scheme(3, "float32", "tf32", 4, 2, 32),
         Scheme(4, "float32", "fp16", 4, 2, 32),
         Scheme(5, "int8", "exact", 1, 1, 64),
-        Scheme(6, "float32", "tf32_away", 4, 2, 32),
     )
 }
 _BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
@@ -114,11 +112,9 @@ def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
-def _rounded_tf32(builder: Any, x: Any, ties_away: bool) -> tuple[Any, Any]:
+def _rounded_tf32(builder: Any, x: Any) -> tuple[Any, Any]:
     """Bits of 16 float32 rounded to TF32, and a mask of those that are not finite."""
-    odd = builder.and_(builder.lshr(x, _splat(13)), _splat(1))
-    up = _splat(1) if ties_away else odd
-    rounded = builder.add(builder.add(x, _splat(0xFFF)), up)
+    rounded = builder.add(x, _splat(0x1000))  # half a unit: ties away, as cvt.rna.tf32.f32
     magnitude = builder.and_(x, _splat(0x7FFFFFFF))
     bad = builder.icmp_unsigned(">=", magnitude, _splat(_TF32_OVERFLOW))
     return builder.and_(rounded, _splat(0xFFFFE000)), bad
@@ -159,8 +155,8 @@ def _two_part_rows(
 ) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
-        if scheme.rounding.startswith("tf32"):
-            bits, mask = _rounded_tf32(builder, run, scheme.rounding == "tf32_away")
+        if scheme.rounding == "tf32":
+            bits, mask = _rounded_tf32(builder, run)
         else:
             if scheme.storage == "float32":
                 floats = builder.bitcast(run, ir.VectorType(F32, 16))
@@ -252,44 +248,42 @@ def _transpose(typing_context, source, target):
 # --- blocks and operands ----------------------------------------------------------------------
 
 
-def _element_copier(item_bytes: int) -> Any:
-    kind = {1: "i8", 2: "u16", 4: "u32"}[item_bytes]
-
-    @njit(inline="always")
-    def copy(source, target):
-        store(target, load(source, kind), kind)
-
-    return copy
+# The functions that depend on the scheme are overloads on its index, a literal. As closures of the
+# kernel they would be part of the name under which numba's disk cache files it, and that name would
+# be another in every process.
 
 
-def _pad_block(item_bytes: int, step: int) -> Any:
-    copy = _element_copier(item_bytes)
+def _pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+    """Copy some lanes of some steps to a block of 32 x step, contiguous along k, zero elsewhere."""
 
-    @njit
-    def pad(source, lane_stride, k_stride, first_lane, end_lane, steps, target):
-        """Copy some lanes of some steps to a block of 32 x step, contiguous along k, else zero."""
-        for offset in range(0, 32 * step * item_bytes, 8):
+
+@overload(_pad, prefer_literal=True)
+def _pad_overload(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+    scheme = _BY_INDEX[index.literal_value]
+    item, step = scheme.item_bytes, scheme.step
+    kind = {1: "i8", 2: "u16", 4: "u32"}[item]
+
+    def pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+        for offset in range(0, 32 * step * item, 8):
             store(target + offset, 0, "i64")
         for lane in range(first_lane, end_lane):
-            from_, to = source + lane * lane_stride, target + lane * step * item_bytes
+            from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):
-                copy(from_ + i * k_stride, to + i * item_bytes)
+                store(to + i * item, load(from_ + i * k_stride, kind), kind)
 
     return pad
 
 
-def _block_packers(index: int) -> tuple[Any, Any]:
-    """Packers of one whole block, contiguous along k or along the lanes."""
-    scheme = _BY_INDEX[index]
-    parts, per_dword, run = scheme.parts, scheme.per_dword, 16 * scheme.item_bytes
+def _along(index, source, lane_stride, target, is_b, tiles):
+    """Pack a whole block that is contiguous along k."""
 
-    @njit
-    def transpose_into(tiles, target, tile):
-        for part in range(parts):
-            _transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
 
-    @njit
-    def along(source, lane_stride, target, is_b, tiles):
+@overload(_along, prefer_literal=True)
+def _along_overload(index, source, lane_stride, target, is_b, tiles):
+    number = index.literal_value
+    parts, run = _BY_INDEX[number].parts, 16 * _BY_INDEX[number].item_bytes
+
+    def along(index, source, lane_stride, target, is_b, tiles):
         flags = 0
         for tile in range(2):
             to, part_stride = target + tile * 1024, 2048
@@ -297,13 +291,26 @@ def _block_packers(index: int) -> tuple[Any, Any]:
                 to, part_stride = tiles, 1024
             for lane in range(16):
                 from_ = source + (tile * 16 + lane) * lane_stride
-                flags |= _row(index, 0, from_, run, to + lane * 64, part_stride)
+                flags |= _row(number, 0, from_, run, to + lane * 64, part_stride)
             if is_b:
-                transpose_into(tiles, target, tile)
+                for part in range(parts):
+                    _transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
         return flags
 
-    @njit
-    def across(source, k_stride, target, is_b, tiles):
+    return along
+
+
+def _across(index, source, k_stride, target, is_b, tiles):
+    """Pack a whole block that is contiguous along the lanes."""
+
+
+@overload(_across, prefer_literal=True)
+def _across_overload(index, source, k_stride, target, is_b, tiles):
+    number = index.literal_value
+    parts, run = _BY_INDEX[number].parts, 16 * _BY_INDEX[number].item_bytes
+    per_dword = _BY_INDEX[number].per_dword
+
+    def across(index, source, k_stride, target, is_b, tiles):
         flags = 0
         for tile in range(2):
             to, part_stride = target + tile * 1024, 2048
@@ -311,19 +318,18 @@ def _block_packers(index: int) -> tuple[Any, Any]:
                 to, part_stride = tiles, 1024
             for dword in range(16):
                 from_ = source + dword * per_dword * k_stride + tile * run
-                flags |= _row(index, 1, from_, k_stride, to + dword * 64, part_stride)
+                flags |= _row(number, 1, from_, k_stride, to + dword * 64, part_stride)
             if not is_b:
-                transpose_into(tiles, target, tile)
+                for part in range(parts):
+                    _transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
         return flags
 
-    return along, across
+    return across
 
 
 def _pack_function(index: int) -> Any:
     scheme = _BY_INDEX[index]
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
-    along, across = _block_packers(index)
-    pad = _pad_block(item, step)
     fingerprint = FINGERPRINT
 
     # fmt: off
@@ -346,13 +352,13 @@ def _pack_function(index: int) -> Any:
                     to += (s - first_step) * block_bytes
                     whole = lane0 >= 0 and lane0 + 32 <= lanes and k0 + step <= k
                     if whole and k_stride == item:
-                        flags |= along(from_, lane_stride, to, is_b, tiles)
+                        flags |= _along(index, from_, lane_stride, to, is_b, tiles)
                     elif whole and lane_stride == item:
-                        flags |= across(from_, k_stride, to, is_b, tiles)
+                        flags |= _across(index, from_, k_stride, to, is_b, tiles)
                     else:
                         first, end, k_here = max(0, -lane0), min(32, lanes - lane0), min(step, k - k0)
-                        pad(from_, lane_stride, k_stride, first, end, k_here, scratch)
-                        flags |= along(scratch, step * item, to, is_b, tiles)
+                        _pad(index, from_, lane_stride, k_stride, first, end, k_here, scratch)
+                        flags |= _along(index, scratch, step * item, to, is_b, tiles)
         return flags
 
     return pack

@@ -24,13 +24,19 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
-__all__ = ["cpu_limit", "num_threads", "run"]
+from lowprec.policy import environment
+
+__all__ = ["cpu_limit", "num_threads", "run", "share"]
+
+T = TypeVar("T")
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
@@ -39,14 +45,15 @@ _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 
 
 class _Job:
-    """One `run`: the work, a ticket per helper that may still start, and what came of each."""
+    """One `run`: the work, a ticket per helper that may still start, and what came of them."""
 
-    __slots__ = ("outcomes", "tickets", "work")
+    __slots__ = ("done", "errors", "tickets", "work")
 
     def __init__(self, work: Callable[[], None], helpers: int) -> None:
         self.work = work
         self.tickets = [None] * helpers
-        self.outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.errors: list[BaseException] = []
+        self.done: SimpleQueue[None] = SimpleQueue()
 
     def close(self) -> int:
         """Withdraw the tickets that no helper has taken; return how many were withdrawn."""
@@ -58,6 +65,21 @@ class _Job:
             except IndexError:
                 return withdrawn
             withdrawn += 1
+
+    def empty(self) -> list[BaseException]:
+        """Drop the work and return the errors, so that no helper is the last to hold an operand.
+
+        A helper may keep the job itself a moment longer than its caller does. Freeing the caller's
+        arrays there would abort the process if it is just about to end: Python then stops a thread
+        wherever it next needs the interpreter, be it in the middle of a C++ destructor.
+        """
+        errors = self.errors
+        self.work, self.errors = _nothing, []
+        return errors
+
+
+def _nothing() -> None:
+    """The work of a job that is over."""
 
 
 class _Worker:
@@ -91,7 +113,6 @@ class _Worker:
             job, self._job = self._job, None
             if job is not None:
                 self._help(job)
-            # A reference kept here would hold the last job's operands until the next one.
             del job
 
     def _help(self, job: _Job) -> None:
@@ -100,14 +121,13 @@ class _Worker:
         except IndexError:
             self._idle.append(self)
             return
-        outcome: BaseException | None = None
         try:
             job.work()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, raised there
-            outcome = error
+            job.errors.append(error)
         # Idle first: a caller that returns and calls again must find this worker.
         self._idle.append(self)
-        job.outcomes.put(outcome)
+        job.done.put(None)
 
 
 class _Pool:
@@ -145,16 +165,16 @@ class _Pool:
         cpus = _limits.cpus_without_current()
         for worker in helpers:
             worker.hand(job, cpus)
-        error: BaseException | None = None
         try:
             work()
-        except BaseException as raised:  # noqa: BLE001 - raised again once the helpers are done
-            error = raised
+        except BaseException as error:  # noqa: BLE001 - raised again once the helpers are done
+            job.errors.append(error)
         started = len(helpers) - job.close()
         for _ in range(started):
-            error = job.outcomes.get() or error
-        if error is not None:
-            raise error
+            job.done.get()
+        errors = job.empty()
+        if errors:
+            raise errors[0]
 
 
 _pool = _Pool()
@@ -194,6 +214,27 @@ def run(work: Callable[[], None], workers: int) -> None:
         work()
     else:
         _pool.run(work, workers)
+
+
+def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call `run_one` with each item, the products of a batch, in this thread or in several.
+
+    With few items each is left all threads to itself; with many, threads take whole items, which
+    saves the meeting at the end of each.
+    """
+    workers = num_threads() if len(items) > 1 else 1
+    if workers == 1 or len(items) < 2 * workers:
+        for item in items:
+            run_one(item)
+        return
+    queue = iter(items)
+
+    def work() -> None:
+        # Taking the next element of a list's iterator is atomic.
+        for item in queue:
+            run_one(item)
+
+    run(work, workers)
 
 
 # --- how many threads -------------------------------------------------------------------------
@@ -270,7 +311,7 @@ class _Limits:
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        self.cpus = cpu_limit()
+        self.cpus = min(cpu_limit(), environment.thread_limit() or sys.maxsize)
         affinity = _affinity()
         if affinity != self.affinity:
             self.affinity, self._others = affinity, {}
@@ -295,8 +336,8 @@ _limits = _Limits()
 def num_threads() -> int:
     """How many threads a product may use now, the calling one included.
 
-    The least of the CPUs in the affinity mask, the control group's quota and what MKL (if it is
-    loaded) or else NumPy's OpenBLAS would use. Affinity and quota are looked up once a second.
+    The least of the CPUs in the affinity mask, the control group's quota, ``MKL_NUM_THREADS`` and
+    what NumPy's OpenBLAS would use. All but the last are looked up once a second.
     """
     limits = _limits
     now = time.monotonic()

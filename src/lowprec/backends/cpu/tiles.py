@@ -7,11 +7,12 @@ and leaves the product alone, which then runs on FP32 units with the same rounde
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import amx, fp32_units
+from lowprec.backends.cpu import amx, fp32_units, threads
 from lowprec.backends.cpu.stacks import (
     ACCUMULATOR,
     Stacks,
@@ -33,10 +34,14 @@ _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan whose kernel is one of the tile kernels."""
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
-    for single in _singles(stacks_of(plan, arguments)):
+    singles = _singles(stacks_of(plan, arguments))
+    fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
+
+    def run(single: Stacks) -> None:
         if not one_product(plan, arguments, single):
-            fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
             fp32_units.execute_stacks(plan, fallback, arguments, single)
+
+    threads.share(run, singles)
 
 
 def _singles(stacks: Stacks) -> list[Stacks]:
@@ -87,35 +92,55 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
 
 
 def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    """Compute a complex product as four real ones on the components, which lie two steps apart."""
+    """Compute a complex product as four real ones.
+
+    Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
+    second one.
+    """
     dtype = ACCUMULATOR[plan.compute_dtype]
-    a, b = (x if x.dtype == dtype else x.astype(dtype) for x in (single.a, single.b))
-    m, n, k = a.shape[0], b.shape[1], a.shape[1]
     rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
-    with scratch((m, n), dtype) as product:
-        for x, y, target, sign, accumulate in (
-            (a.real, b.real, product.real, 1.0, False),
-            (a.imag, b.imag, product.real, -1.0, True),
-            (a.real, b.imag, product.imag, 1.0, False),
-            (a.imag, b.real, product.imag, 1.0, True),
-        ):
-            out = _operand(target)
-            done = amx.gemm(
-                m,
-                n,
-                k,
-                _operand(x),
-                _operand(y),
-                out,
-                rounding=rounding,
-                alpha=sign,
-                beta=float(accumulate),
-                c=out if accumulate else None,
-            )
-            if not done:
-                return False
+    with contextlib.ExitStack() as stack:
+        a, b = (_planes(x, stack) for x in (single.a, single.b))
+        shape = (a[0].shape[0], b[0].shape[1])
+        real, imag = (stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2))
+        done = (
+            _accumulate(a[0], b[0], real, 1.0, 0.0, rounding)
+            and _accumulate(a[1], b[1], real, -1.0, 1.0, rounding)
+            and _accumulate(a[0], b[1], imag, 1.0, 0.0, rounding)
+            and _accumulate(a[1], b[0], imag, 1.0, 1.0, rounding)
+        )
+        if not done:
+            return False
+        product = stack.enter_context(scratch(shape, dtype))
+        product.real, product.imag = real, imag
         finish_stacks(plan, arguments, product, single)
     return True
+
+
+def _planes(x: Any, stack: contextlib.ExitStack) -> list[Any]:
+    """Return the real and the imaginary part as float32 arrays of their own."""
+    planes = []
+    for component in (x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0):
+        plane = stack.enter_context(scratch(x.shape, np.dtype(np.float32)))
+        plane[...] = component
+        planes.append(plane)
+    return planes
+
+
+def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str) -> bool:
+    """Compute ``out = alpha * a @ b + beta * out``."""
+    return amx.gemm(
+        a.shape[0],
+        b.shape[1],
+        a.shape[1],
+        _operand(a),
+        _operand(b),
+        _operand(out),
+        rounding=rounding,
+        alpha=alpha,
+        beta=beta,
+        c=_operand(out) if beta else None,
+    )
 
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:

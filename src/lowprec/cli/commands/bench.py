@@ -22,7 +22,7 @@ from lowprec.cli.options import add_budget, add_json, add_seed, count, dtype, li
 from lowprec.cli.output import Table, note, print_json, print_table, print_text, progress, seconds
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, Kernel
 
 EXAMPLES = """\
 examples:
@@ -30,9 +30,9 @@ examples:
   lowprec bench --sizes 512,4096 --dtypes float32 --modes fp32,bf16
   lowprec bench --json > bench.json
 
-All variants of a size take turns in one process, and untimed calls go before each timed one, for long enough that
-the threads of the library that ran before have gone to sleep. For figures to publish, use the scripts in benchmarks/
-of the source, and set OPENBLAS_THREAD_TIMEOUT=4.
+All variants of a size take turns in one process, and an untimed call goes before each timed one; after NumPy's
+OpenBLAS, whose threads spin for a while, untimed calls go on until they have gone to sleep. For figures to publish, use
+the scripts in benchmarks/ of the source, and set OPENBLAS_THREAD_TIMEOUT=4.
 """
 
 _DEFAULT_SIZES = (256, 512, 1024, 2048)
@@ -41,9 +41,6 @@ _DEFAULT_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
 #: numpy.matmul has a BLAS for these; everything else is compared with float32.
 _OWN_BASELINE = (DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
 _SINGLE = (DType.FLOAT32, DType.COMPLEX64)
-
-#: Seconds after which OpenBLAS's threads have stopped spinning (2^26 cycles by default).
-_SETTLE = 0.04
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +137,11 @@ def _measure(
             variants[variant.name] = variant
     for call in variants.values():
         call(0)
-    timings = take_turns(variants, options.rounds, budget=options.budget, settle=_SETTLE, step=step)
+    # The baselines, and what is left to NumPy.
+    spinning = [n for n in variants if n not in entries or entries[n].plan.kernel is Kernel.NUMPY]
+    timings = take_turns(
+        variants, options.rounds, budget=options.budget, spinning=spinning, step=step
+    )
     for name, entry in entries.items():
         yield _Result(entry, timings[name], timings[name].speedup_over(timings[entry.baseline]))
 

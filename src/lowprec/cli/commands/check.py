@@ -49,8 +49,8 @@ reading the table:
   scaled    |C - AB| / (|A| |B|), which the bound is about
   bound     the guaranteed largest value of "scaled"
 
-The modes take turns, and each timed call follows an untimed one. Where NumPy's OpenBLAS serves some of them, its
-threads spin for a while after each product; OPENBLAS_THREAD_TIMEOUT=4 in the environment ends that.
+The modes take turns, and an untimed call goes before each timed one. Where NumPy's OpenBLAS serves some of them, its
+threads spin for a while after each product: untimed calls go on until they have gone to sleep.
 """
 
 DEFAULT_SIZE = 1024

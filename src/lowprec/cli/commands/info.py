@@ -11,7 +11,7 @@ from typing import Any
 
 from lowprec.cli.options import add_json
 from lowprec.cli.output import Table, print_json, print_table, print_text
-from lowprec.info import info
+from lowprec.report import info
 
 EXAMPLES = """\
 examples:

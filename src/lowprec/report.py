@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowprec._version import __version__
-from lowprec.backends.cpu import amx, device, mkl, threads
+from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
 from lowprec.errors import EnvironmentVariableError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
@@ -35,8 +35,6 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 _TILE_SETS = ("amx_tile", "amx_bf16", "amx_int8")
-#: What the tile kernels need of the CPU; the last one converts while they pack.
-_TILE_KERNELS_NEED = (*_TILE_SETS, "avx512_bf16")
 _BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
 
 _X86_64 = ("x86_64", "AMD64")
@@ -71,14 +69,14 @@ def info() -> dict[str, Any]:
     """
     libraries = _libraries()
     status = {entry["name"]: entry["status"] for entry in libraries}
-    tiles, obstacle = _tile_units(numba_installed=status["numba"] != "missing")
+    obstacle = amx.obstacle()
     mode = _mode()
     switches = switch_rows()
     return {
         "version": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "devices": [_cpu(tiles)],
+        "devices": [_cpu(tiles=not obstacle)],
         "gpu": _gpu(),
         "libraries": libraries,
         "blas": _blas(),
@@ -99,10 +97,10 @@ def info() -> dict[str, Any]:
 
 
 def _cpu(tiles: bool) -> dict[str, Any]:
-    flags = device.cpu_flags()
+    flags = cpuinfo.cpu_flags()
     return {
         "device": "cpu",
-        "name": device.cpu_name(),
+        "name": cpuinfo.cpu_name(),
         "cores": os.cpu_count(),
         "affinity": _affinity(),
         "threads": threads.num_threads(),
@@ -136,27 +134,6 @@ def _affinity() -> int | None:
         return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
         return os.cpu_count()
-
-
-def _tile_units(numba_installed: bool) -> tuple[bool, str]:
-    """Return whether products run on tile units, and what is in the way.
-
-    Whoever has multiplied knows; before that, what the CPU lists and what is installed are all that can be told
-    without importing numba.
-    """
-    missing = [name for name in _TILE_KERNELS_NEED if name not in device.cpu_flags()]
-    if missing:
-        return False, f"this CPU has no tile units (AMX; {missing[0]} is missing)"
-    if not numba_installed:
-        return (
-            False,
-            'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle',
-        )
-    if sys.platform != "linux":
-        return False, f"the tile units (AMX) are used on Linux only, not on {sys.platform}"
-    if amx.is_available.cache_info().currsize and not amx.is_available():
-        return False, "the system does not grant the tile units (AMX), or numba does not compile"
-    return True, ""
 
 
 def _gpu() -> dict[str, Any]:
