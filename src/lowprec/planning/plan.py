@@ -360,7 +360,7 @@ def _assemble(
         arithmetic_intensity=intensity,
         advice=advise(
             layout.m, layout.n, layout.k, fmt, intensity, capabilities.flops_per_byte,
-            flops_per_conversion(capabilities) if rounds else None,
+            flops_per_conversion(kernel) if rounds else None,
         ),
         bound=error_bound(
             mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=exact[0], b_exact=exact[1]

@@ -16,12 +16,12 @@ from lowprec.planning.problem import GemmProblem
 
 __all__ = ["COST_PER_FLOP", "Selection", "check_rtol", "select_mode"]
 
-#: Time per flop of the product against numpy.matmul on float32; ratios measured on a CPU with AMX, two threads,
-#: 2048 x 2048 matrices, conversion left out.
+#: Time per flop of the product against numpy.matmul on float32: ratios that bench_gemm.py measured on two threads of a
+#: CPU with AMX, 2048 x 2048 matrices, less the packing.
 COST_PER_FLOP: dict[Kernel, float] = {
-    Kernel.AMX_BF16: 0.2,
-    Kernel.AMX_BF16_PAIR: 0.5,
-    Kernel.AMX_INT8: 0.1,
+    Kernel.AMX_BF16: 0.09,
+    Kernel.AMX_BF16_PAIR: 0.35,
+    Kernel.AMX_INT8: 0.06,
     Kernel.MKL: 1.0,
     Kernel.NUMPY: 1.0,
 }
@@ -151,5 +151,5 @@ def expected_cost(plan: GemmPlan) -> float:
     layout = plan.layout
     rounds = plan.mode not in (MathMode.FP32, MathMode.FP32_PEDANTIC)
     if rounds and layout.m and layout.n:
-        cost += flops_per_conversion(plan.capabilities) * (1 / (2 * layout.m) + 1 / (2 * layout.n))
+        cost += flops_per_conversion(plan.kernel) * (1 / (2 * layout.m) + 1 / (2 * layout.n))
     return cost
