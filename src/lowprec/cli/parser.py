@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import bench, check, info, matmul, plan, run
+from lowprec.cli.commands import bench, check, info, matmul, plan
 from lowprec.cli.errors import CommandError
 
 __all__ = ["COMMANDS", "Command", "Parser", "parse"]
@@ -23,10 +22,9 @@ examples:
   lowprec check
   lowprec plan --shapes 1024x512 512x2048 --mode tf32
   lowprec matmul A.npy B.npy -o C.npy --mode bf16
-  lowprec run --guard solve.py
 
 "lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C; of run, the program's.
+2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C.
 """
 
 
@@ -50,7 +48,6 @@ COMMANDS: dict[str, Command] = {
     "matmul": matmul,
     "check": check,
     "bench": bench,
-    "run": run,
 }
 
 
@@ -65,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed words; ``run`` is the command's function, ``program`` the words that are not lowprec's.
+    """Return the parsed words; ``run`` is the command's function.
 
     Raises
     ------
@@ -74,12 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     SystemExit
         After ``--help`` and ``--version``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    program: list[str] = []
-    if words[:1] == ["run"]:
-        own, program = run.split(words[1:])
-        words = ["run", *own]
-    return _parser().parse_args(words, argparse.Namespace(program=program))
+    return _parser().parse_args(argv)
 
 
 def _parser() -> Parser:
