@@ -163,6 +163,7 @@ def test_info_as_json_is_info(command: Command) -> None:
         "mode",
         "available_modes",
         "environment",
+        "frameworks",
         "warnings",
     }
     assert found["version"] == lowprec.__version__
