@@ -11,6 +11,7 @@ __all__ = [
     "BackendError",
     "DTypeError",
     "DeviceError",
+    "DeviceMemoryError",
     "EnvironmentVariableError",
     "LowprecError",
     "LowprecWarning",
@@ -54,6 +55,10 @@ class UnsupportedError(LowprecError, NotImplementedError):
 
 class BackendError(LowprecError, RuntimeError):
     """A numerical library failed while it ran."""
+
+
+class DeviceMemoryError(BackendError, MemoryError):
+    """A device has too little free memory for a workspace or a temporary buffer."""
 
 
 class LowprecWarning(UserWarning):

@@ -13,6 +13,13 @@ where u_a and u_b round the operands and u_out the result. The absolute term is 
 products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
 bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 
+*Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
+to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
+
+*Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
+each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
+largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
+
 *Complex*: rounding the components of x moves x by at most u |x|. Each component of the result is a sum of 2k real
 products, off by at most gamma_d of its magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|) has norm at
 most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
@@ -20,12 +27,13 @@ most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import expm1, frexp, inf, log1p, sqrt
 
-from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, DType, NumberFormat
+from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, row
 from lowprec.planning.kernels import Kernel
+from lowprec.planning.tensor_cores import roundings
 
 __all__ = ["MAX_K_INT8", "ErrorBound", "error_bound", "gamma", "holds", "operand_format"]
 
@@ -46,7 +54,15 @@ ACCUMULATOR: dict[DType, NumberFormat | None] = {
     DType.FLOAT16: FLOAT32,
     DType.BFLOAT16: FLOAT32,
     DType.INT8: None,
+    DType.FLOAT8_E4M3FN: FLOAT32,
+    DType.FLOAT8_E5M2: FLOAT32,
 }
+
+# TF32 as it is where numbers may be cut instead of rounded: one bit less is guaranteed.
+_TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
+
+# What scaling leaves to underflow, over the largest number of a row.
+_SCALED_LOSS = 2.0**-39
 
 # Tile products per pair of operands, all summed into one element. The two parts of a value x are x truncated to
 # bfloat16 and the rest. Both have its sign, so |high| + |low| = |x|, and the magnitudes add up to those of one product.
@@ -54,6 +70,10 @@ _TILE_PRODUCTS = {Kernel.AMX_BF16: 1, Kernel.AMX_BF16_PAIR: 4}
 
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
 _TILE_DEPTH = 17
+
+
+# What is multiplied where a mode rounds to this format.
+_DATA = {"bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +188,19 @@ class _Sum:
         return sqrt(self.components)
 
 
-def _summation(k: int, kernel: Kernel, accumulator: NumberFormat, components: int) -> _Sum:
+def _summation(
+    k: int,
+    kernel: Kernel,
+    accumulator: NumberFormat,
+    components: int,
+    multiplied: DType,
+    capability: tuple[int, int] | None,
+    tf32: bool,
+) -> _Sum:
+    terms = components * k
+    if capability is not None and accumulator is FLOAT32:
+        depth = roundings(terms, multiplied, capability, tf32=tf32)
+        return _Sum(accumulator, depth, terms, components)
     products = _TILE_PRODUCTS.get(kernel)
     if products is None:
         return _Sum(accumulator, components * k, components * k, components)
@@ -179,11 +211,20 @@ def _summation(k: int, kernel: Kernel, accumulator: NumberFormat, components: in
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's."""
+    """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's.
+
+    ``scaled_over`` is the length of the rows that were scaled before, 0 where none was.
+    """
 
     operand: NumberFormat
     operands: int
     out: NumberFormat | None
+    scaled_over: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Largest relative change of an operand, in the Frobenius norm."""
+        return self.operand.unit_roundoff + _SCALED_LOSS * sqrt(self.scaled_over)
 
 
 def error_bound(
@@ -195,6 +236,7 @@ def error_bound(
     *,
     a_exact: bool = False,
     b_exact: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
@@ -211,6 +253,8 @@ def error_bound(
     kernel : Kernel
     a_exact, b_exact : bool
         Whether an operand's own element type holds only numbers of the mode's format, so that nothing is rounded.
+    capability : tuple of int, optional
+        Compute capability of the GPU that multiplies, None for a CPU.
 
     Examples
     --------
@@ -225,14 +269,26 @@ def error_bound(
         )
     rounds = fmt is not accumulator and compute_dtype in SINGLE_PRECISION
     out = None if out_dtype.format is accumulator else out_dtype.format
-    rounding = _Rounding(fmt, (rounds and not a_exact) + (rounds and not b_exact), out)
-    how = _summation(k, kernel, accumulator, 2 if compute_dtype.is_complex else 1)
+    operands = (rounds and not a_exact) + (rounds and not b_exact)
+    on_gpu = capability is not None
+    scaled = k if on_gpu and operands and fmt is FLOAT16 else 0
+    multiplied = _DATA.get(fmt.name, compute_dtype) if rounds else compute_dtype
+    how = _summation(
+        k,
+        kernel,
+        accumulator,
+        2 if compute_dtype.is_complex else 1,
+        multiplied,
+        capability,
+        fmt is TF32,
+    )
+    rounding = _Rounding(_TRUNCATED_TF32 if on_gpu and fmt is TF32 else fmt, operands, out, scaled)
     relative = _relative(rounding, how)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
     carried = min(1 + relative, FLOAT64.largest) * how.components
-    narrow = fmt is FLOAT16 and rounding.operands > 0
+    narrow = fmt is FLOAT16 and rounding.operands > 0 and not scaled
     return ErrorBound(
         relative,
         carried * operand_loss,
@@ -249,7 +305,7 @@ def _relative(rounding: _Rounding, how: _Sum) -> float:
     """Return the relative bound of one component."""
     factors = [
         how.growth * gamma(how.depth, how.accumulator),
-        *[rounding.operand.unit_roundoff] * rounding.operands,
+        *[rounding.loss] * rounding.operands,
     ]
     if rounding.out:
         factors.append(rounding.out.unit_roundoff)
@@ -264,7 +320,7 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
     units that count subnormals as zero. Products of float16 values are multiples of 2^-48 and never get there.
     """
     fmt = rounding.operand
-    operand = fmt.smallest_subnormal / 2 if rounding.operands else 0.0
+    operand = fmt.smallest_subnormal / 2 if rounding.operands and not rounding.scaled_over else 0.0
     out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
     if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
         return operand, 0.0, out
@@ -279,8 +335,10 @@ def _formula(rounding: _Rounding, how: _Sum) -> str:
     """Return the expression behind the relative bound, with its numbers put in."""
     factors = []
     if rounding.operands:
+        scaled = f" + 2^-39 sqrt({rounding.scaled_over})" if rounding.scaled_over else ""
         factors.append(
-            f"(1 + 2^-{rounding.operand.precision})" + ("^2" if rounding.operands == 2 else "")
+            f"(1 + 2^-{rounding.operand.precision}{scaled})"
+            + ("^2" if rounding.operands == 2 else "")
         )
     if how.depth:
         growth = "sqrt(2) " if how.components == 2 else ""
@@ -321,7 +379,7 @@ def _power(value: float) -> str:
 def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
     """Return what the data must satisfy."""
     texts = []
-    if rounding.operands and rounding.operand is FLOAT16:
+    if rounding.operands and rounding.operand is FLOAT16 and not rounding.scaled_over:
         texts.append(f"|x| <= {FLOAT16.largest:.0f} in the operands (beyond it Inf)")
     if rounding.out is FLOAT16:
         texts.append(f"|result| <= {FLOAT16.largest:.0f} (beyond it Inf)")

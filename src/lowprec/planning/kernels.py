@@ -1,4 +1,4 @@
-"""Which kernel runs a product on the CPU: a preference per kind of numbers, and what each kernel needs."""
+"""Which kernel runs a product: cuBLASLt on a GPU; on the CPU a preference per kind of numbers, and what each needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Capabilities", "Kernel", "KernelChoice", "choose_kernel"]
 
 @unique
 class Kernel(str, Enum):
-    """How the CPU computes a product."""
+    """How a product is computed."""
 
     AMX_BF16 = "amx_bf16"  # lowprec's tile kernel, one bfloat16 product
     AMX_BF16_PAIR = (
@@ -22,6 +22,7 @@ class Kernel(str, Enum):
     AMX_INT8 = "amx_int8"  # lowprec's tile kernel for int8
     MKL = "mkl"  # cblas_?gemm on the rounded operands
     NUMPY = "numpy"  # numpy.matmul on the rounded operands
+    CUBLASLT = "cublaslt"  # cublasLtMatmul on a GPU
 
     def __str__(self) -> str:
         return self.value
@@ -36,7 +37,7 @@ class Capabilities:
     Parameters
     ----------
     device : str
-        Kind of the device, ``"cpu"``.
+        Kind of the device, ``"cpu"`` or ``"cuda:0"``.
     name : str
         Its model, for people.
     amx_bf16, amx_int8 : bool
@@ -50,6 +51,10 @@ class Capabilities:
         Flops of each product of a batch below which NumPy's own loop over the batch beats one call of MKL for each.
     flops_per_byte : float
         Peak rate over memory bandwidth: products of lower arithmetic intensity wait for memory.
+    compute_capability : tuple of int or None
+        Of a GPU, (major, minor); None for a CPU.
+    workspace_bytes : int
+        Temporary memory that cuBLASLt may use.
     """
 
     device: str
@@ -62,6 +67,18 @@ class Capabilities:
     amx_complex_minimum_elements: int = 100_000
     mkl_batch_minimum_flops: int = 3_000_000
     flops_per_byte: float = 16.0
+    compute_capability: tuple[int, int] | None = None
+    workspace_bytes: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether cuBLASLt computes here."""
+        return self.compute_capability is not None
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether the tensor cores multiply FP8: compute capability 8.9, 9.0 and later."""
+        return self.compute_capability is not None and self.compute_capability >= (8, 9)
 
 
 #: What is multiplied: the operands' format once rounded.
@@ -161,6 +178,8 @@ def choose_kernel(
     >>> choose_kernel("tf32", Capabilities("cpu", "any"), gemm_layout(square, square)).reason
     "NumPy's BLAS; no bfloat16 tile units (AMX); MKL is not installed"
     """
+    if capabilities.is_gpu:
+        return KernelChoice(Kernel.CUBLASLT, "the arrays are on a GPU")
     passed_over: list[str] = []
     for kernel in PREFERENCES[kind]:
         objection = _objection(kernel, capabilities, layout, is_complex)
@@ -224,6 +243,9 @@ def flops_per_conversion(kernel: Kernel) -> float:
     """Return what rounding one element for this kernel costs, in flops of numpy.matmul on float32.
 
     Measured on two threads, where that does 3.7e11 flops a second: tile kernels round and pack 2.8e9 elements a
-    second (a row times a matrix), and NumPy rounds 1.3e9 for the others.
+    second (a row times a matrix), and NumPy rounds 1.3e9 for the others. A GPU writes and reads the bytes: 4 of float32
+    and twice 2 of a 16-bit type, at some 13 FP32 flops each.
     """
+    if kernel is Kernel.CUBLASLT:
+        return 100.0
     return 130.0 if kernel in READS_ANY_STRIDES else 300.0

@@ -17,9 +17,12 @@ __all__ = [
     "GemmLayout",
     "OperandLayout",
     "OperandSpec",
+    "addend_layout",
     "contiguous_strides",
     "gemm_layout",
     "result_shape",
+    "rows_of_all",
+    "stacked_layout",
 ]
 
 Shape = tuple[int, ...]
@@ -301,6 +304,11 @@ def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) 
     >>> layout.collapsed, layout.m, layout.out_shape
     (True, 128, (8, 16, 4))
     """
+    return _collapse(stacked_layout(a, b, out))
+
+
+def stacked_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) -> GemmLayout:
+    """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
     m, n, k = _core(a.shape, b.shape)
     batch = _broadcast_batch(a.shape, b.shape)
     shape = result_shape(a.shape, b.shape)
@@ -310,14 +318,25 @@ def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) 
         _check_out(out, shape)
         strides = out.strides
     core, batch_strides = _out_strides(strides, len(batch), len(a.shape) > 1, len(b.shape) > 1)
-    layout = GemmLayout(
+    return GemmLayout(
         m, n, k, batch, prod(batch), shape,
         _operand(m, k, _matrix_strides(a, True), batch, _batch_strides(a, batch)),
         _operand(k, n, _matrix_strides(b, False), batch, _batch_strides(b, batch)),
         _operand(m, n, core, batch, batch_strides),
         collapsed=False,
     )  # fmt: skip
-    return _collapse(layout)
+
+
+def addend_layout(
+    c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
+) -> OperandLayout:
+    """Return the layout of an array that broadcasts to the result, over the stack of :func:`stacked_layout`."""
+    missing = len(layout.out_shape) - len(c.shape)
+    own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
+    core, batch_strides = _out_strides(
+        (0,) * missing + own, len(layout.batch_shape), len(a.shape) > 1, len(b.shape) > 1
+    )
+    return _operand(layout.m, layout.n, core, layout.batch_shape, batch_strides)
 
 
 def _check_out(out: OperandSpec, shape: Shape) -> None:
@@ -352,7 +371,7 @@ def may_overlap_itself(spec: OperandSpec) -> bool:
     return False
 
 
-def _rows_of_all(operand: OperandLayout, batch_count: int) -> OperandLayout | None:
+def rows_of_all(operand: OperandLayout, batch_count: int) -> OperandLayout | None:
     """Return the same elements as one matrix with the batch as rows, or None if its steps are not regular."""
     step = operand.batch_stride
     if step is None or (operand.rows > 1 and step != operand.rows * operand.row_stride):
@@ -370,8 +389,8 @@ def _collapse(layout: GemmLayout) -> GemmLayout:
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout
-    a = _rows_of_all(layout.a, count)
-    out = _rows_of_all(layout.out, count)
+    a = rows_of_all(layout.a, count)
+    out = rows_of_all(layout.out, count)
     if a is None or out is None:
         return layout
     b = _operand(layout.k, layout.n, (layout.b.row_stride, layout.b.col_stride), (), ())

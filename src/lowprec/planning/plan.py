@@ -20,6 +20,7 @@ from lowprec.planning.bounds import (
     holds,
     operand_format,
 )
+from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.kernels import (
     FALLBACKS,
     PARTS,
@@ -32,6 +33,7 @@ from lowprec.planning.kernels import (
     flops_per_conversion,
 )
 from lowprec.planning.layout import GemmLayout, OperandSpec, gemm_layout
+from lowprec.planning.lowering import lower
 from lowprec.planning.problem import (
     EPILOGUE_DTYPE,
     GemmProblem,
@@ -158,6 +160,10 @@ class GemmPlan:
         Who chose the mode.
     candidates : tuple of Candidate
         What ``rtol`` considered.
+    call : CublasLtCall or None
+        What cuBLASLt is asked for, where it computes.
+    algorithm : tuple of (str, str)
+        What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
     """
 
     problem: GemmProblem
@@ -185,6 +191,8 @@ class GemmPlan:
     bound: ErrorBound
     resolved: ResolvedMode | None = None
     candidates: tuple[Candidate, ...] = ()
+    call: CublasLtCall | None = None
+    algorithm: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         from lowprec.planning import rendering  # only who prints a plan needs it
@@ -246,6 +254,32 @@ def _copies(
     return tuple(copies)
 
 
+def _packs(call: CublasLtCall | None) -> dict[str, Pack]:
+    packs = {"a": call.pack_a, "b": call.pack_b} if call else {}
+    return {name: pack for name, pack in packs.items() if pack is not None}
+
+
+def _rewritten(call: CublasLtCall | None, operand: str) -> str:
+    """Return what else happens to an operand that is rewritten before the call, in words."""
+    pack = _packs(call).get(operand)
+    if pack is None:
+        return ""
+    words = []
+    if pack.scaled:
+        words.append(f", each {'column' if operand == 'b' else 'row'} scaled by a power of two")
+    if pack.complex_as != "no":
+        words.append(", as a real matrix of twice the extents")
+    return "".join(words)
+
+
+def _copies_of_call(call: CublasLtCall | None) -> tuple[Copy, ...]:
+    """Return the temporary arrays of a product by cuBLASLt: operands rewritten, a product made aside."""
+    copies = [Copy(name, pack.reason, pack.nbytes) for name, pack in _packs(call).items()]
+    if call is not None and call.aside:
+        copies.append(Copy("out", f"computed aside: {call.aside}", call.product_bytes))
+    return tuple(copies)
+
+
 def _note(mode: MathMode, compute_dtype: DType) -> tuple[bool, str]:
     """Return whether the mode has an effect, and why not."""
     if compute_dtype in SINGLE_PRECISION:
@@ -302,7 +336,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         )
     fmt = operand_format(mode, compute_dtype)
     flops = _flops(layout, compute_dtype)
-    kind = _KIND[fmt.name if fmt else None]
+    kind = _KIND.get(fmt.name if fmt else None, "float32")
     choice = choose_kernel(kind, capabilities, layout, is_complex=compute_dtype.is_complex)
     return _assemble(
         problem, capabilities, mode, layout, compute_dtype, out_dtype, fmt, flops, choice
@@ -313,6 +347,12 @@ def _flops(layout: GemmLayout, compute_dtype: DType) -> int:
     return (
         (8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k
     )
+
+
+def _compute_type(compute_dtype: DType, mode: MathMode) -> str:
+    if compute_dtype.is_float8:
+        return "COMPUTE_32F on float8 data"
+    return _COMPUTE_TYPE.get(compute_dtype) or row(mode).compute_type
 
 
 def _assemble(
@@ -328,6 +368,9 @@ def _assemble(
 ) -> GemmPlan:
     """Put the plan together from its decided parts."""
     kernel = choice.kernel
+    call = None
+    if kernel is Kernel.CUBLASLT and flops:
+        call = lower(problem, mode, compute_dtype, out_dtype, layout)
     has_effect, note = _note(mode, compute_dtype)
     bytes_moved = _bytes_moved(problem, out_dtype, layout)
     intensity = flops / bytes_moved if bytes_moved else 0.0
@@ -346,23 +389,27 @@ def _assemble(
         compute_dtype=compute_dtype,
         out_dtype=out_dtype,
         out_shape=layout.out_shape,
-        a_becomes=_becomes(problem.a, mode, compute_dtype, fmt, kernel),
-        b_becomes=_becomes(problem.b, mode, compute_dtype, fmt, kernel),
+        a_becomes=_becomes(problem.a, mode, compute_dtype, fmt, kernel) + _rewritten(call, "a"),
+        b_becomes=_becomes(problem.b, mode, compute_dtype, fmt, kernel) + _rewritten(call, "b"),
         products=parts * parts * as_real,
         parts=parts,
         kernel=kernel,
         kernel_reason=choice.reason + ("; four real products" if as_real == 4 else ""),
-        compute_type=_COMPUTE_TYPE.get(compute_dtype) or row(mode).compute_type,
+        compute_type=_compute_type(compute_dtype, mode),
         fallbacks=FALLBACKS.get(kernel, ()),
-        copies=_copies(problem, layout, kernel, EPILOGUE_DTYPE[compute_dtype], rounded),
+        copies=_copies_of_call(call)
+        if kernel is Kernel.CUBLASLT
+        else _copies(problem, layout, kernel, EPILOGUE_DTYPE[compute_dtype], rounded),
         flops=flops,
         bytes_moved=bytes_moved,
         arithmetic_intensity=intensity,
         advice=advise(
             layout.m, layout.n, layout.k, fmt, intensity, capabilities.flops_per_byte,
-            flops_per_conversion(kernel) if rounds else None,
+            flops_per_conversion(kernel) if rounds and (call is None or _packs(call)) else None,
         ),
         bound=error_bound(
-            mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=exact[0], b_exact=exact[1]
+            mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=exact[0], b_exact=exact[1],
+            capability=capabilities.compute_capability,
         ),
+        call=call,
     )  # fmt: skip

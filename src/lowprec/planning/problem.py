@@ -30,6 +30,8 @@ OUT_DTYPES: dict[DType, tuple[DType, ...]] = {
     DType.COMPLEX64: (DType.COMPLEX64,),
     DType.COMPLEX128: (DType.COMPLEX128,),
     DType.INT8: (DType.INT32,),
+    DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
+    DType.FLOAT8_E5M2: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
 }
 
 #: Element type in which products are summed and the epilogue is computed.
@@ -41,6 +43,8 @@ EPILOGUE_DTYPE: dict[DType, DType] = {
     DType.COMPLEX64: DType.COMPLEX64,
     DType.COMPLEX128: DType.COMPLEX128,
     DType.INT8: DType.INT32,
+    DType.FLOAT8_E4M3FN: DType.FLOAT32,
+    DType.FLOAT8_E5M2: DType.FLOAT32,
 }
 
 
@@ -116,7 +120,7 @@ class GemmProblem:
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     """Return the operands' common element type; raise if there is none or the device has no use for it."""
     for name, spec in (("a", problem.a), ("b", problem.b)):
-        if spec.dtype.is_float8:
+        if spec.dtype.is_float8 and not capabilities.has_float8:
             raise UnsupportedError(
                 f"{name} has dtype {spec.dtype}, which needs a GPU of compute capability 8.9 or later; "
                 f"on {capabilities.device} convert it to bfloat16 or float16"
@@ -124,7 +128,19 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         if spec.dtype not in OUT_DTYPES:
             legal = ", ".join(map(str, OUT_DTYPES))
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    return promote(problem.a.dtype, problem.b.dtype)
+    dtypes = (problem.a.dtype, problem.b.dtype)
+    if all(d.is_float8 for d in dtypes):
+        return _common_float8(*dtypes)
+    return promote(*dtypes)
+
+
+def _common_float8(a: DType, b: DType) -> DType:
+    """Return the type that stands for a pair of FP8 types, which the units multiply as they are."""
+    if a is b is DType.FLOAT8_E5M2:
+        raise UnsupportedError(
+            f"a and b are both {a}, which no tensor core multiplies; convert one of them to {DType.FLOAT8_E4M3FN}"
+        )
+    return DType.FLOAT8_E4M3FN
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
@@ -178,7 +194,9 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
         (DType.INT8, DType.INT32)
         if epilogue is DType.INT32
         else tuple(
-            d for d in OUT_DTYPES if d is not DType.INT8 and promote(d, epilogue) is epilogue
+            d
+            for d in OUT_DTYPES
+            if d is not DType.INT8 and not d.is_float8 and promote(d, epilogue) is epilogue
         )
     )
     if dtype not in legal:

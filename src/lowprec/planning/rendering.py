@@ -47,6 +47,7 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "products", _products(plan)
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
+    yield from plan.algorithm
     for fallback in plan.fallbacks:
         yield "fallback", fallback
     yield from _layout_rows(plan)

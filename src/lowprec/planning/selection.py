@@ -24,6 +24,15 @@ COST_PER_FLOP: dict[Kernel, float] = {
     Kernel.AMX_INT8: 0.06,
     Kernel.MKL: 1.0,
     Kernel.NUMPY: 1.0,
+    Kernel.CUBLASLT: 1.0,
+}
+
+#: The same for cuBLASLt by mode, FP32 on the same device as the unit: published rates of a GH200 at 8192 (FP32 51.4,
+#: TF32 403 TFLOP/s), and twice the TF32 rate for 16-bit data, as the data sheets of all capabilities have it.
+COST_ON_TENSOR_CORES: dict[MathMode, float] = {
+    MathMode.TF32: 51.4 / 403,
+    MathMode.BF16: 51.4 / 806,
+    MathMode.FP16: 51.4 / 806,
 }
 
 
@@ -142,12 +151,24 @@ def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan) -> str:
     )
 
 
+# FP32 flops that a GPU does while it moves one byte: 51.4 TFLOP/s over 4 TB/s, the GH200 of the table above.
+_FLOPS_PER_BYTE_MOVED = 13.0
+
+
+def _rewriting(plan: GemmPlan) -> float:
+    """Return the cost of what is rewritten before and after a call of cuBLASLt: each byte is written and read."""
+    moved = 2 * sum(copy.nbytes for copy in plan.copies)
+    return moved * _FLOPS_PER_BYTE_MOVED / plan.flops
+
+
 def expected_cost(plan: GemmPlan) -> float:
     """Return the expected time in units of numpy.matmul on float32: the kernel's, and rounding the operands.
 
     An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m. Only single precision has candidates that round.
     """
     cost = COST_PER_FLOP[plan.kernel]
+    if plan.call is not None:
+        return COST_ON_TENSOR_CORES.get(plan.mode, cost) + _rewriting(plan)
     layout = plan.layout
     rounds = plan.mode not in (MathMode.FP32, MathMode.FP32_PEDANTIC)
     if rounds and layout.m and layout.n:

@@ -1,0 +1,95 @@
+"""Batches that one strided call can walk, and the loop around it for those that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+__all__ = ["Batches", "contiguous_batch", "split_batches"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How stacks of matrices are walked together.
+
+    Parameters
+    ----------
+    count : int
+        Matrices per call.
+    strides : tuple of int
+        Elements from one matrix to the next, per stack.
+    offsets : tuple of tuple of int
+        Where each call begins: one entry per call, in it one number of elements per stack.
+    """
+
+    count: int
+    strides: Shape
+    offsets: tuple[Shape, ...]
+
+
+def contiguous_batch(shape: Shape, matrix_elements: int) -> Shape:
+    """Return the strides of a batch whose matrices lie one after another.
+
+    Examples
+    --------
+    >>> contiguous_batch((2, 3), 10)
+    (30, 10)
+    """
+    strides, step = [], matrix_elements
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
+    """Return the longest regular run through a batch, and the offsets of the runs.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The batch; no dimension is empty.
+    stacks : sequence of tuple of int
+        Per stack of matrices its strides over ``shape``.
+
+    Examples
+    --------
+    >>> split_batches((2, 3), [(30, 10), (0, 0)])
+    Batches(count=6, strides=(10, 0), offsets=((0, 0),))
+    >>> split_batches((2, 3), [(5, 20)])
+    Batches(count=3, strides=(20,), offsets=((0,), (5,)))
+    """
+    dimensions = _merged(shape, stacks)
+    if not dimensions:
+        return Batches(1, (0,) * len(stacks), ((0,) * len(stacks),))
+    longest = max(range(len(dimensions)), key=lambda i: dimensions[i][0])
+    count, strides = dimensions.pop(longest)
+    offsets = tuple(
+        tuple(
+            sum(index * steps[stack] for index, (_, steps) in zip(walk, dimensions, strict=True))
+            for stack in range(len(stacks))
+        )
+        for walk in product(*(range(extent) for extent, _ in dimensions))
+    )
+    assert len(offsets) * count == prod(shape)
+    return Batches(count, strides, offsets)
+
+
+def _merged(shape: Shape, stacks: Sequence[Shape]) -> list[tuple[int, Shape]]:
+    """Return (extent, stride per stack) of each dimension, neighbours made one where all stacks step regularly."""
+    merged: list[tuple[int, Shape]] = []
+    for axis, extent in enumerate(shape):
+        if extent == 1:
+            continue
+        steps = tuple(strides[axis] for strides in stacks)
+        if merged:
+            outer_extent, outer = merged[-1]
+            if all(o == extent * s for o, s in zip(outer, steps, strict=True)):
+                merged[-1] = (outer_extent * extent, steps)
+                continue
+        merged.append((extent, steps))
+    return merged

@@ -1,0 +1,120 @@
+"""What cuBLASLt is asked for, as values: matrices, what is rewritten before the call, and the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from lowprec.formats import DType
+
+__all__ = ["ComplexAs", "CublasLtCall", "LtMatrix", "Op", "Pack"]
+
+Op = Literal["N", "T"]
+ComplexAs = Literal["no", "pairs", "rotated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """An operand that is rewritten before the product.
+
+    Parameters
+    ----------
+    dtype : DType
+        Of what is written.
+    transposed : bool
+        Whether the rows that are written are the operand's columns.
+    rows, cols : int
+        Of each matrix that is written, without padding.
+    leading_dimension, padded_rows : int
+        With padding, which is zero.
+    batch_shape : tuple of int
+        Matrices that are written; empty where every product uses the same one.
+    scaled : bool
+        Whether each source row is scaled by a power of two.
+    complex_as : {"no", "pairs", "rotated"}
+        How complex numbers become real ones.
+    reason : str
+        For people.
+    """
+
+    dtype: DType
+    transposed: bool
+    rows: int
+    cols: int
+    leading_dimension: int
+    padded_rows: int
+    batch_shape: tuple[int, ...]
+    scaled: bool
+    complex_as: ComplexAs
+    reason: str
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return prod(self.batch_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LtMatrix:
+    """A matrix as cuBLASLt is told of it: column-major."""
+
+    dtype: DType
+    rows: int
+    cols: int
+    leading_dimension: int
+    batch_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class CublasLtCall:
+    """What is asked of cuBLASLt for one plan.
+
+    Parameters
+    ----------
+    compute_type : str
+        ``cublasComputeType_t`` without its prefix.
+    scale_dtype : DType
+        Of alpha and beta.
+    swapped : bool
+        Whether ``b`` is the first operand: the result is row-major.
+    op_first, op_second : {"N", "T"}
+    first, second, d : LtMatrix
+    c : LtMatrix or None
+        The addend, where the call itself adds it.
+    batch_count : int
+    offsets : tuple of (int, int, int, int)
+        Elements from the start of the first, the second, c and d at which each call begins.
+    epilogue : str
+        Name of ``cublasLtEpilogue_t``.
+    pack_a, pack_b : Pack or None
+    aside : str
+        Why the product goes into temporary memory, from which a kernel makes the result; empty where it does not.
+    """
+
+    compute_type: str
+    scale_dtype: DType
+    swapped: bool
+    op_first: Op
+    op_second: Op
+    first: LtMatrix
+    second: LtMatrix
+    d: LtMatrix
+    c: LtMatrix | None
+    batch_count: int
+    offsets: tuple[tuple[int, int, int, int], ...]
+    epilogue: str
+    pack_a: Pack | None
+    pack_b: Pack | None
+    aside: str
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of temporary memory for a product that goes aside."""
+        each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
+        return each * self.batch_count * len(self.offsets) if self.aside else 0
