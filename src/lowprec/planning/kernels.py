@@ -55,6 +55,9 @@ class Capabilities:
         Of a GPU, (major, minor); None for a CPU.
     workspace_bytes : int
         Temporary memory that cuBLASLt may use.
+    peak_tflops : tuple of (str, float)
+        Highest rate of the device by the format of what is multiplied (``"bfloat16"``), for the formats where it is
+        known.
     """
 
     device: str
@@ -69,6 +72,7 @@ class Capabilities:
     flops_per_byte: float = 16.0
     compute_capability: tuple[int, int] | None = None
     workspace_bytes: int = 0
+    peak_tflops: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_gpu(self) -> bool:

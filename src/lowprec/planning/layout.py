@@ -329,14 +329,20 @@ def stacked_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = Non
 
 def addend_layout(
     c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
-) -> OperandLayout:
-    """Return the layout of an array that broadcasts to the result, over the stack of :func:`stacked_layout`."""
+) -> OperandLayout | None:
+    """Return how an array that broadcasts to the result lies over the products of a layout.
+
+    None if the batch became rows there and the rows of this array lie at no regular step.
+    """
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
+    batch = _broadcast_batch(a.shape, b.shape)
     core, batch_strides = _out_strides(
-        (0,) * missing + own, len(layout.batch_shape), len(a.shape) > 1, len(b.shape) > 1
+        (0,) * missing + own, len(batch), len(a.shape) > 1, len(b.shape) > 1
     )
-    return _operand(layout.m, layout.n, core, layout.batch_shape, batch_strides)
+    m, n, _ = _core(a.shape, b.shape)
+    found = _operand(m, n, core, batch, batch_strides)
+    return rows_of_all(found, prod(batch)) if layout.collapsed else found
 
 
 def _check_out(out: OperandSpec, shape: Shape) -> None:

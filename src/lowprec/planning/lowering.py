@@ -16,13 +16,7 @@ from lowprec.modes import MathMode
 from lowprec.planning.batches import contiguous_batch, split_batches
 from lowprec.planning.bounds import SINGLE_PRECISION, holds, operand_format
 from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
-from lowprec.planning.layout import (
-    GemmLayout,
-    OperandLayout,
-    addend_layout,
-    rows_of_all,
-    stacked_layout,
-)
+from lowprec.planning.layout import GemmLayout, OperandLayout, addend_layout
 from lowprec.planning.problem import EPILOGUE_DTYPE, GemmProblem
 
 __all__ = ["K_CONTIGUOUS", "lower", "multiplied_dtype"]
@@ -262,7 +256,8 @@ def _pack(
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
     dtype_written = dtype if terms.k_contiguous else terms.data
     padded_rows = _padded(rows, dtype_written) if terms.k_contiguous and name == "b" else rows
-    shared = not any(layout.batch_strides)
+    # Powers of two are kept per product, so that scaled matrices are not shared.
+    shared = not any(layout.batch_strides) and not scaled
     batch = () if shared else terms.layout.batch_shape
     leading = _padded(cols, dtype_written)
     return Pack(
@@ -278,10 +273,7 @@ def _addend(terms: _Terms) -> _Stack | None:
     problem, layout = terms.problem, terms.layout
     if not problem.has_beta or problem.c is None:
         return None
-    stacked = stacked_layout(problem.a, problem.b, problem.out)
-    c: OperandLayout | None = addend_layout(problem.c, problem.a, problem.b, stacked)
-    if c is not None and layout.collapsed:
-        c = rows_of_all(c, stacked.batch_count)
+    c = addend_layout(problem.c, problem.a, problem.b, layout)
     if c is None or not c.blas_expressible:
         return None
     return _Stack(c, c.batch_strides, problem.c.dtype)
@@ -347,6 +339,7 @@ def _reasons_of_epilogue(terms: _Terms, c: _Stack | None) -> list[str]:
     if problem.bias is not None:
         fits = (
             terms.out_dtype in _FUSES
+            and not (terms.k_contiguous and terms.out_dtype is DType.FLOAT32)
             and problem.bias.dtype is terms.out_dtype
             and out.order == "row"
             and problem.bias.strides == (1,)

@@ -32,7 +32,13 @@ from lowprec.planning.kernels import (
     choose_kernel,
     flops_per_conversion,
 )
-from lowprec.planning.layout import GemmLayout, OperandSpec, gemm_layout
+from lowprec.planning.layout import (
+    GemmLayout,
+    OperandSpec,
+    addend_layout,
+    gemm_layout,
+    stacked_layout,
+)
 from lowprec.planning.lowering import lower
 from lowprec.planning.problem import (
     EPILOGUE_DTYPE,
@@ -327,7 +333,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         )
     compute_dtype = common_dtype(problem, capabilities)
     out_dtype = result_dtype(problem, compute_dtype)
-    layout = gemm_layout(problem.a, problem.b, problem.out)
+    layout = _layout(problem, capabilities)
     check_epilogue(problem, compute_dtype, layout)
     if compute_dtype is DType.INT8 and layout.k > MAX_K_INT8:
         raise UnsupportedError(
@@ -341,6 +347,19 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     return _assemble(
         problem, capabilities, mode, layout, compute_dtype, out_dtype, fmt, flops, choice
     )
+
+
+def _layout(problem: GemmProblem, capabilities: Capabilities) -> GemmLayout:
+    layout = gemm_layout(problem.a, problem.b, problem.out)
+    c = problem.c if problem.has_beta and capabilities.is_gpu and layout.collapsed else None
+    if c and _broadcasts(c, layout) and addend_layout(c, problem.a, problem.b, layout) is None:
+        return stacked_layout(problem.a, problem.b, problem.out)
+    return layout
+
+
+def _broadcasts(c: OperandSpec, layout: GemmLayout) -> bool:
+    """Whether c fits at all; that it must is checked, with its words, after the layout is known."""
+    return len(c.shape) <= len(layout.out_shape)
 
 
 def _flops(layout: GemmLayout, compute_dtype: DType) -> int:

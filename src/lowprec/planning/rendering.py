@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lowprec.planning.layout import OperandLayout, OperandSpec
     from lowprec.planning.plan import Candidate, GemmPlan
 
-__all__ = ["to_dict", "to_text"]
+__all__ = ["title", "to_dict", "to_text"]
 
 WIDTH = 100
 
@@ -24,7 +24,7 @@ def to_text(plan: GemmPlan) -> str:
     """Return the plan as a table of two columns, no wider than 100 characters."""
     rows = list(_rows(plan))
     margin = max(len(name) for name, _ in rows) + 2
-    lines = [_title(plan)]
+    lines = [title(plan)]
     for name, value in rows:
         wrapped = textwrap.wrap(value, WIDTH - margin - 2, break_long_words=False) or [""]
         lines.append(f"  {name:<{margin}}{wrapped[0]}")
@@ -32,7 +32,8 @@ def to_text(plan: GemmPlan) -> str:
     return "\n".join(lines)
 
 
-def _title(plan: GemmPlan) -> str:
+def title(plan: GemmPlan) -> str:
+    """Return the product in one line: element types and shapes."""
     problem = plan.problem
     result = f"{plan.out_dtype} {_shape(plan.out_shape)}"
     return f"{_spec(problem.a)} @ {_spec(problem.b)} -> {result}"
