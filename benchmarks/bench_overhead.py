@@ -130,8 +130,8 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
 STATIONS = {
     "find the library": "library_of(a)",
     "view both operands": "library.view(a); library.view(b)",
-    "resolve the mode": "resolve(None).mode",
-    "look up the plan": "look_up(mode, x, y, plain)",
+    "resolve the mode": "resolve(None)",
+    "look up the plan": "look_up(resolved, x, y, plain)",
     "allocate the result": "library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)",
     "execute": "prepared.execute(plain.arguments(x, y, result))",
     "hand the result back": "library.finish(result.owner, a)",
@@ -148,8 +148,8 @@ def stations(a: Any, b: Any) -> dict[str, Any]:
 
     library = library_of(a)
     x, y = library.view(a), library.view(b)
-    mode = policy.resolve(None).mode
-    prepared = look_up(mode, x, y, PLAIN)
+    resolved = policy.resolve(None)
+    prepared = look_up(resolved, x, y, PLAIN)
     return {
         "a": a,
         "b": b,
@@ -157,10 +157,10 @@ def stations(a: Any, b: Any) -> dict[str, Any]:
         "library_of": library_of,
         "look_up": look_up,
         "matmul": lowprec.matmul,
-        "mode": mode,
         "plain": PLAIN,
         "prepared": prepared,
         "resolve": policy.resolve,
+        "resolved": resolved,
         "result": library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a),
         "x": x,
         "y": y,

@@ -33,8 +33,11 @@ from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
     from lowprec import linalg
+    from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.explain import plan
+    from lowprec.profiling import profile
     from lowprec.report import info
+    from lowprec.tuning import autotune
 
 __all__ = [
     "ArrayError",
@@ -52,6 +55,8 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "autotune",
+    "cublas_handle",
     "fp32_guard",
     "get_math_mode",
     "info",
@@ -59,13 +64,21 @@ __all__ = [
     "math_mode",
     "matmul",
     "plan",
+    "profile",
     "register_controller",
     "set_math_mode",
 ]
 
 
-# What explains, and what solves, takes long to import, and few programs need it.
-_LAZY = {"info": "lowprec.report", "linalg": "lowprec.linalg", "plan": "lowprec.explain"}
+# What explains, what measures and what solves takes long to import, and few programs need it.
+_LAZY = {
+    "autotune": "lowprec.tuning",
+    "cublas_handle": "lowprec.backends.cuda.cublas",
+    "info": "lowprec.report",
+    "linalg": "lowprec.linalg",
+    "plan": "lowprec.explain",
+    "profile": "lowprec.profiling",
+}
 
 
 def __getattr__(name: str) -> typing.Any:

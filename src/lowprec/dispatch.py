@@ -11,9 +11,9 @@ from typing import Any
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of
 from lowprec.backends import backend_of
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, ResolvedMode
 from lowprec.prepared import look_up
-from lowprec.request import PLAIN, Request, check_devices, make_request, spec_of
+from lowprec.request import PLAIN, Request, check_devices, make_request, scale_view, spec_of
 from lowprec.selection import mode_within
 
 __all__ = ["matmul"]
@@ -33,13 +33,16 @@ def matmul(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
 ) -> Any:
     """Multiply two arrays: ``out = activation(alpha * a @ b + beta * c + bias)``.
 
     Parameters
     ----------
     a : array, shape (..., m, k) or (k,)
-        Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8.
+        Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
+        float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
     b : array, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
         float16 to float32.
@@ -59,6 +62,8 @@ def matmul(
         How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
     rtol : float, optional
         Choose the cheapest mode whose guaranteed bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+    scale_a, scale_b : number or array of one float32, optional
+        Factors of FP8 operands, which their values were divided by when they were rounded.
 
     Returns
     -------
@@ -92,7 +97,7 @@ def matmul(
     y = library.view(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-    if not (factors and out is c is bias is activation is out_dtype is None):
+    if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
         request = make_request(
             alpha,
             beta,
@@ -102,15 +107,17 @@ def matmul(
             c=None if c is None else library_of(c).view(c),
             bias=None if bias is None else library_of(bias).view(bias),
             has_c=c is not None,
+            scale_a=scale_view(scale_a),
+            scale_b=scale_view(scale_b),
         )
-    mode = (
-        policy.resolve(math_mode).mode if rtol is None else _within(rtol, math_mode, x, y, request)
+    resolved = (
+        policy.resolve(math_mode) if rtol is None else _within(rtol, math_mode, x, y, request)
     )
-    prepared = look_up(mode, x, y, request)
+    prepared = look_up(resolved, x, y, request)
     target = request.out
     if target is not None:
         if request.must_go_aside(x, y):
-            _execute_aside(mode, x, y, request, target)
+            _execute_aside(resolved, x, y, request, target)
         else:
             prepared.execute(request.arguments(x, y, target))
         return out
@@ -120,10 +127,10 @@ def matmul(
 
 
 def _execute_aside(
-    mode: MathMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
+    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
 ) -> None:
     """Compute into new memory and then write ``out``, which shares memory with what is read."""
-    prepared = look_up(mode, x, y, request._replace(out=None, out_dtype=target.dtype))
+    prepared = look_up(resolved, x, y, request._replace(out=None, out_dtype=target.dtype))
     backend = backend_of(x.device)
     result = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device)
     prepared.execute(request.arguments(x, y, result))
@@ -132,7 +139,7 @@ def _execute_aside(
 
 def _within(
     rtol: float, math_mode: str | MathMode | None, x: ArrayView, y: ArrayView, request: Request
-) -> MathMode:
+) -> ResolvedMode:
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
-    return mode_within(rtol, math_mode, problem, x.device)[0].mode
+    return mode_within(rtol, math_mode, problem, x.device)[0]

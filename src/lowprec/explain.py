@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, library_of
+from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
@@ -17,6 +18,7 @@ from lowprec.request import (
     check_scalars,
     is_description,
     make_request,
+    scale_view,
     spec_of,
 )
 from lowprec.selection import mode_within
@@ -38,6 +40,8 @@ def plan(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
 ) -> GemmPlan:
     """Return what ``matmul`` with the same arguments would run, and why; nothing is computed.
 
@@ -45,7 +49,7 @@ def plan(
     ----------
     a, b : array, ShapeDtype, or anything with ``shape`` and ``dtype``
         As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
-    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol
+    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.
 
     Returns
@@ -66,9 +70,8 @@ def plan(
     >>> made.a_becomes.split(",")[0], made.resolved.source.value
     ('bfloat16', 'math_mode= argument')
     """
-    call = _Call.of(
-        {"a": a, "b": b, "out": out, "c": c, "bias": bias}, alpha, beta, activation, out_dtype
-    )
+    arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
+    call = _Call.of(arrays, alpha, beta, activation, out_dtype, scale_a, scale_b)
     problem = call.problem()
     candidates: tuple[Candidate, ...] = ()
     if rtol is None:
@@ -77,8 +80,13 @@ def plan(
         resolved, candidates = mode_within(rtol, math_mode, problem, call.device)
     made = plan_gemm(problem, backend_of(call.device).capabilities(call.device), resolved.mode)
     check_scalars(call.request, made.compute_dtype)
-    copies = made.copies + call.copies(made)
-    return dataclasses.replace(made, resolved=resolved, candidates=candidates, copies=copies)
+    return dataclasses.replace(
+        made,
+        resolved=resolved,
+        candidates=candidates,
+        copies=made.copies + call.copies(made),
+        algorithm=call.algorithm(made),
+    )
 
 
 class _Call(NamedTuple):
@@ -90,7 +98,14 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, arrays: dict[str, Any], alpha: Any, beta: Any, activation: Any, out_dtype: Any
+        cls,
+        arrays: dict[str, Any],
+        alpha: Any,
+        beta: Any,
+        activation: Any,
+        out_dtype: Any,
+        scale_a: Any,
+        scale_b: Any,
     ) -> _Call:
         given = {name: x for name, x in arrays.items() if x is not None}
         described = {name: spec_of(x) for name, x in given.items() if is_description(x)}
@@ -100,7 +115,16 @@ class _Call(NamedTuple):
             if name not in described
         }
         addends = {name: views.get(name) for name in ("out", "c", "bias")}
-        request = make_request(alpha, beta, activation, out_dtype, has_c="c" in given, **addends)
+        request = make_request(
+            alpha,
+            beta,
+            activation,
+            out_dtype,
+            has_c="c" in given,
+            scale_a=scale_view(scale_a),
+            scale_b=scale_view(scale_b),
+            **addends,
+        )
         check_devices(views)
         return cls(request, views, described)
 
@@ -125,6 +149,19 @@ class _Call(NamedTuple):
             c=described.get("c", problem.c),
             bias=described.get("bias", problem.bias),
         )
+
+    def algorithm(self, made: GemmPlan) -> tuple[tuple[str, str], ...]:
+        """Return what the library on the device tells of its choice; nothing where arrays are only described."""
+        views = self.views
+        if self.device.is_host or self.described:
+            return ()
+        out = None if self.aside else views.get("out")
+        if out is None:
+            # A new array will lie at an address that every kernel likes.
+            strides = contiguous_strides(made.out_shape)
+            out = ArrayView(made.out_dtype, made.out_shape, strides, self.device, None, False, 0)
+        arguments = self.request.arguments(views["a"], views["b"], out)
+        return backend_of(self.device).describe(made, arguments)
 
     def copies(self, made: GemmPlan) -> tuple[Copy, ...]:
         """Return the copies that the arrays themselves cause, before and after the planned product."""

@@ -3,48 +3,68 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Executor, backend_of
 from lowprec.formats import DType
-from lowprec.modes import MathMode
-from lowprec.planning import plan_gemm
+from lowprec.modes import MathMode, ResolvedMode
+from lowprec.planning import GemmPlan, plan_gemm
 from lowprec.request import PLAIN, Request, check_devices, check_scalars, spec_of
 
-__all__ = ["Prepared", "look_up"]
+__all__ = ["Observer", "Prepared", "look_up", "observe"]
 
 _CACHE_SIZE = 4096
 
 
 class Prepared(NamedTuple):
-    """An executor, and what its result is like."""
+    """An executor, what its result is like, and the plan behind it."""
 
     execute: Executor
     out_shape: tuple[int, ...]
     out_dtype: DType
+    plan: GemmPlan
 
 
+#: Sees what is about to run on which operands, and returns what runs in its place.
+Observer: TypeAlias = Callable[[Prepared, ResolvedMode, ArrayView, ArrayView], Prepared]
+
+_observer: Observer | None = None
 _prepared: dict[tuple[Any, ...], Prepared] = {}
 _lock = threading.Lock()
 
 
-def look_up(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Prepared:
-    """Return the executor for these operands, from the cache where a call like this one was made before."""
+def observe(observer: Observer | None) -> None:
+    """Show every product from now on to ``observer`` before it runs; None ends that."""
+    global _observer
+    _observer = observer
+
+
+def look_up(
+    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, *, observed: bool = True
+) -> Prepared:
+    """Return the executor for these operands, from the cache where a call like this one was made before.
+
+    With ``observed``, it is the one that also tells the observer, where there is one.
+    """
     key = (
-        mode, None if request is PLAIN else request.key,
+        resolved.mode, None if request is PLAIN else request.key,
         x.device, x.dtype, x.shape, x.strides,
         y.device, y.dtype, y.shape, y.strides,
     )  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepare(mode, x, y, request)
+        prepared = _prepare(resolved.mode, x, y, request)
         with _lock:
             if len(_prepared) >= _CACHE_SIZE:
                 # Dictionaries keep their order: the oldest entry goes.
                 del _prepared[next(iter(_prepared))]
             _prepared[key] = prepared
-    return prepared
+    observer = _observer
+    if observer is None or not observed:
+        return prepared
+    return observer(prepared, resolved, x, y)
 
 
 def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Prepared:
@@ -52,4 +72,4 @@ def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Pr
     backend = backend_of(x.device)
     made = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
     check_scalars(request, made.compute_dtype)
-    return Prepared(backend.prepare(made), made.out_shape, made.out_dtype)
+    return Prepared(backend.prepare(made), made.out_shape, made.out_dtype, made)

@@ -6,6 +6,8 @@ imported for it: of the libraries, those in ``sys.modules`` are asked and the ot
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import platform
 import sys
@@ -16,7 +18,7 @@ import numpy as np
 
 from lowprec._version import __version__
 from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
-from lowprec.errors import EnvironmentVariableError
+from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
 from lowprec.policy.frameworks import SwitchRow, disagreements, switch_rows
@@ -53,12 +55,13 @@ def info() -> dict[str, Any]:
         Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
         with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use, threads
         that a product may take) and ``instruction_sets``, where ``used`` is None if the libraries choose for
-        themselves. ``gpu``: whether one is used, and why not. ``libraries`` with version and status (``loaded``,
-        ``installed``, ``missing``). ``blas``: NumPy's. ``mode``: what is in force, who decided, the reasons.
-        ``available_modes``. ``environment``: each variable with its value, its effect and what it may hold.
-    ``frameworks``: each switch for float32 products of each loaded library, as it is now in this thread, with
-    ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read).
-        ``warnings``: sentences.
+        themselves; of a GPU ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``,
+        ``peak_tflops`` by format and ``workspace_bytes``. ``gpu``: whether GPUs are used, why not, and the versions
+        behind them. ``libraries`` with version and status (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's.
+        ``mode``: what is in force, who decided, the reasons. ``available_modes``. ``environment``: each variable with
+        its value, its effect and what it may hold. ``frameworks``: each switch for float32 products of each loaded
+        library, as it is now in this thread, with ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and
+        ``problem`` (why it cannot be read). ``warnings``: sentences.
 
     Examples
     --------
@@ -71,13 +74,14 @@ def info() -> dict[str, Any]:
     status = {entry["name"]: entry["status"] for entry in libraries}
     obstacle = amx.obstacle()
     mode = _mode()
+    gpu, gpus = _gpus()
     switches = switch_rows()
     return {
         "version": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "devices": [_cpu(tiles=not obstacle)],
-        "gpu": _gpu(),
+        "devices": [_cpu(tiles=not obstacle), *gpus],
+        "gpu": gpu,
         "libraries": libraries,
         "blas": _blas(),
         "mode": mode,
@@ -88,7 +92,7 @@ def info() -> dict[str, Any]:
             *environment.problems(),
             *disagreements(switches),
             *_costs(status, obstacle),
-            *_unused_gpu(),
+            *_unused_gpu(gpu),
         ],
     }
 
@@ -136,8 +140,31 @@ def _affinity() -> int | None:
         return os.cpu_count()
 
 
-def _gpu() -> dict[str, Any]:
-    return {"used": False, "reason": "this version has no CUDA backend", "driver": _driver()}
+def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return whether GPUs are used (why not, by which versions), and those that are.
+
+    The CUDA libraries are loaded for it only where there is a driver.
+    """
+    driver = _driver()
+    nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
+    backend = sys.modules.get("lowprec.backends.cuda")
+    if backend is None and driver is None and not _opens_driver():
+        return {**nothing, "reason": "no NVIDIA driver was found"}, []
+    try:
+        facts = importlib.import_module("lowprec.backends.cuda.facts")
+        found = {**nothing, **facts.versions(), "used": True, "reason": None}
+        return found, facts.devices()
+    except LowprecError as error:
+        return {**nothing, "reason": str(error)}, []
+
+
+def _opens_driver() -> bool:
+    """Whether the driver's library is where the system looks for libraries."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _driver() -> str | None:
@@ -251,9 +278,7 @@ def _costs(status: dict[str, str], obstacle: str) -> list[str]:
     return warnings
 
 
-def _unused_gpu() -> list[str]:
-    if _driver() is None:
+def _unused_gpu(gpu: dict[str, Any]) -> list[str]:
+    if gpu["used"] or gpu["driver"] is None:
         return []
-    return [
-        "this machine has an NVIDIA driver, but this version has no CUDA backend: it computes on the CPU only"
-    ]
+    return [f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"]

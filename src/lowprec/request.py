@@ -6,9 +6,9 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lowprec.arrays import ArrayView, may_overlap
+from lowprec.arrays import ArrayView, library_of, may_overlap
 from lowprec.backends import Arguments
-from lowprec.errors import DeviceError, DTypeError, ShapeError
+from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
 
@@ -21,6 +21,7 @@ __all__ = [
     "is_description",
     "make_request",
     "parse_dtype",
+    "scale_view",
     "spec_of",
 ]
 
@@ -103,11 +104,13 @@ class Request(NamedTuple):
     beta: complex = 0.0
     activation: Activation | None = None
     out_dtype: DType | None = None
+    scale_a: ArrayView | float | None = None
+    scale_b: ArrayView | float | None = None
 
     def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
         """Return the arrays of the call by their names."""
-        named = {"a": a, "b": b, "out": self.out, "c": self.c, "bias": self.bias}
-        return {name: view for name, view in named.items() if view is not None}
+        named = {"a": a, "b": b, **self._asdict()}
+        return {name: x for name, x in named.items() if isinstance(x, ArrayView)}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -116,7 +119,8 @@ class Request(NamedTuple):
             None if v is None else (v.device, v.dtype, v.shape, v.strides)
             for v in (self.out, self.c, self.bias)
         )
-        return (*specs, self._factors, self.activation, self.out_dtype)
+        scales = type(self.scale_a), type(self.scale_b)
+        return (*specs, self._factors, self.activation, self.out_dtype, scales)
 
     @property
     def _factors(self) -> tuple[bool, bool, bool]:
@@ -140,14 +144,17 @@ class Request(NamedTuple):
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView) -> Arguments:
         """Return what an executor takes."""
-        return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta)
+        return Arguments(
+            a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b
+        )
 
     def must_go_aside(self, a: ArrayView, b: ArrayView) -> bool:
         """Whether writing ``out`` could change what is still to be read, so that it must be computed aside."""
         out, c = self.out, self.c
         if out is None:
             return False
-        if any(x is not None and may_overlap(out, x) for x in (a, b, self.bias)):
+        read = (a, b, self.bias, self.scale_a, self.scale_b)
+        if any(isinstance(x, ArrayView) and may_overlap(out, x) for x in read):
             return True
         if c is None or not may_overlap(out, c):
             return False
@@ -170,6 +177,8 @@ def make_request(
     c: ArrayView | None,
     bias: ArrayView | None,
     has_c: bool,
+    scale_a: Any = None,
+    scale_b: Any = None,
 ) -> Request:
     """Check the keyword arguments of ``matmul``.
 
@@ -180,6 +189,7 @@ def make_request(
     out, c, bias : ArrayView or None
     has_c : bool
         Whether the caller gave a ``c``, if only a description.
+    scale_a, scale_b : number, ArrayView or None
 
     Raises
     ------
@@ -199,7 +209,30 @@ def make_request(
         beta=beta,
         activation=parse_activation(activation),
         out_dtype=None if out_dtype is None else parse_dtype(out_dtype),
+        scale_a=_scale("scale_a", scale_a),
+        scale_b=_scale("scale_b", scale_b),
     )
+
+
+def scale_view(scale: Any) -> Any:
+    """Return the view of a scale that is an array, and any other value as it is."""
+    return library_of(scale).view(scale) if hasattr(scale, "__dlpack__") else scale
+
+
+def _scale(name: str, value: Any) -> ArrayView | float | None:
+    """Return a scale of an FP8 operand: a number, or one float32 in the memory of the device."""
+    if value is None:
+        return None
+    if not isinstance(value, ArrayView):
+        number = _scalar(name, value)
+        if isinstance(number, complex):
+            raise DTypeError(f"{name} must be real, got {number}")
+        return number
+    if value.dtype is not DType.FLOAT32 or value.size != 1:
+        raise DTypeError(
+            f"{name} must be a number or one float32, got {value.dtype} of shape {value.shape}"
+        )
+    return value
 
 
 def _scalar(name: str, value: Any) -> complex:
@@ -214,7 +247,12 @@ def _scalar(name: str, value: Any) -> complex:
 
 
 def check_scalars(request: Request, compute_dtype: DType) -> None:
-    """Raise where a complex factor meets real operands."""
+    """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
+    for name, scale in (("scale_a", request.scale_a), ("scale_b", request.scale_b)):
+        if scale is not None and not compute_dtype.is_float8:
+            raise UnsupportedError(
+                f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha="
+            )
     for name, value in (("alpha", request.alpha), ("beta", request.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")

@@ -147,7 +147,7 @@ def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("MKL is not installed" in w for w in found["warnings"])
 
 
-def test_an_nvidia_driver_without_a_backend(
+def test_an_nvidia_driver_that_is_of_no_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "version"

@@ -17,6 +17,7 @@ NAMES = [
     "DLPackArray",
     "DTypeError",
     "DeviceError",
+    "DeviceMemoryError",
     "EnvironmentVariableError",
     "LowprecError",
     "LowprecWarning",
@@ -33,6 +34,7 @@ NAMES = [
     "math_mode",
     "matmul",
     "plan",
+    "profile",
     "register_controller",
     "set_math_mode",
 ]
@@ -84,9 +86,9 @@ def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
 
 def test_the_signature_of_matmul() -> None:
     positional, keyword = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
-    none = dict.fromkeys(("out", "c", "bias", "activation", "out_dtype", "math_mode", "rtol"))
-    defaults = {**none, "alpha": 1.0, "beta": 0.0}
     order = ["out", "c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol"]
+    order += ["scale_a", "scale_b"]
+    defaults = {**dict.fromkeys(order), "alpha": 1.0, "beta": 0.0}
     required = [(name, positional, inspect.Parameter.empty) for name in ("a", "b")]
     keywords = [(name, keyword, defaults[name]) for name in order]
     assert signature_of(lowprec.matmul) == required + keywords

@@ -23,6 +23,10 @@ class Library(ABC):
     #: The library's name, as its module is called.
     name: str
 
+    #: Whether work on a stream must hold an array until it is done, because the library would reuse the memory of one
+    #: that it thinks dead on streams of its own.
+    keeps_owners: bool = False
+
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
         """Refuse what passes for an array of this library and has no memory to read.
 

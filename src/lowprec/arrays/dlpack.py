@@ -7,7 +7,8 @@ Two decisions keep this file free of C callbacks, which would have to survive th
 - A capsule is *held*, never renamed. As long as its name is ``dltensor`` its own destructor calls the producer's
   deleter, exactly once, when the last reference to it goes.
 - An exported capsule is NumPy's own. NumPy refuses bfloat16 and float8, so their bits are exported as unsigned
-  integers and the type code in the fresh capsule is set to the true one.
+  integers and the type code in the fresh capsule is set to the true one. So is the device, where the memory is not the
+  host's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, 
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
 
-__all__ = ["DLPackArray", "import_array", "view_of_capsule"]
+__all__ = ["DLPackArray", "device_of", "export", "import_array", "view_of_capsule"]
 
 _LEGACY = b"dltensor"
 _VERSIONED = b"dltensor_versioned"
@@ -30,8 +31,9 @@ _MAJOR = 1
 _READ_ONLY = 1 << 0
 _IS_COPIED = 1 << 1
 
-# Pinned host memory is host memory to whoever reads it.
+# Pinned host memory is host memory to whoever reads it, and managed memory is read on the GPU that DLPack names.
 _HOST_TYPES = frozenset({1, 3, 11})
+_DEVICE_TYPES = {13: 2}
 
 
 class _Tensor(ctypes.Structure):
@@ -121,8 +123,7 @@ def view_of_capsule(capsule: object) -> ArrayView:
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and 0 not in shape:
         raise ArrayError(f"the DLPack capsule of shape {shape} has no data: its pointer is null")
-    kind = tensor.device_type
-    device = CPU if kind in _HOST_TYPES else Device(kind, tensor.device_id)
+    device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
     view = ArrayView(
         dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
@@ -139,6 +140,25 @@ def _aligned_copy(view: ArrayView) -> ArrayView:
     strides = contiguous_strides(view.shape)
     reason = "its memory is not aligned to the element size"
     return HostView(view.dtype, view.shape, strides, CPU, array, view.read_only, None, reason)
+
+
+def _device(kind: int, index: int) -> Device:
+    return CPU if kind in _HOST_TYPES else Device(_DEVICE_TYPES.get(kind, kind), index)
+
+
+def device_of(array: Any) -> Device:
+    """Return where an array with ``__dlpack_device__`` says it is; memory that the host can read is the CPU's.
+
+    Raises
+    ------
+    ArrayError
+        If it refuses to tell.
+    """
+    try:
+        kind, index = array.__dlpack_device__()
+    except Exception as error:
+        raise _refusal(array, error) from error
+    return _device(int(kind), int(index))
 
 
 # Types whose ``__dlpack__`` predates the ``max_version`` keyword: asked once, remembered.
@@ -175,8 +195,13 @@ def _capsule_of(array: Any, keywords: dict[str, Any]) -> object:
             _WITHOUT_VERSION.add(kind)
             return capsule
     except Exception as error:
-        what = f"{kind.__module__}.{kind.__qualname__}"
-        raise ArrayError(f"{what} refuses to be exported by DLPack: {error}") from error
+        raise _refusal(array, error) from error
+
+
+def _refusal(array: Any, error: Exception) -> ArrayError:
+    kind = type(array)
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    return ArrayError(f"{what} refuses to be exported by DLPack: {error}")
 
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -190,10 +215,11 @@ _CARRIERS: dict[DType, np.dtype[Any]] = {
 
 
 class DLPackArray:
-    """A result in host memory for a library that lowprec knows only by DLPack.
+    """A result for a library that lowprec knows only by DLPack, on the device of the operands.
 
-    Read it with that library's ``from_dlpack``, or with ``numpy.asarray``; none of them copies. Unlike NumPy it
-    exports bfloat16 and float8 under their true types.
+    Read it with that library's ``from_dlpack``; in host memory also with ``numpy.asarray``. None of them copies.
+    Unlike NumPy it exports bfloat16 and float8 under their true types. On a GPU the work that fills it may still be
+    running; the reader's stream waits for it, as DLPack has it.
 
     Parameters
     ----------
@@ -277,18 +303,45 @@ class DLPackArray:
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the array is on the CPU and is not exported to device {dl_device}")
         memory = self._memory.copy() if copy else self._memory
-        carrier = _CARRIERS.get(self._dtype)
-        capsule = _export(memory if carrier is None else memory.view(carrier), max_version)
-        if carrier is None and not copy:
-            return capsule
-        tensor, _ = _open(capsule)
-        tensor.code = self._dtype.dlpack_code
-        if copy and _get_name(capsule) == _VERSIONED:
-            _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
+        return export(memory, self._dtype, max_version, copied=bool(copy))
+
+
+def export(
+    memory: NDArray[Any],
+    dtype: DType,
+    max_version: tuple[int, int] | None,
+    *,
+    device: Device = CPU,
+    copied: bool = False,
+) -> object:
+    """Return a capsule that holds an array.
+
+    Parameters
+    ----------
+    memory : numpy.ndarray
+        The elements; they are not touched, so their address may be another device's.
+    dtype : DType
+        Their type.
+    max_version : tuple of int or None
+        The newest version of DLPack that the consumer reads.
+    device : Device
+        Where the elements are.
+    copied : bool
+        Whether the array was copied for this export.
+    """
+    carrier = _CARRIERS.get(dtype)
+    capsule = _numpy_capsule(memory if carrier is None else memory.view(carrier), max_version)
+    if carrier is None and device is CPU and not copied:
         return capsule
+    tensor, _ = _open(capsule)
+    tensor.code = dtype.dlpack_code
+    tensor.device_type, tensor.device_id = device
+    if copied and _get_name(capsule) == _VERSIONED:
+        _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
+    return capsule
 
 
-def _export(memory: NDArray[Any], max_version: tuple[int, int] | None) -> object:
+def _numpy_capsule(memory: NDArray[Any], max_version: tuple[int, int] | None) -> object:
     if max_version is not None and max_version[0] >= _MAJOR:
         try:
             return memory.__dlpack__(max_version=max_version)

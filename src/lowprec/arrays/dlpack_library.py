@@ -7,49 +7,71 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.dlpack import DLPackArray, import_array
+from lowprec.arrays.device_array import DeviceArray
+from lowprec.arrays.device_memory import provider
+from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import host_empty, host_view
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.formats import DType
 
 __all__ = ["DLPACK", "DLPackLibrary"]
 
-_CUDA_TYPES = frozenset({2, 13})
+_CUDA = 2
+_LEGACY_STREAM = 1
 
 
 class DLPackLibrary(Library):
-    """Anything with ``__dlpack__`` and ``__dlpack_device__``."""
+    """Anything with ``__dlpack__`` and ``__dlpack_device__``.
+
+    Its arrays on a GPU come in and go out in the order of CUDA's legacy default stream.
+    """
 
     name = "dlpack"
+    keeps_owners = True
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array by its DLPack capsule, or of a buffer that lowprec made.
 
         Capsules from before DLPack 1.0 do not say whether they may be written; they count as writable.
         """
-        if type(array) is DLPackArray:
+        kind = type(array)
+        if kind is np.ndarray:
+            return host_view(array)
+        if kind is DLPackArray:
             return host_view(array.memory)
-        return host_view(array) if type(array) is np.ndarray else import_array(array)
+        if kind is DeviceArray:
+            return self._own_view(array)
+        device = device_of(array)
+        return import_array(array, None if device is CPU else self.current_stream(device))
+
+    def _own_view(self, array: DeviceArray) -> ArrayView:
+        if array.stream != _LEGACY_STREAM:
+            provider(array.device).order(array.stream, _LEGACY_STREAM, array.device)
+        return array.view()
 
     def empty(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
     ) -> DLPackArray:
         """Return a new :class:`DLPackArray`."""
-        return DLPackArray(host_empty(shape, dtype, device))
+        if device == CPU:
+            return DLPackArray(host_empty(shape, dtype, device))
+        return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM)
 
     def allocate(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
     ) -> ArrayView:
-        """Return the writable view of new host memory."""
-        return host_view(host_empty(shape, dtype, device))
+        """Return the writable view of new memory."""
+        if device == CPU:
+            return host_view(host_empty(shape, dtype, device))
+        return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM).view()
 
     def finish(self, buffer: Any, like: Any = None) -> Any:
         """Return a :class:`DLPackArray` on the buffer."""
-        return buffer if type(buffer) is DLPackArray else DLPackArray(buffer)
+        return buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
 
     def current_stream(self, device: Device) -> int | None:
         """Return CUDA's legacy default stream, on which the producers have made their data ready."""
-        return 1 if device.type in _CUDA_TYPES else None
+        return _LEGACY_STREAM if device.type == _CUDA else None
 
     def describe(self) -> dict[str, str]:
         """Return the name and the DLPack version that is read and written."""

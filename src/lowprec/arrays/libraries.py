@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.base import Library
+from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
@@ -28,7 +29,12 @@ _OPTIONAL = {
 }
 
 _INSTANCES: dict[str, Library] = {}
-_BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK}
+_BY_TYPE: dict[type, Library] = {
+    np.ndarray: NUMPY,
+    np.memmap: NUMPY,
+    DLPackArray: DLPACK,
+    DeviceArray: DLPACK,
+}
 
 
 def library_of(array: Any) -> Library:

@@ -27,6 +27,7 @@ __all__ = [
     "contiguous_strides",
     "data_pointer",
     "may_overlap",
+    "memory_at",
     "overlaps_itself",
 ]
 
@@ -157,8 +158,7 @@ class ArrayView:
         below = 0
         if strides and min(strides) < 0:
             below = sum(s * (n - 1) for s, n in zip(strides, self.shape, strict=True) if s < 0)
-        memory: Any = _Memory.from_address(self.address + below)
-        memory.owner = self.owner
+        memory = memory_at(self.address + below, self.owner)
         array: NDArray[Any] = np.ndarray(self.shape, dtype, memory, -below, strides)
         if self.read_only:
             array.flags.writeable = False
@@ -215,6 +215,16 @@ class _Memory(ctypes.Array):  # type: ignore[type-arg]
     _type_ = ctypes.c_char
     _length_ = sys.maxsize // 2
     owner: Any
+
+
+def memory_at(address: int, owner: Any) -> Any:
+    """Return the bytes from an address on as a buffer for NumPy, which keeps their owner alive.
+
+    Making it reads nothing, so the address may be another device's.
+    """
+    memory = _Memory.from_address(address)
+    memory.owner = owner
+    return memory
 
 
 # A PyArrayObject is the object header and then ``char *data`` (numpy/ndarraytypes.h), which is part of NumPy's

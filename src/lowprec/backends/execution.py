@@ -9,7 +9,7 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
-__all__ = ["Arguments", "Backend", "Executor"]
+__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed"]
 
 
 class Arguments(NamedTuple):
@@ -22,10 +22,62 @@ class Arguments(NamedTuple):
     bias: ArrayView | None = None
     alpha: complex = 1.0
     beta: complex = 0.0
+    scale_a: ArrayView | float | None = None
+    scale_b: ArrayView | float | None = None
 
 
 #: Reads the operands and writes ``out``; safe to call from several threads at once.
 Executor: TypeAlias = Callable[[Arguments], None]
+
+
+class Ran(NamedTuple):
+    """What a product ran on.
+
+    Parameters
+    ----------
+    units : bool or None
+        Whether tensor units (tile units of a CPU) multiplied; None where the library does not tell.
+    algorithm : str or None
+        What the library chose, in its own words.
+    """
+
+    units: bool | None
+    algorithm: str | None = None
+
+
+class Timed(NamedTuple):
+    """One algorithm of a library, measured.
+
+    Parameters
+    ----------
+    rank : int
+        Where the library itself ranked it, from 0.
+    median_ms : float
+        Of one product.
+    algorithm : str
+        In the library's own words.
+    """
+
+    rank: int
+    median_ms: float
+    algorithm: str
+
+
+class Stopwatch(Protocol):
+    """Takes the time of one product that is still running when its executor returns."""
+
+    @property
+    def stream(self) -> int:
+        """On which the product runs."""
+
+    def stop(self) -> None:
+        """Mark the end of the product, without waiting for it."""
+
+    def abandon(self) -> None:
+        """Give up: the product failed."""
+
+    def elapsed_ms(self) -> float | None:
+        """Return the time, waiting for the product; None where there is none to take. Called once."""
 
 
 class Backend(Protocol):
@@ -42,3 +94,22 @@ class Backend(Protocol):
 
     def copy(self, source: ArrayView, out: ArrayView) -> None:
         """Write the elements of ``source`` to ``out``, an array of the same shape and dtype on the same device."""
+
+    def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+        """Return what the device's library tells of how it would run a plan, as rows of names and values."""
+
+    def tune(
+        self,
+        execute: Executor,
+        arguments: Arguments,
+        *,
+        candidates: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[Timed, ...]:
+        """Measure the library's algorithms for a product and keep the fastest; it comes first. Empty for no choice."""
+
+    def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
+        """Start to take the time of a product; None where it is done when its executor returns."""
+
+    def ran(self, plan: GemmPlan, execute: Executor) -> Ran:
+        """Return what this thread's last product ran on, an execution of ``execute``, made from ``plan``."""

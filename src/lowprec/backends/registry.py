@@ -12,8 +12,8 @@ from lowprec.errors import DeviceError
 
 __all__ = ["backend_of"]
 
-#: Modules by DLPack's device type; 1 is the CPU.
-_MODULES = {1: "lowprec.backends.cpu"}
+#: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
+_MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
 
 
 @functools.cache
@@ -31,6 +31,6 @@ def backend_of(device: Device) -> Backend:
     """
     if device.type not in _MODULES:
         raise DeviceError(
-            f"no backend of this version serves the device {device}; arrays must lie in host memory"
+            f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
         )
     return _backend(device.type)

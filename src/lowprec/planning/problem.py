@@ -126,7 +126,9 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
                 f"on {capabilities.device} convert it to bfloat16 or float16"
             )
         if spec.dtype not in OUT_DTYPES:
-            legal = ", ".join(map(str, OUT_DTYPES))
+            legal = ", ".join(
+                str(d) for d in OUT_DTYPES if capabilities.has_float8 or not d.is_float8
+            )
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
     dtypes = (problem.a.dtype, problem.b.dtype)
     if all(d.is_float8 for d in dtypes):

@@ -273,6 +273,9 @@ def _undo(layer: _Layer) -> list[str]:
             controller.restore(saved)
             return []
         changed = [name for name in saved if now.get(name) != inside.get(name)]
+        if not changed:  # a switch that came into being inside the block is no change of the user's
+            controller.restore(saved)
+            return []
         controller.restore({**saved, **{name: now[name] for name in changed}})
     except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be put back
         return [f"the switches of {controller.name} could not be put back: {_in_words(error)}"]

@@ -14,11 +14,11 @@ from lowprec.arrays import ArrayView, Device, library_of
 from lowprec.backends.cpu import fp32_units, tiles
 from lowprec.backends.cpu.mkl import Matrix, loaded_mkl
 from lowprec.backends.cpu.stacks import has_epilogue
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.execution import Arguments, Executor, Ran, Timed
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, Kernel
 
-__all__ = ["allocate", "copy", "prepare"]
+__all__ = ["allocate", "copy", "describe", "prepare", "ran", "stopwatch", "tune"]
 
 #: Stands for NumPy, in whose arrays the backend computes.
 _ANY = np.empty(0)
@@ -107,3 +107,29 @@ def allocate(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
 def copy(source: ArrayView, out: ArrayView) -> None:
     """Write the elements of ``source`` to ``out``, an array of the same shape and dtype."""
     out.ndarray()[...] = source.ndarray()
+
+
+def stopwatch(arguments: Arguments) -> None:
+    """Return None: the host's clock tells, because a product is done when its executor returns."""
+
+
+def ran(plan: GemmPlan, execute: Executor) -> Ran:
+    """Return whether this thread's last product ran on tile units; where a part of it fell back, it did not."""
+    by_tiles = isinstance(execute, functools.partial) and execute.func is tiles.execute
+    return Ran(by_tiles and not tiles.fell_back())
+
+
+def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+    """Return nothing: the plan itself says all that there is to say."""
+    return ()
+
+
+def tune(
+    execute: Executor,
+    arguments: Arguments,
+    *,
+    candidates: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Timed, ...]:
+    """Return nothing: the CPU's kernels have no algorithms to choose from."""
+    return ()

@@ -8,6 +8,7 @@ and leaves the product alone, which then runs on FP32 units with the same rounde
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ from lowprec.backends.execution import Arguments
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan, Kernel
 
-__all__ = ["execute"]
+__all__ = ["execute", "fell_back"]
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
+
+_last = threading.local()
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
@@ -36,12 +39,20 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
     singles = _singles(stacks_of(plan, arguments))
     fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
+    fallen: list[Stacks] = []
 
     def run(single: Stacks) -> None:
         if not one_product(plan, arguments, single):
+            fallen.append(single)
             fp32_units.execute_stacks(plan, fallback, arguments, single)
 
     threads.share(run, singles)
+    _last.fell_back = bool(fallen)
+
+
+def fell_back() -> bool:
+    """Whether this thread's last product here, or one of its batch, left the tile units for FP32 units."""
+    return bool(_last.fell_back)
 
 
 def _singles(stacks: Stacks) -> list[Stacks]:

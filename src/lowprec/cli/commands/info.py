@@ -45,7 +45,7 @@ def _tables(facts: dict[str, Any]) -> Iterator[Table]:
         title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))]
     )
     for device in facts["devices"]:
-        yield _device(device, facts["gpu"])
+        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _gpu_table(device)
     yield Table(
         "libraries",
         ("name", "version", "status", "role"),
@@ -76,12 +76,30 @@ def _mode(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "because", reason
 
 
-def _device(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
+def _cpu(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
     rows = [
         ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
         ("threads", f"up to {device['threads']} per product"),
         *((s["name"], _use(s)) for s in device["instruction_sets"]),
-        ("GPU", f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")),
+        ("GPU", _gpu(gpu)),
+    ]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    if gpu["used"]:
+        return f"used: driver for CUDA {gpu['cuda']}, cuBLAS {gpu['cublas']}"
+    return f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
+
+
+def _gpu_table(device: dict[str, Any]) -> Table:
+    peak = ", ".join(f"{name} {rate:.0f}" for name, rate in device["peak_tflops"].items())
+    rows = [
+        ("compute capability", device["compute_capability"]),
+        ("memory", f"{device['memory_bytes'] / 2**30:.1f} GiB"),
+        ("multiprocessors", str(device["multiprocessors"])),
+        ("peak TFLOP/s", peak or "not known for this model"),
+        ("workspace", f"{device['workspace_bytes'] / 2**20:.0f} MiB per handle and stream"),
     ]
     return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
 

@@ -1,0 +1,140 @@
+"""Results in the memory of a device, for libraries that take them by DLPack."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.device_memory import Block, provider
+from lowprec.arrays.dlpack import DLPackArray, export
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, contiguous_strides, memory_at
+from lowprec.errors import ArrayError
+from lowprec.formats import DType
+
+__all__ = ["DeviceArray"]
+
+_NO_SYNCHRONISATION = -1
+_LEGACY_STREAM = 1
+
+
+class DeviceArray(DLPackArray):
+    """A :class:`DLPackArray` on a device: what it computes lies there, and is ready in the order of a stream.
+
+    A NumPy array stands for shape and type. Its memory is the device's, so nothing on the host may read it.
+
+    Parameters
+    ----------
+    block : Block
+        Memory for the elements, row-major.
+    shape : tuple of int
+    dtype : DType
+    device : Device
+    stream : int
+        On which the elements are written.
+    """
+
+    __slots__ = ("_block", "_device", "_stream")
+
+    def __init__(
+        self, block: Block, shape: tuple[int, ...], dtype: DType, device: Device, stream: int
+    ) -> None:
+        numpy_dtype = NUMPY_DTYPES[dtype]
+        super().__init__(np.ndarray(shape, numpy_dtype, memory_at(block.address, block)))
+        self._block = block
+        self._device = device
+        self._stream = stream
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], dtype: DType, device: Device, stream: int
+    ) -> DeviceArray:
+        """Return a new array whose elements are written on a stream."""
+        nbytes = prod(shape) * dtype.itemsize
+        block = provider(device).allocate(nbytes, device, stream)
+        return cls(block, shape, dtype, device, stream)
+
+    def view(self) -> ArrayView:
+        """Return the view of the array, whose work is on its own stream."""
+        shape = self.shape
+        strides = contiguous_strides(shape)
+        return ArrayView(
+            self._dtype, shape, strides, self._device, self, False, self._block.address
+        )
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        """Refused: NumPy cannot read a device."""
+        raise self._not_on_the_host()
+
+    @property
+    def device(self) -> Device:
+        """Where the elements are."""
+        return self._device
+
+    @property
+    def stream(self) -> int:
+        """On which the elements are written."""
+        return self._stream
+
+    def __repr__(self) -> str:
+        return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r}, device='{self._device}')"
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        raise self._not_on_the_host()
+
+    def _not_on_the_host(self) -> ArrayError:
+        return ArrayError(
+            f"the array is on {self._device}, where NumPy cannot read it; take it to a library that works there, and "
+            "from there to the host: torch.from_dlpack(array).cpu().numpy(), or "
+            "cupy.asnumpy(cupy.from_dlpack(array))"
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self._device.type, self._device.index)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        consumer = _consumer(stream)
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(
+                f"the array is on {self._device} and is not exported to device {dl_device}"
+            )
+        exported = self._copy() if copy else self
+        exported._block.share()
+        capsule = export(
+            exported._memory, exported._dtype, max_version, device=self._device, copied=bool(copy)
+        )
+        if consumer != _NO_SYNCHRONISATION:
+            provider(self._device).order(self._stream, consumer, self._device)
+        return capsule
+
+    def _copy(self) -> DeviceArray:
+        device, stream = self._device, self._stream
+        twin = DeviceArray.empty(self.shape, self._dtype, device, stream)
+        provider(device).copy(
+            self._block.address, twin._block.address, self._memory.nbytes, device, stream
+        )
+        return twin
+
+
+def _consumer(stream: Any) -> int:
+    """Return the stream that a consumer of DLPack names; None means the legacy default stream."""
+    if stream is None:
+        return _LEGACY_STREAM
+    if type(stream) is int and (stream > 0 or stream == _NO_SYNCHRONISATION):
+        return stream
+    raise BufferError(
+        f"stream must be None, -1 (no synchronisation), 1 (legacy default), 2 (per-thread default) or a CUDA stream's "
+        f"handle, not {stream!r}"
+    )

@@ -1,0 +1,92 @@
+"""Memory and streams of a device, for arrays whose library gives lowprec neither.
+
+torch and CuPy allocate on their own current stream. JAX tells nobody its stream, and what is known only by DLPack has
+no library at all: for these lowprec brings memory and a stream of its own. What is done about that is a backend's
+business, and a backend is above this place: it registers here what it can do, and nothing is imported from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from lowprec.arrays.view import Device
+from lowprec.errors import DeviceError
+
+__all__ = ["Block", "DeviceMemory", "is_served", "provider", "register"]
+
+
+class Block(Protocol):
+    """Memory of a device. It is given back when this object dies, and reused after the work of its stream."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; also where there are no bytes."""
+
+    def share(self) -> None:
+        """Tell that another library has the memory now: work on streams that lowprec does not know may use it."""
+
+
+class DeviceMemory(Protocol):
+    """What a backend offers for its devices. A module with these functions is a provider.
+
+    Streams are numbers as CUDA has them: 1 is the legacy default stream, 2 that of the thread.
+    """
+
+    def allocate(self, nbytes: int, device: Device, stream: int) -> Block:
+        """Return new memory for work on a stream."""
+
+    def own_stream(self, device: Device) -> int:
+        """Return lowprec's own stream of a device, always the same."""
+
+    def order(self, before: int, after: int, device: Device) -> None:
+        """Have later work of stream ``after`` wait for what stream ``before`` holds now."""
+
+    def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
+        """Copy bytes between two addresses of the device, in the order of a stream."""
+
+    def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
+        """Hold objects until the work that a stream holds now is done."""
+
+
+_loaders: dict[int, Callable[[], DeviceMemory]] = {}
+_providers: dict[int, DeviceMemory] = {}
+
+
+def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
+    """Make devices known.
+
+    Parameters
+    ----------
+    device_type : int
+        ``DLDeviceType``.
+    load : callable
+        Returns the provider; called with the first device of the type.
+    """
+    _providers.pop(device_type, None)
+    _loaders[device_type] = load
+
+
+def is_served(device: Device) -> bool:
+    """Whether a provider is registered for the device."""
+    return device.type in _loaders
+
+
+def provider(device: Device) -> DeviceMemory:
+    """Return what serves a device.
+
+    Raises
+    ------
+    DeviceError
+        If nothing does.
+    """
+    found = _providers.get(device.type)
+    if found is None:
+        load = _loaders.get(device.type)
+        if load is None:
+            raise DeviceError(
+                f"the result would be on {device}, where lowprec has no memory to put it; arrays must lie in host "
+                "memory or on an NVIDIA GPU"
+            )
+        found = _providers[device.type] = load()
+    return found

@@ -1,0 +1,25 @@
+"""NVIDIA GPUs: the same plans, executed by cuBLASLt. Loaded with the first array in CUDA memory."""
+
+from lowprec.backends.cuda.backend import (
+    allocate,
+    capabilities,
+    copy,
+    describe,
+    prepare,
+    ran,
+    reset,
+    stopwatch,
+    tune,
+)
+
+__all__ = [
+    "allocate",
+    "capabilities",
+    "copy",
+    "describe",
+    "prepare",
+    "ran",
+    "reset",
+    "stopwatch",
+    "tune",
+]

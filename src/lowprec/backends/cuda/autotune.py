@@ -1,0 +1,297 @@
+"""Which of cuBLASLt's algorithms runs: the one that was measured to be fastest, else the heuristics' first choice.
+
+The heuristics estimate; measuring decides. A measured choice is kept on disk, for one model of GPU, version of the
+driver and of cuBLAS, and one product with all that its speed depends on. It replaces the first choice only if it was
+faster twice: among all candidates, and in a second contest of the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowprec.arrays import Device
+from lowprec.backends.cuda import bindings, disk, driver, memory
+from lowprec.backends.cuda.bindings import Algorithm
+from lowprec.backends.cuda.invocation import Invocation, Operands
+from lowprec.planning.calls import LtMatrix
+from lowprec.policy import environment
+
+__all__ = ["CANDIDATES", "Measured", "choose", "forget", "tune"]
+
+#: How many algorithms are tried unless the caller says otherwise.
+CANDIDATES = 32
+
+_FILE = "autotune.json"
+_FORMAT = 1
+
+#: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
+_ROUNDS, _FINAL_ROUNDS = 5, 15
+#: One measurement lasts at least this long, so that the resolution of events (half a microsecond) does not matter.
+_MEASUREMENT_MS = 0.2
+_MAX_REPEATS = 200
+#: What must be gained to give the first choice up.
+_MARGIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One algorithm in the contest.
+
+    Parameters
+    ----------
+    rank : int
+        In the heuristics' order, from 0.
+    algorithm : Algorithm
+    median_ms : float
+        Of one product.
+    """
+
+    rank: int
+    algorithm: Algorithm
+    median_ms: float
+
+
+def choose(
+    invocation: Invocation, handle: int, stream: int, operands: Operands
+) -> Algorithm | None:
+    """Return the algorithm for a product: a measured one, else the heuristics' first choice; None if there is none."""
+    wish = environment.autotune()
+    if wish is not False:
+        known = _known(invocation, handle)
+        if known is not None:
+            return known
+    if wish and operands.d and not driver.is_capturing(stream):
+        results = tune(invocation, handle, stream, operands)
+        return results[0].algorithm if results else None
+    found = invocation.search(handle, 1)
+    return found[0] if found else None
+
+
+def tune(
+    invocation: Invocation,
+    handle: int,
+    stream: int,
+    operands: Operands,
+    *,
+    candidates: int = CANDIDATES,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Measured, ...]:
+    """Measure the algorithms of a product, keep the choice on disk, and return all, the chosen one first.
+
+    The result goes to temporary memory, so nothing of the caller's is written. The stream is waited for.
+
+    Parameters
+    ----------
+    invocation : Invocation
+    handle, stream : int
+    operands : Operands
+        Of real memory, which is read.
+    candidates : int
+    progress : callable, optional
+        Gets the number of measurements done and that of all.
+    """
+    found = invocation.search(handle, candidates)
+    if not found:
+        return ()
+    device = Device(2, driver.current_device())
+    aside = memory.allocate(_span_bytes(invocation), device, stream)
+    operands = operands._replace(d=aside.address, c=operands.c if operands.beta else aside.address)
+    contest = _Contest(invocation, handle, stream, operands, progress)
+    results = contest.all(found)
+    if results:
+        _remember(invocation, results[0], results)
+    return results
+
+
+class _Contest:
+    """Measures algorithms of one product by turns."""
+
+    def __init__(
+        self,
+        invocation: Invocation,
+        handle: int,
+        stream: int,
+        operands: Operands,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._invocation = invocation
+        self._handle = handle
+        self._stream = stream
+        self._operands = operands
+        self._progress = progress or (lambda done, total: None)
+
+    def all(self, found: tuple[Algorithm, ...]) -> tuple[Measured, ...]:
+        """Return the algorithms that run, the chosen one first and the others by their time."""
+        total = len(found) * _ROUNDS + 2 * _FINAL_ROUNDS
+        times: list[list[float]] = [[] for _ in found]
+        with _Events() as events:
+            repeats = [self._repeats(events, algorithm) for algorithm in found]
+            for turn in range(_ROUNDS):
+                for rank, algorithm in enumerate(found):
+                    if repeats[rank]:
+                        times[rank].append(self._measure(events, algorithm, repeats[rank]))
+                    self._progress(turn * len(found) + rank + 1, total)
+            measured = sorted(
+                (
+                    Measured(rank, algorithm, statistics.median(times[rank]))
+                    for rank, algorithm in enumerate(found)
+                    if times[rank]
+                ),
+                key=lambda x: x.median_ms,
+            )
+            if not measured:
+                return ()
+            first = min(measured, key=lambda x: x.rank)
+            best = measured[0]
+            if best is not first and not self._confirmed(events, best, first, repeats):
+                best = first
+            self._progress(total, total)
+        return (best, *(x for x in measured if x is not best))
+
+    def _confirmed(
+        self, events: _Events, best: Measured, first: Measured, repeats: list[int]
+    ) -> bool:
+        """Whether the best also wins a contest of two."""
+        times: dict[int, list[float]] = {best.rank: [], first.rank: []}
+        for _ in range(_FINAL_ROUNDS):
+            for entry in (first, best):
+                times[entry.rank].append(
+                    self._measure(events, entry.algorithm, repeats[entry.rank])
+                )
+        new, old = statistics.median(times[best.rank]), statistics.median(times[first.rank])
+        return new < old * (1 - _MARGIN)
+
+    def _repeats(self, events: _Events, algorithm: Algorithm) -> int:
+        """Return how often to run an algorithm per measurement; 0 if it does not run after all."""
+        try:
+            self._measure(events, algorithm, 1)  # loads the kernel
+            once = self._measure(events, algorithm, 1)
+        except RuntimeError:
+            return 0
+        return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
+
+    def _measure(self, events: _Events, algorithm: Algorithm, repeats: int) -> float:
+        """Return the milliseconds of one product."""
+        invocation = self._invocation
+        invocation.use(algorithm)
+        driver.record_event(events.start, self._stream)
+        for _ in range(repeats):
+            invocation.run(self._handle, self._stream, self._operands)
+        driver.record_event(events.end, self._stream)
+        driver.synchronize_event(events.end)
+        return driver.elapsed_ms(events.start, events.end) / repeats
+
+
+class _Events:
+    """Two timing events for the length of a block."""
+
+    def __enter__(self) -> _Events:
+        self.start = driver.create_event(timing=True)
+        try:
+            self.end = driver.create_event(timing=True)
+        except BaseException:
+            driver.destroy_event(self.start)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            driver.destroy_event(self.start)
+        finally:
+            driver.destroy_event(self.end)
+
+
+def _span_bytes(invocation: Invocation) -> int:
+    """Return the bytes from the first element of D to the last."""
+    d, call = invocation.call.d, invocation.call
+    furthest = max(offset[3] for offset in call.offsets) + (call.batch_count - 1) * d.batch_stride
+    return (furthest + (d.cols - 1) * d.leading_dimension + d.rows) * d.dtype.itemsize
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+
+
+def product_key(invocation: Invocation) -> str:
+    """Return all that the speed of a product depends on, the device left out, as one line."""
+    call = invocation.call
+    matrices = [call.first, call.second, *([call.c] if call.c else []), call.d]
+    words = [
+        call.compute_type,
+        call.op_first + call.op_second,
+        *map(_matrix_key, matrices),
+        f"batch {call.batch_count}",
+        call.epilogue,
+        f"alignment {invocation.alignment_bytes}",
+        f"workspace {invocation.workspace_bytes}",
+    ]
+    return ", ".join(words)
+
+
+def _matrix_key(x: LtMatrix) -> str:
+    return f"{x.dtype} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}"
+
+
+def device_key() -> str:
+    """Return the current device, the driver and cuBLAS, as one line."""
+    found = driver.properties(driver.current_device())
+    major, minor = found.capability
+    driver_major, driver_minor = driver.driver_version()
+    return (
+        f"{found.name}, compute capability {major}.{minor}, {found.multiprocessors} multiprocessors, "
+        f"driver CUDA {driver_major}.{driver_minor}, cuBLAS {bindings.cublas_version()}"
+    )
+
+
+@functools.cache
+def _stored() -> dict[str, Any]:
+    """Return what is on disk, read once; what is of another format counts as nothing."""
+    read = disk.read_json(_FILE)
+    entries = read.get("devices")
+    return entries if read.get("format") == _FORMAT and isinstance(entries, dict) else {}
+
+
+def _known(invocation: Invocation, handle: int) -> Algorithm | None:
+    """Return the measured choice for a product, if cuBLASLt still takes it."""
+    stored = _stored()
+    if not stored:
+        return None
+    entry = stored.get(device_key(), {}).get(product_key(invocation))
+    try:
+        data = bytes.fromhex(entry["algorithm"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    found = bindings.check_algorithm(handle, invocation.product, data)
+    if found is None or found.workspace_bytes > invocation.workspace_bytes:
+        return None
+    return found
+
+
+def _remember(invocation: Invocation, best: Measured, results: tuple[Measured, ...]) -> None:
+    """Keep a choice, in this process and on disk; other processes' choices are kept, too."""
+    first = min(results, key=lambda x: x.rank)
+    entry = {
+        "algorithm": best.algorithm.data.hex(),
+        "rank": best.rank,
+        "candidates": len(results),
+        "time_over_first_choice": best.median_ms / first.median_ms,
+    }
+    with _lock:
+        stored = _stored()
+        stored.setdefault(device_key(), {})[product_key(invocation)] = entry
+        _stored.cache_clear()
+        merged = _stored()
+        for device, entries in stored.items():
+            merged.setdefault(device, {}).update(entries)
+        disk.write_json(_FILE, {"format": _FORMAT, "devices": merged})
+
+
+def forget() -> None:
+    """Read the disk anew at the next product."""
+    _stored.cache_clear()

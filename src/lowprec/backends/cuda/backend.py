@@ -1,0 +1,180 @@
+"""Executes plans on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.arrays.view import contiguous_strides
+from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
+from lowprec.backends.cuda.bindings import AlgorithmInfo
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.prepared import PreparedProduct
+from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed
+from lowprec.formats import DType
+from lowprec.planning import Capabilities, GemmPlan
+
+__all__ = [
+    "allocate",
+    "capabilities",
+    "copy",
+    "describe",
+    "prepare",
+    "ran",
+    "reset",
+    "stopwatch",
+    "tune",
+]
+
+#: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
+_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
+_LARGE_SINCE = (9, 0)
+
+#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100 and H100; (capability from
+#: which it holds, flops per byte), the newest first.
+_FLOPS_PER_BYTE = (((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
+
+#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100).
+_FLOPS_PER_CLOCK: dict[tuple[int, int], dict[str, int]] = {
+    (7, 0): {"float32": 128, "float64": 64, "float16": 1024},
+    (8, 0): {"float32": 128, "float64": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
+    (9, 0): {"float32": 256, "float64": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
+}  # fmt: skip
+
+
+def capabilities(device: Device) -> Capabilities:
+    """Return what a GPU can do. Looked up once per device."""
+    return _capabilities(driver.properties(device.index))
+
+
+@functools.lru_cache(maxsize=64)
+def _capabilities(found: driver.DeviceProperties) -> Capabilities:
+    intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
+    clock = found.multiprocessors * found.clock_khz * 1e3
+    peak = _FLOPS_PER_CLOCK.get(found.capability, {}) if clock else {}
+    return Capabilities(
+        device=f"cuda:{found.index}",
+        name=found.name,
+        flops_per_byte=intensity,
+        compute_capability=found.capability,
+        workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
+        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in peak.items()),
+    )
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the function that executes a plan.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        A plan for a GPU.
+
+    Returns
+    -------
+    Executor
+        Queues the work on the stream of its arguments; safe to call from several threads at once.
+    """
+    libraries()
+    if 0 in plan.out_shape:
+        return _nothing
+    return PreparedProduct(plan)
+
+
+def _nothing(_: Arguments) -> None:
+    """Compute a result that has no elements."""
+
+
+def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+    """Return what cuBLASLt tells of the algorithm that would run, as rows of names and values.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+    arguments : Arguments
+        Only the pointers' alignment matters; nothing is read.
+    """
+    if 0 in plan.out_shape or plan.call is None:
+        return ()
+    with driver.on_device(arguments.a.device.index):
+        info = PreparedProduct(plan).prepared(arguments).info
+    return (("algorithm", algorithm_text(info)), ("units", units_text(info)))
+
+
+def algorithm_text(info: AlgorithmInfo) -> str:
+    """Return an algorithm in words."""
+    splits = f"split-K {info.split_k}" + (f" ({info.reduction})" if info.split_k > 1 else "")
+    return (
+        f"id {info.id}, tile {info.tile}, stages {info.stages}, {splits}, "
+        f"workspace {info.workspace_bytes} B"
+    )
+
+
+def units_text(info: AlgorithmInfo) -> str:
+    """Return in words what multiplies, as the algorithm's numerical implementation flags tell it."""
+    used = "tensor cores" if info.uses_tensor_cores else "no tensor cores"
+    return f"{info.units} on {info.input_type}, summed in {info.accumulator}: {used}"
+
+
+def ran(plan: GemmPlan, execute: Executor) -> Ran:
+    """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
+    last = execute.last if isinstance(execute, PreparedProduct) else None
+    if last is None:
+        return Ran(None)
+    return Ran(last.info.uses_tensor_cores, algorithm_text(last.info))
+
+
+def stopwatch(arguments: Arguments) -> Stopwatch:
+    """Start to take the time of a product by events on its stream."""
+    with driver.on_device(arguments.a.device.index):
+        return timing.stopwatch(arguments.a.device.index, arguments.stream)
+
+
+def tune(
+    execute: Executor,
+    arguments: Arguments,
+    *,
+    candidates: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Timed, ...]:
+    """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
+
+    Returns
+    -------
+    tuple of Timed
+        The chosen one first; empty where cuBLASLt is not called.
+    """
+    if not isinstance(execute, PreparedProduct) or execute.plan.call is None:
+        return ()
+    with driver.on_device(arguments.a.device.index):
+        measured = execute.tune(arguments, candidates, progress)
+        return tuple(
+            Timed(x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm)))
+            for x in measured
+        )
+
+
+def reset() -> None:
+    """Give back handles, workspaces, events and pooled memory; no product may be running.
+
+    Prepared products stay good and make anew what they need.
+    """
+    handles.reset()
+    timing.release()
+    memory.release()
+    autotune.forget()
+    _capabilities.cache_clear()
+
+
+def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int) -> ArrayView:
+    """Return a new row-major array in memory of lowprec's own, for work on a stream."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    block = memory.allocate(size, device, stream)
+    return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
+
+
+def copy(source: ArrayView, out: ArrayView, stream: int) -> None:
+    """Write the elements of ``source``, row-major, to ``out``, an array of the same shape and dtype."""

@@ -1,0 +1,416 @@
+"""cuBLASLt with its errors named and its objects owned: the one place that calls ``nvmath.bindings``.
+
+Descriptors live in host memory and belong to the Python object that made them; it destroys them when it dies or when
+its construction fails half-way. Source: the cuBLAS documentation, chapter "Using the cuBLASLt API".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmInfo",
+    "Descriptor",
+    "Product",
+    "check_algorithm",
+    "create_handle",
+    "cublas_version",
+    "describe_algorithm",
+    "destroy_handle",
+    "heuristics",
+    "matmul_descriptor",
+    "matrix_layout",
+    "preference",
+    "translated",
+]
+
+# ``cublasStatus_t``.
+_ALLOC_FAILED = 3
+_NOT_SUPPORTED = 15
+
+#: Errors by status; every other status is a :class:`BackendError`.
+_ERRORS: dict[int, type[LowprecError]] = {
+    _ALLOC_FAILED: DeviceMemoryError,
+    _NOT_SUPPORTED: UnsupportedError,
+}
+
+
+def translate(error: Exception, doing: str) -> LowprecError:
+    """Return the error of lowprec's that stands for one of the bindings'.
+
+    Parameters
+    ----------
+    error : Exception
+    doing : str
+        What was being done, with the plan, for the message.
+    """
+    if isinstance(error, LowprecError):
+        return error
+    status = getattr(error, "status", None)
+    kind = _ERRORS.get(int(status), BackendError) if status is not None else BackendError
+    return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
+
+
+@contextlib.contextmanager
+def translated(doing: Callable[[], str]) -> Iterator[None]:
+    """Raise what goes wrong in the block as lowprec's errors; ``doing`` is asked for words only then."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise translate(error, doing()) from error
+
+
+def cublas_version() -> int:
+    """Return cuBLASLt's version as it counts it: 130100 is 13.1.0."""
+    return int(libraries().cublas_lt.get_version())
+
+
+def cublas_version_text() -> str:
+    """Return cuBLASLt's version in words, also where asking for it fails."""
+    try:
+        version = cublas_version()
+    except Exception:  # noqa: BLE001 - this is asked for while another error is being told
+        return "(of an unknown version)"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+class Descriptor:
+    """An object of cuBLASLt's, destroyed with this one.
+
+    Parameters
+    ----------
+    pointer : int
+    destroy : callable
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "pointer")
+
+    def __init__(self, pointer: int, destroy: Callable[[int], None]) -> None:
+        self.pointer = pointer
+        self._finalizer = weakref.finalize(self, _quietly, destroy, pointer)
+        # At the end of the process the memory goes anyway, and the library may be gone already.
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Destroy the object now."""
+        self._finalizer()
+
+
+def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
+    # A finalizer has nobody to tell; the object is host memory of some hundred bytes.
+    with contextlib.suppress(Exception):
+        destroy(pointer)
+
+
+def create_handle() -> int:
+    """Return a new handle on the current device."""
+    with translated(lambda: "create a handle"):
+        return int(libraries().cublas_lt.create())
+
+
+def destroy_handle(handle: int) -> None:
+    """Destroy a handle; the device finishes all its work first."""
+    with translated(lambda: "destroy a handle"):
+        libraries().cublas_lt.destroy(handle)
+
+
+@functools.lru_cache(maxsize=256)
+def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
+    """Return the number and the C type of an attribute, by the enumeration and its getter's name."""
+    enumeration, getter = _ATTRIBUTES[kind]
+    cublas_lt = libraries().cublas_lt
+    member = getattr(cublas_lt, enumeration)[name]
+    return int(member), np.dtype(getattr(cublas_lt, getter)(member))
+
+
+_ATTRIBUTES = {
+    "matmul_desc": ("MatmulDescAttribute", "get_matmul_desc_attribute_dtype"),
+    "matrix_layout": ("MatrixLayoutAttribute", "get_matrix_layout_attribute_dtype"),
+    "matmul_preference": ("MatmulPreferenceAttribute", "get_matmul_preference_attribute_dtype"),
+    "matmul_algo_config": ("MatmulAlgoConfigAttribute", "get_matmul_algo_config_attribute_dtype"),
+    "matmul_algo_cap": ("MatmulAlgoCapAttribute", "get_matmul_algo_cap_attribute_dtype"),
+}
+
+
+def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
+    """Set an attribute of a descriptor, layout or preference."""
+    number, dtype = _attribute(kind, name)
+    buffer = np.array([value], dtype)
+    setter = getattr(libraries().cublas_lt, f"{kind}_set_attribute")
+    setter(pointer, number, buffer.ctypes.data, buffer.nbytes)
+
+
+def _get_attribute(kind: str, pointer: int, name: str) -> int:
+    number, dtype = _attribute(kind, name)
+    buffer, written = np.zeros(1, dtype), np.zeros(1, np.uint64)
+    getter = getattr(libraries().cublas_lt, f"{kind}_get_attribute")
+    getter(pointer, number, buffer.ctypes.data, buffer.nbytes, written.ctypes.data)
+    return int(buffer[0])
+
+
+def _create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
+    cublas_lt = libraries().cublas_lt
+    pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
+    made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
+    try:
+        for name, value in attributes.items():
+            set_attribute(kind, made.pointer, name, value)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def matmul_descriptor(
+    compute_type: int, scale_type: int, attributes: Mapping[str, int]
+) -> Descriptor:
+    """Return a descriptor of the operation.
+
+    Parameters
+    ----------
+    compute_type : int
+        ``cublasComputeType_t``.
+    scale_type : int
+        ``cudaDataType`` of alpha and beta.
+    attributes : mapping
+        Values by the names of ``MatmulDescAttribute``.
+    """
+    return _create("matmul_desc", (compute_type, scale_type), attributes)
+
+
+def matrix_layout(
+    data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]
+) -> Descriptor:
+    """Return the layout of a batch of column-major matrices.
+
+    Parameters
+    ----------
+    data_type : int
+        ``cudaDataType``.
+    rows, cols, leading_dimension : int
+        As stored.
+    batch : tuple of int
+        Number of matrices, and elements from one to the next.
+    """
+    attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
+    return _create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
+
+
+def preference(
+    workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]
+) -> Descriptor:
+    """Return what the search for an algorithm must respect.
+
+    The library's own defaults are no workspace and pointers aligned to 256 bytes, so all of it is always set.
+    """
+    schemes = libraries().cublas_lt.ReductionScheme
+    mask = sum(int(schemes[name]) for name in reduction_schemes)
+    attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
+    attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
+    return _create("matmul_preference", (), attributes)
+
+
+# -- algorithms -----------------------------------------------------------------------------------
+
+
+class Algorithm(NamedTuple):
+    """A way to run one product: 64 opaque bytes, good for one version of cuBLAS and one model of GPU.
+
+    Parameters
+    ----------
+    data : bytes
+        ``cublasLtMatmulAlgo_t``.
+    workspace_bytes : int
+        What it needs.
+    """
+
+    data: bytes
+    workspace_bytes: int
+
+
+class Product(NamedTuple):
+    """The descriptors of one product, to ask for its algorithms and to run it."""
+
+    operation: Descriptor
+    a: Descriptor
+    b: Descriptor
+    c: Descriptor
+    d: Descriptor
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """Pointers in the order in which cuBLASLt's functions take them."""
+        return tuple(x.pointer for x in self)
+
+    def close(self) -> None:
+        """Destroy the descriptors now."""
+        for descriptor in self:
+            descriptor.close()
+
+
+def heuristics(
+    handle: int, product: Product, wanted: Descriptor, count: int
+) -> tuple[Algorithm, ...]:
+    """Return up to ``count`` algorithms, the most promising first; none where there is none."""
+    cublas_lt = libraries().cublas_lt
+    found = cublas_lt.MatmulHeuristicResult(count)
+    returned = np.zeros(1, np.int32)
+    try:
+        cublas_lt.matmul_algo_get_heuristic(
+            handle, *product.pointers, wanted.pointer, count, found.ptr, returned.ctypes.data
+        )
+    except cublas_lt.cuBLASLtError as error:
+        if int(error.status) == _NOT_SUPPORTED:
+            return ()
+        raise
+    results = _results(found)
+    return tuple(
+        Algorithm(bytes(results[i]["algo"]), int(results[i]["workspace_size"]))
+        for i in range(int(returned[0]))
+        if results[i]["state"] == 0
+    )
+
+
+def _results(found: Any) -> Any:
+    """Return the structs of a ``MatmulHeuristicResult`` as a NumPy array."""
+    dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
+    return np.frombuffer(ctypes.string_at(found.ptr, len(found) * dtype.itemsize), dtype)
+
+
+def check_algorithm(handle: int, product: Product, algorithm: bytes) -> Algorithm | None:
+    """Return a stored algorithm if it can run this product here, None if it cannot."""
+    cublas_lt = libraries().cublas_lt
+    if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
+        return None
+    found = cublas_lt.MatmulHeuristicResult(1)
+    data = np.frombuffer(algorithm, np.uint8).copy()
+    try:
+        cublas_lt.matmul_algo_check(handle, *product.pointers, data.ctypes.data, found.ptr)
+    except cublas_lt.cuBLASLtError:
+        return None
+    result = _results(found)[0]
+    return None if result["state"] != 0 else Algorithm(algorithm, int(result["workspace_size"]))
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmInfo:
+    """What cuBLASLt tells of an algorithm.
+
+    Parameters
+    ----------
+    id : int
+    tile, stages : str
+        Names of ``MatmulTile`` and ``MatmulStages``, for example ``"128x256"`` and ``"64x4"``.
+    split_k : int
+        Into how many parts the inner dimension is cut; 1 for one.
+    reduction : str
+        How the parts are summed, a name of ``ReductionScheme``.
+    workspace_bytes : int
+    units : str
+        Instruction that multiplies, as the numerical implementation flags tell it.
+    input_type, accumulator : str
+        What that instruction reads, and what it sums in.
+    """
+
+    id: int
+    tile: str
+    stages: str
+    split_k: int
+    reduction: str
+    workspace_bytes: int
+    units: str
+    input_type: str
+    accumulator: str
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether the instruction is one of the tensor cores'."""
+        return self.units in _TENSOR_CORE_UNITS
+
+
+#: ``cublasLtNumericalImplFlags_t``: the instruction, the accumulator and the input, by bit.
+_UNITS = {0: "FMA", 1: "HMMA", 2: "IMMA", 3: "DMMA"}
+_ACCUMULATORS = {8: "float16", 9: "float32", 10: "float64", 11: "int32"}
+_INPUTS = {
+    16: "float16", 17: "bfloat16", 18: "tf32", 19: "float32", 20: "float64", 21: "int8",
+    22: "float8_e4m3fn", 23: "float8_e5m2",
+}  # fmt: skip
+_TENSOR_CORE_UNITS = frozenset({"HMMA", "IMMA", "DMMA"})
+
+
+def _named(flags: int, names: Mapping[int, str]) -> str:
+    return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not told"
+
+
+def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
+    """Return what an algorithm is, as cuBLASLt itself reports it."""
+    data = np.frombuffer(algorithm.data, np.uint8).copy()
+    pointer = data.ctypes.data
+    cublas_lt = libraries().cublas_lt
+
+    def config(name: str) -> int:
+        return _get_attribute("matmul_algo_config", pointer, name)
+
+    flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
+    return AlgorithmInfo(
+        id=config("ID"),
+        tile=_member(cublas_lt.MatmulTile, config("TILE_ID"), "TILE_"),
+        stages=_member(cublas_lt.MatmulStages, config("STAGES_ID"), "STAGES_"),
+        split_k=max(config("SPLITK_NUM"), 1),
+        reduction=_member(cublas_lt.ReductionScheme, config("REDUCTION_SCHEME"), ""),
+        workspace_bytes=algorithm.workspace_bytes,
+        units=_named(flags, _UNITS),
+        input_type=_named(flags, _INPUTS),
+        accumulator=_named(flags, _ACCUMULATORS),
+    )
+
+
+def _member(enumeration: Any, value: int, prefix: str) -> str:
+    """Return the name of an enumeration's value, the number where a newer library has more of them."""
+    try:
+        name: str = enumeration(value).name
+    except ValueError:
+        return str(value)
+    return name.removeprefix(prefix)
+
+
+# -- cuBLAS ---------------------------------------------------------------------------------------
+
+
+def create_cublas_handle() -> int:
+    """Return a new handle of cuBLAS, the library beside cuBLASLt, on the current device."""
+    with translated(lambda: "create a cuBLAS handle"):
+        return int(libraries().cublas.create())
+
+
+def destroy_cublas_handle(handle: int) -> None:
+    """Destroy a handle of cuBLAS; the device finishes all its work first."""
+    with translated(lambda: "destroy a cuBLAS handle"):
+        libraries().cublas.destroy(handle)
+
+
+def math_mode(handle: int) -> int:
+    """Return a handle's ``cublasMath_t`` as it is, flags included."""
+    with translated(lambda: "read the math mode of a cuBLAS handle"):
+        return int(libraries().cublas.get_math_mode(handle))
+
+
+def set_math_mode(handle: int, raw: int) -> None:
+    """Set a handle's ``cublasMath_t``."""
+    with translated(lambda: f"set the math mode {raw} of a cuBLAS handle"):
+        libraries().cublas.set_math_mode(handle, raw)

@@ -1,0 +1,278 @@
+"""CUDA's runtime with its status codes turned into exceptions: devices, memory, streams, events.
+
+The only file that calls ``cuda.bindings.runtime``. Streams are integers, as everywhere in lowprec: 1 is the legacy
+default stream. Source: the CUDA Runtime API reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import BackendError, DeviceError, DeviceMemoryError
+
+__all__ = [
+    "DeviceProperties",
+    "allocate",
+    "copy_async",
+    "create_event",
+    "create_stream",
+    "current_device",
+    "destroy_event",
+    "driver_version",
+    "elapsed_ms",
+    "event_is_done",
+    "free",
+    "is_capturing",
+    "on_device",
+    "properties",
+    "record_event",
+    "relaxed_capture",
+    "synchronize_device",
+    "synchronize_event",
+    "synchronize_stream",
+    "wait_event",
+]
+
+_MIB = 1 << 20
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    """Call a function of the runtime and return its value (None if it has none); raise if it reports an error."""
+    runtime = libraries().runtime
+    status, *values = getattr(runtime, function)(*arguments)
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise _error(runtime, function, status)
+    return values[0] if values else None
+
+
+def _error(runtime: Any, function: str, status: Any) -> BackendError:
+    name = getattr(status, "name", str(status))
+    _, text = runtime.cudaGetErrorString(status)
+    words = text.decode() if isinstance(text, bytes) else str(text)
+    # An error that does not stick to the context is kept as the last one, and would be blamed on someone else's call.
+    runtime.cudaGetLastError()
+    return BackendError(f"{function} failed with {name}: {words}")
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """What a GPU is.
+
+    Parameters
+    ----------
+    index : int
+    name : str
+    capability : tuple of int
+        Compute capability, (major, minor).
+    memory_bytes : int
+    multiprocessors : int
+    clock_khz : int
+        Highest clock rate of a multiprocessor; 0 where the driver does not tell.
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    multiprocessors: int
+    clock_khz: int
+
+
+@functools.lru_cache(maxsize=64)
+def _properties(runtime: Any, index: int) -> DeviceProperties:
+    """Look up a device; the runtime is a part of the key, so that tests may exchange it."""
+    count = _call("cudaGetDeviceCount")
+    if not 0 <= index < count:
+        raise DeviceError(f"there is no device cuda:{index}; this process sees {count}")
+    found = _call("cudaGetDeviceProperties", index)
+    name = found.name.decode() if isinstance(found.name, bytes) else str(found.name)
+    clock = _call("cudaDeviceGetAttribute", runtime.cudaDeviceAttr.cudaDevAttrClockRate, index)
+    return DeviceProperties(
+        index,
+        name.rstrip("\0"),
+        (int(found.major), int(found.minor)),
+        int(found.totalGlobalMem),
+        int(found.multiProcessorCount),
+        int(clock),
+    )
+
+
+def properties(index: int) -> DeviceProperties:
+    """Return what a device is, looked up once.
+
+    Raises
+    ------
+    DeviceError
+        If there is no such device.
+    """
+    return _properties(libraries().runtime, index)
+
+
+def device_count() -> int:
+    """Return how many devices this process sees."""
+    return int(_call("cudaGetDeviceCount"))
+
+
+def driver_version() -> tuple[int, int]:
+    """Return the newest version of CUDA that the driver serves, (major, minor)."""
+    version = int(_call("cudaDriverGetVersion"))
+    return version // 1000, version % 1000 // 10
+
+
+def current_device() -> int:
+    """Return the device of this thread."""
+    return int(_call("cudaGetDevice"))
+
+
+@contextlib.contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Make a device the current one of this thread for the length of a block."""
+    before = current_device()
+    if before == index:
+        yield
+        return
+    _call("cudaSetDevice", index)
+    try:
+        yield
+    finally:
+        _call("cudaSetDevice", before)
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow calls that have nothing to do with the work which this or another thread is capturing into a graph."""
+    relaxed = libraries().runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+    mode = _call("cudaThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        _call("cudaThreadExchangeStreamCaptureMode", mode)
+
+
+def synchronize_device() -> None:
+    """Wait on the host for all work of the current device, on all streams."""
+    with relaxed_capture():
+        _call("cudaDeviceSynchronize")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def allocate(nbytes: int) -> int:
+    """Return the address of new memory on the current device, aligned to 256 bytes or more.
+
+    It may be called while a stream of this thread is being captured: memory is not part of the captured work.
+
+    Raises
+    ------
+    DeviceMemoryError
+        If the device has not that much left.
+    """
+    runtime = libraries().runtime
+    with relaxed_capture():
+        status, address = runtime.cudaMalloc(nbytes)
+    if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
+        runtime.cudaGetLastError()
+        raise DeviceMemoryError(
+            f"cuda:{current_device()} has no {nbytes / _MIB:.1f} MiB of memory left for lowprec; free some (frameworks "
+            "give back what they cache with torch.cuda.empty_cache() or "
+            "cupy.get_default_memory_pool().free_all_blocks())"
+        )
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise _error(runtime, "cudaMalloc", status)
+    return int(address)
+
+
+def free(address: int) -> None:
+    """Give memory back; the device finishes all its work first."""
+    with relaxed_capture():
+        _call("cudaFree", address)
+
+
+def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy bytes, wherever they lie, in the order of a stream."""
+    kind = libraries().runtime.cudaMemcpyKind.cudaMemcpyDefault
+    _call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
+
+
+def set_zero_async(address: int, nbytes: int, stream: int) -> None:
+    """Fill memory of the device with zero bytes, in the order of a stream."""
+    _call("cudaMemsetAsync", address, 0, nbytes, stream)
+
+
+# -- streams and events ---------------------------------------------------------------------------
+
+
+def create_stream() -> int:
+    """Return a new stream of the current device that does not wait for the default stream."""
+    runtime = libraries().runtime
+    return int(_call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+
+
+def destroy_stream(stream: int) -> None:
+    """Destroy a stream once its work is done."""
+    _call("cudaStreamDestroy", stream)
+
+
+def synchronize_stream(stream: int) -> None:
+    """Wait on the host for the work of a stream."""
+    _call("cudaStreamSynchronize", stream)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether the work of a stream is being captured into a graph."""
+    runtime = libraries().runtime
+    idle = runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
+    return bool(_call("cudaStreamIsCapturing", stream) != idle)
+
+
+def create_event(*, timing: bool = False) -> Any:
+    """Return a new event of the current device."""
+    runtime = libraries().runtime
+    flags = runtime.cudaEventDefault if timing else runtime.cudaEventDisableTiming
+    return _call("cudaEventCreateWithFlags", flags)
+
+
+def destroy_event(event: Any) -> None:
+    """Destroy an event; what waits for it goes on to do so."""
+    _call("cudaEventDestroy", event)
+
+
+def record_event(event: Any, stream: int) -> None:
+    """Have an event stand for the work that a stream holds now."""
+    _call("cudaEventRecord", event, stream)
+
+
+def wait_event(stream: int, event: Any) -> None:
+    """Have later work of a stream wait for an event."""
+    _call("cudaStreamWaitEvent", stream, event, 0)
+
+
+def event_is_done(event: Any) -> bool:
+    """Whether the work before an event is done."""
+    runtime = libraries().runtime
+    (status,) = runtime.cudaEventQuery(event)
+    if status == runtime.cudaError_t.cudaErrorNotReady:
+        runtime.cudaGetLastError()
+        return False
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise _error(runtime, "cudaEventQuery", status)
+    return True
+
+
+def synchronize_event(event: Any) -> None:
+    """Wait on the host for an event."""
+    _call("cudaEventSynchronize", event)
+
+
+def elapsed_ms(start: Any, end: Any) -> float:
+    """Return the milliseconds between two events that are done and were created with ``timing``."""
+    return float(_call("cudaEventElapsedTime", start, end))

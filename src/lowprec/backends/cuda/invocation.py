@@ -1,0 +1,258 @@
+"""One prepared ``cublasLtMatmul``: descriptors and algorithm, made once; a warm call is one call of the library."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda import bindings, handles
+from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, Product
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import UnsupportedError
+from lowprec.formats import DType
+from lowprec.planning.calls import CublasLtCall, LtMatrix
+
+__all__ = ["ALIGNMENT_BYTES", "Choose", "Invocation", "Operands", "alignment_of"]
+
+#: Alignments beyond this make no difference.
+ALIGNMENT_BYTES = 256
+
+#: ``cublasComputeType_t``.
+_COMPUTE_TYPES = {
+    "COMPUTE_32F": 68,
+    "COMPUTE_32F_PEDANTIC": 69,
+    "COMPUTE_64F": 70,
+    "COMPUTE_32I": 72,
+    "COMPUTE_32F_FAST_TF32": 77,
+}
+
+#: ``cublasOperation_t``.
+_OPERATIONS = {"N": 0, "T": 1}
+
+
+class Operands(NamedTuple):
+    """Addresses of what a call reads and writes, in cuBLASLt's order, and its factors.
+
+    ``bias``, ``scale_first`` and ``scale_second`` are 0 where there is none; alpha and beta are numbers.
+    """
+
+    first: int
+    second: int
+    c: int
+    d: int
+    bias: int = 0
+    scale_first: int = 0
+    scale_second: int = 0
+    alpha: complex = 1.0
+    beta: complex = 0.0
+
+
+def alignment_of(*addresses: int) -> int:
+    """Return the largest power of two, up to 256, of which all addresses are multiples.
+
+    Examples
+    --------
+    >>> alignment_of(512, 1024), alignment_of(512, 48), alignment_of(6)
+    (256, 16, 2)
+    """
+    bits = ALIGNMENT_BYTES
+    for address in addresses:
+        bits |= address
+    return bits & -bits
+
+
+class _Number(NamedTuple):
+    """Alpha or beta in memory of the host, and its address."""
+
+    address: int
+    memory: np.ndarray[Any, Any]
+
+
+@functools.lru_cache(maxsize=64)
+def _number(value: complex, dtype: DType) -> _Number:
+    """Return a factor for a call; kept, as the same few come back."""
+    memory = np.empty(1, NUMPY_DTYPES[dtype])
+    memory[0] = value if dtype.is_complex else value.real
+    return _Number(memory.ctypes.data, memory)
+
+
+#: Returns the algorithm for an invocation whose descriptors are made, None if there is none.
+Choose = Callable[["Invocation"], "Algorithm | None"]
+
+
+class Invocation:
+    """A product ready to run on one device, for pointers of one alignment.
+
+    Parameters
+    ----------
+    call : CublasLtCall
+    alignment_bytes : int
+        Of all pointers.
+    workspace_bytes : int
+        What an algorithm may use.
+    operands : Operands
+        Of the first call; the search looks at the pointers' alignment and reads nothing.
+    choose : callable
+        Returns the algorithm; None if there is none.
+    describe : callable
+        Returns the product in words, for errors.
+
+    Raises
+    ------
+    UnsupportedError
+        If this cuBLASLt has no algorithm for the product on this device.
+    """
+
+    def __init__(
+        self,
+        call: CublasLtCall,
+        alignment_bytes: int,
+        workspace_bytes: int,
+        operands: Operands,
+        choose: Choose,
+        describe: Callable[[], str],
+    ) -> None:
+        self.call = call
+        self.alignment_bytes = alignment_bytes
+        self.workspace_bytes = workspace_bytes
+        self._describe = describe
+        self._lock = threading.Lock()
+        self._varies = bool(operands.bias or operands.scale_first or operands.scale_second)
+        self._offsets = _byte_offsets(call)
+        with bindings.translated(lambda: f"prepare {describe()}"):
+            self.product = _descriptors(call, operands)
+            try:
+                algorithm = choose(self)
+                if algorithm is None:
+                    raise UnsupportedError(
+                        f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
+                    )
+            except BaseException:
+                self.product.close()
+                raise
+        self.use(algorithm)
+
+    def use(self, algorithm: Algorithm) -> None:
+        """Run this algorithm from now on."""
+        data = np.frombuffer(algorithm.data, np.uint8).copy()
+        self._pointers = self.product.pointers
+        self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
+        self.algorithm = algorithm
+        self.__dict__.pop("info", None)
+
+    @functools.cached_property
+    def info(self) -> AlgorithmInfo:
+        """What cuBLASLt tells of the algorithm."""
+        return bindings.describe_algorithm(self.algorithm)
+
+    def run(self, handle: int, stream: int, operands: Operands) -> None:
+        """Queue the product; alpha and beta are read before this returns."""
+        try:
+            if not self._varies:
+                self._queue(handle, stream, operands)
+                return
+            # These pointers are part of the descriptor, which other threads use too; it is read before matmul returns.
+            with self._lock:
+                _set_pointers(self.product.operation, operands)
+                self._queue(handle, stream, operands)
+        except RuntimeError as error:
+            raise bindings.translate(error, f"run {self._describe()}") from error
+
+    def _queue(self, handle: int, stream: int, operands: Operands) -> None:
+        scale_dtype = self.call.scale_dtype
+        alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
+        algorithm, workspace_bytes, _ = self._chosen
+        workspace = handles.workspace(handle, stream, workspace_bytes)
+        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
+        matmul = libraries().cublas_lt.matmul
+        for first, second, c, d in self._offsets:
+            matmul(
+                handle,
+                operation,
+                alpha.address,
+                operands.first + first,
+                first_layout,
+                operands.second + second,
+                second_layout,
+                beta.address,
+                operands.c + c,
+                c_layout,
+                operands.d + d,
+                d_layout,
+                algorithm,
+                workspace,
+                workspace_bytes,
+                stream,
+            )
+
+    def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
+        """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""
+        schemes = ["COMPUTE_TYPE"]
+        if self.call.d.dtype is self.call.scale_dtype:
+            # Sums "in place" pass through D's own element type.
+            schemes.append("INPLACE")
+        wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
+        try:
+            return bindings.heuristics(handle, self.product, wanted, count)
+        finally:
+            wanted.close()
+
+
+def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
+    """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
+    attributes = {
+        "TRANSA": _OPERATIONS[call.op_first],
+        "TRANSB": _OPERATIONS[call.op_second],
+        "EPILOGUE": int(libraries().cublas_lt.Epilogue[call.epilogue]),
+    }
+    made: list[Descriptor] = []
+    try:
+        made.append(
+            bindings.matmul_descriptor(
+                _COMPUTE_TYPES[call.compute_type], call.scale_dtype.cuda_data_type, attributes
+            )
+        )
+        _set_pointers(made[0], operands)
+        # Without an addend D stands for C, which is then not read.
+        for matrix in (call.first, call.second, call.c or call.d, call.d):
+            made.append(_layout(matrix, call.batch_count))
+    except BaseException:
+        for descriptor in made:
+            descriptor.close()
+        raise
+    return Product(*made)
+
+
+def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
+    return bindings.matrix_layout(
+        matrix.dtype.cuda_data_type,
+        matrix.rows,
+        matrix.cols,
+        matrix.leading_dimension,
+        (batch_count, matrix.batch_stride),
+    )
+
+
+def _set_pointers(operation: Descriptor, operands: Operands) -> None:
+    """Write the pointers that are part of the descriptor."""
+    for name, address in (
+        ("BIAS_POINTER", operands.bias),
+        ("A_SCALE_POINTER", operands.scale_first),
+        ("B_SCALE_POINTER", operands.scale_second),
+    ):
+        if address:
+            bindings.set_attribute("matmul_desc", operation.pointer, name, address)
+
+
+def _byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
+    c = call.c or call.d
+    sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
+    return tuple(
+        (first * sizes[0], second * sizes[1], (c_at if call.c else d) * sizes[2], d * sizes[3])
+        for first, second, c_at, d in call.offsets
+    )

@@ -1,0 +1,162 @@
+// What is made of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
+//
+// Given before this text: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where
+// there are any; SCALED, whether exponents are given; RELU, GELU; VECTOR, whether rows of product and result are
+// contiguous and aligned.
+//
+// The arithmetic is that of the product's type, in the order in which the CPU's is done, and is rounded once to the
+// result's. A scaled product is multiplied by alpha and its power of two in double, where neither can overflow or
+// underflow, and is rounded once to the product's type.
+
+typedef PRODUCT Product;
+typedef RESULT Result;
+
+static constexpr int smaller = sizeof(Product) < sizeof(Result) ? sizeof(Product) : sizeof(Result);
+// Elements of a row that a thread takes at a time.
+static constexpr int taken = VECTOR && smaller < 16 ? 16 / smaller : 1;
+
+// -- arithmetic, the same words for real and complex numbers ---------------------------------------
+
+template <class T> __device__ inline T factor(double re, double, T) { return (T)re; }
+template <class T> __device__ inline Complex<T> factor(double re, double im, Complex<T>) { return {(T)re, (T)im}; }
+
+template <class T> __device__ inline T times(T x, T by) { return x * by; }
+
+// A factor without imaginary part multiplies both parts: Inf * (2 + 0i) has no NaN in it.
+template <class T> __device__ inline Complex<T> times(Complex<T> x, Complex<T> by)
+{
+    if (by.im == 0) return {x.re * by.re, x.im * by.re};
+    return {x.re * by.re - x.im * by.im, x.re * by.im + x.im * by.re};
+}
+
+template <class T> __device__ inline T plus(T x, T y) { return x + y; }
+__device__ inline int plus(int x, int y) { return (int)((unsigned int)x + (unsigned int)y); }
+template <class T> __device__ inline Complex<T> plus(Complex<T> x, Complex<T> y) { return {x.re + y.re, x.im + y.im}; }
+
+template <class T> __device__ inline bool is_one(T x) { return x == 1; }
+template <class T> __device__ inline bool is_one(Complex<T> x) { return x.re == 1 && x.im == 0; }
+template <class T> __device__ inline bool is_zero(T x) { return x == 0; }
+template <class T> __device__ inline bool is_zero(Complex<T> x) { return x.re == 0 && x.im == 0; }
+
+#if SCALED
+__device__ inline float scaled(float x, float alpha, int exponent)
+{
+    return (float)((double)x * alpha * power_of_two_double(exponent));
+}
+
+__device__ inline Complex<float> scaled(Complex<float> x, Complex<float> alpha, int exponent)
+{
+    Complex<double> wide = {x.re, x.im}, by = {alpha.re, alpha.im}, product = times(wide, by);
+    double power = power_of_two_double(exponent);
+    return {(float)(product.re * power), (float)(product.im * power)};
+}
+#endif
+
+#if GELU
+__device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
+#endif
+
+template <class T> __device__ inline T activated(T x)
+{
+#if RELU
+    return x < 0 ? 0 : x;
+#elif GELU
+    T inner = x * x;
+    inner = inner * (T)0.044715 + (T)1;
+    inner = hyperbolic_tangent(inner * x * (T)0.7978845608028654);  // sqrt(2 / pi)
+    return x * ((inner + (T)1) * (T)0.5);
+#else
+    return x;
+#endif
+}
+
+// -- the kernel ----------------------------------------------------------------------------------
+
+extern "C" __global__ void finish(
+    const Product* product, Result* out,
+#ifdef ADDEND
+    const ADDEND* c,
+#endif
+#ifdef BIAS
+    const BIAS* bias, long long bias_stride,
+#endif
+#if SCALED
+    const int* row_exponents, const int* col_exponents,
+#endif
+    long long rows, long long cols, long long product_row_stride, long long product_batch_stride,
+    long long out_row_stride, long long out_col_stride, long long count, long long extent1, long long extent2,
+    long long out_stride0, long long out_stride1, long long out_stride2,
+#ifdef ADDEND
+    long long c_row_stride, long long c_col_stride, long long c_stride0, long long c_stride1, long long c_stride2,
+    long long c_aligned, double beta_re, double beta_im,
+#endif
+    double alpha_re, double alpha_im)
+{
+    Product alpha = factor(alpha_re, alpha_im, Product());
+#ifdef ADDEND
+    Product beta = factor(beta_re, beta_im, Product());
+#endif
+    long long groups = (cols + taken - 1) / taken, total = count * rows * groups;
+    long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += step) {
+        long long matrix = 0, row = 0, group = i;
+        if (total != groups) {
+            Split line(i, groups), stack(line.quotient, rows);
+            matrix = stack.quotient, row = stack.remainder, group = line.remainder;
+        }
+        long long first = group * taken;
+        bool whole = VECTOR && first + taken <= cols;
+
+        Group<Product, taken> value;
+        const Product* from = product + matrix * product_batch_stride + row * product_row_stride;
+        if (whole)
+            value.load(from + first);
+        else
+            value.load(from, first, cols, 1);
+
+#ifdef ADDEND
+        Group<ADDEND, taken> addend;
+        bool adds = !is_zero(beta);
+        if (adds) {
+            const ADDEND* line = c + row * c_row_stride;
+            if (count > 1) line += batch_offset(matrix, extent1, extent2, c_stride0, c_stride1, c_stride2);
+            if (whole && c_aligned)
+                addend.load(line + first);
+            else
+                addend.load(line, first, cols, c_col_stride);
+        }
+#endif
+        Group<Result, taken> result;
+#pragma unroll
+        for (int j = 0; j < taken; ++j) {
+            Product x = value.items[j];
+#if defined(BIAS) || SCALED
+            long long col = first + j < cols ? first + j : cols - 1;
+#endif
+#if SCALED
+            int exponent = row_exponents[matrix * rows + row] + col_exponents[matrix * cols + col];
+            x = scaled(x, alpha, -exponent);
+#else
+            if (!is_one(alpha)) x = times(x, alpha);
+#endif
+#ifdef ADDEND
+            if (adds) {
+                Product y = Convert<ADDEND, Product>::of(addend.items[j]);
+                x = plus(x, is_one(beta) ? y : times(y, beta));
+            }
+#endif
+#ifdef BIAS
+            x = plus(x, Convert<BIAS, Product>::of(bias[col * bias_stride]));
+#endif
+            result.items[j] = Convert<Product, Result>::of(activated(x));
+        }
+
+        Result* to = out + row * out_row_stride;
+        if (count > 1) to += batch_offset(matrix, extent1, extent2, out_stride0, out_stride1, out_stride2);
+        if (whole)
+            result.store(to + first);
+        else
+            result.store(to, first, cols, out_col_stride);
+    }
+}

@@ -1,0 +1,395 @@
+"""Memory, streams and waiting on NVIDIA GPUs, for what lowprec brings itself: results for JAX, temporary buffers.
+
+``cudaMalloc`` takes up to a millisecond and ``cudaFree`` waits for the whole device, so blocks are kept when they
+die and reused. A block dies on the host while its stream may still work on it; the next one on the same stream may
+have it at once, because that stream does things one after the other. No block changes its stream.
+
+Two kinds of blocks are treated apart. One that was *shared*, which another library has had as an array of its own, may
+be in use on streams that nobody here knows: it is reused only after the whole device was waited for, which is done once
+for many of them. One that was allocated while its stream was being captured belongs to a CUDA graph, which may run at
+any later time: it is never reused and never freed.
+
+This module is a provider of :mod:`lowprec.arrays.device_memory`. A finaliser calls no function of CUDA: it leaves a note
+for the next call. Source: the CUDA Runtime API reference, *Stream synchronization behavior* and *Event Management*.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lowprec.arrays import Device
+from lowprec.backends.cuda import driver
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import BackendError, DeviceMemoryError
+
+__all__ = [
+    "Block",
+    "allocate",
+    "copy",
+    "keep",
+    "order",
+    "own_stream",
+    "release",
+    "release_finished",
+]
+
+#: What a device may hold unused, and as much again of what was shared.
+_LIMIT_BYTES = 256 << 20
+_LIMIT_SHARE = 16
+
+#: Sizes are rounded up to a multiple of this, and to 8 sizes for each power of two.
+_GRANULE = 512
+_SIZES_LOG2 = 3
+
+#: How many products of a stream may hold their operands; the next one waits for the first.
+_MAX_KEPT = 64
+
+
+class _Returned(NamedTuple):
+    """A block that died."""
+
+    stream: int
+    nbytes: int
+    address: int
+    shared: bool
+
+
+class Block:
+    """Memory of a device, given back when this object dies.
+
+    Parameters
+    ----------
+    address, nbytes : int
+    stream : int
+        Whose work uses the memory.
+    returned : deque or None
+        Takes the note of its death; None for memory that is never used again.
+    """
+
+    __slots__ = ("__weakref__", "_returned", "_shared", "address", "nbytes", "stream")
+
+    def __init__(
+        self, address: int, nbytes: int, stream: int, returned: deque[_Returned] | None
+    ) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.stream = stream
+        self._shared = False
+        self._returned = returned
+
+    def share(self) -> None:
+        """Tell that another library has the memory now: streams that lowprec does not know may use it."""
+        self._shared = True
+
+    def __del__(self, _note: type[_Returned] = _Returned) -> None:
+        # Runs in any thread, inside any other call, and while the interpreter ends: appending is all it does.
+        if self._returned is not None:
+            self._returned.append(_note(self.stream, self.nbytes, self.address, self._shared))
+
+
+class _Pool:
+    """Unused blocks and events of one device, and what its work needs alive. The device is current in all calls.
+
+    Parameters
+    ----------
+    device : int
+    """
+
+    def __init__(self, device: int) -> None:
+        self._limit = max(_LIMIT_BYTES, driver.properties(device).memory_bytes // _LIMIT_SHARE)
+        self._lock = threading.Lock()
+        self._returned: deque[_Returned] = deque()
+        # By stream and size; the one that was used last comes last.
+        self._unused: dict[tuple[int, int], list[int]] = {}
+        self._unused_bytes = 0
+        self._shared: list[_Returned] = []
+        self._shared_bytes = 0
+        self._events: list[Any] = []
+        self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
+        self._kept_for_ever: list[Sequence[Any]] = []
+        self._stream: int | None = None
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, stream: int) -> Block:
+        size = _rounded(nbytes)
+        if driver.is_capturing(stream):
+            return Block(self._new(size), size, stream, None)
+        with self._lock:
+            if self._returned:
+                self._collect()
+            found = self._take(size, stream)
+        return Block(found or self._new(size), size, stream, self._returned)
+
+    def _take(self, size: int, stream: int) -> int:
+        """Return the address of an unused block, 0 if there is none."""
+        key = (stream, size)
+        addresses = self._unused.pop(key, None)
+        if not addresses:
+            return 0
+        self._unused_bytes -= size
+        found = addresses.pop()
+        if addresses:
+            self._unused[key] = addresses
+        return found
+
+    def _put(self, block: _Returned) -> None:
+        key = (block.stream, block.nbytes)
+        addresses = self._unused.pop(key, [])
+        addresses.append(block.address)
+        self._unused[key] = addresses
+        self._unused_bytes += block.nbytes
+
+    def _collect(self) -> None:
+        """Sort the blocks that died since the last call, and give back what is too much."""
+        while self._returned:
+            block = self._returned.popleft()
+            if block.shared:
+                self._shared.append(block)
+                self._shared_bytes += block.nbytes
+            else:
+                self._put(block)
+        if self._shared_bytes > self._limit:
+            self._reclaim()
+        self._trim(self._limit)
+
+    def _reclaim(self) -> None:
+        """Wait for the device, after which nobody uses the shared blocks."""
+        driver.synchronize_device()
+        for block in self._shared:
+            self._put(block)
+        self._shared.clear()
+        self._shared_bytes = 0
+
+    def _trim(self, limit: int) -> None:
+        """Free blocks, those first that were not used for longest, until no more than ``limit`` bytes are unused."""
+        while self._unused_bytes > limit:
+            key = next(iter(self._unused))
+            addresses = self._unused[key]
+            address = addresses.pop()
+            if not addresses:
+                del self._unused[key]
+            self._unused_bytes -= key[1]
+            driver.free(address)
+
+    def _new(self, size: int) -> int:
+        try:
+            return driver.allocate(size)
+        except DeviceMemoryError:
+            if not self._free_unused():
+                raise
+        return driver.allocate(size)
+
+    def _free_unused(self) -> bool:
+        """Free all that is unused; return whether anything was."""
+        with self._lock:
+            self._collect()
+            if self._shared:
+                self._reclaim()
+            had = self._unused_bytes > 0
+            self._trim(0)
+        return had
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def own_stream(self) -> int:
+        if self._stream is None:
+            with self._lock:
+                if self._stream is None:
+                    self._stream = driver.create_stream()
+        return self._stream
+
+    def order(self, before: int, after: int) -> None:
+        event = self._recorded(before)
+        try:
+            driver.wait_event(after, event)
+        finally:
+            # A wait means the mark that the event had when it was queued, so the event is free again.
+            self._events.append(event)
+
+    def _recorded(self, stream: int) -> Any:
+        """Return an event that stands for the work which a stream holds now."""
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = driver.create_event()
+        try:
+            driver.record_event(event, stream)
+        except BaseException:
+            self._events.append(event)
+            raise
+        return event
+
+    # -- what is held -----------------------------------------------------------------------------
+
+    def keep(self, owners: Sequence[Any], stream: int) -> None:
+        try:
+            if driver.is_capturing(stream):  # the graph reads them whenever it runs
+                self._kept_for_ever.append(owners)
+                return
+            event = self._recorded(stream)
+        except BaseException:
+            # Nothing will tell when the work is done, and it may be under way.
+            self._kept_for_ever.append(owners)
+            raise
+        with self._lock:
+            queue = self._kept.setdefault(stream, deque())
+            queue.append((event, owners))
+            first = queue[0][0] if len(queue) > _MAX_KEPT else None
+        if first is not None:
+            driver.synchronize_event(first)
+        self.release_finished()
+
+    def release_finished(self) -> None:
+        """Let go of what the work that is done by now has needed."""
+        if not any(self._kept.values()):
+            return
+        done = []
+        # Inside the lock nothing is let go: that runs other libraries' code.
+        with self._lock, driver.relaxed_capture():
+            for queue in self._kept.values():
+                while queue and driver.event_is_done(queue[0][0]):
+                    event, owners = queue.popleft()
+                    self._events.append(event)
+                    done.append(owners)
+
+    def wait(self) -> None:
+        """Wait for all work that needs something alive, and let go of it."""
+        for queue in list(self._kept.values()):
+            for event, _ in list(queue):
+                driver.synchronize_event(event)
+        self.release_finished()
+
+    def release(self) -> None:
+        """Give back all memory and events that nobody uses."""
+        self.wait()
+        self._free_unused()
+        while self._events:
+            driver.destroy_event(self._events.pop())
+
+
+# By the runtime too, so that tests may exchange it.
+_pools: dict[tuple[Any, int], _Pool] = {}
+_lock = threading.Lock()
+
+
+def _pool(device: Device) -> _Pool:
+    key = (libraries().runtime, device.index)
+    found = _pools.get(key)
+    if found is None:
+        with _lock:
+            found = _pools.get(key)
+            if found is None:
+                found = _pools[key] = _Pool(device.index)
+    return found
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the size of the block that holds ``nbytes``: at most an eighth more, or the smallest size there is.
+
+    Examples
+    --------
+    >>> _rounded(0), _rounded(513), _rounded(1_000_000), _rounded(1 << 30) == 1 << 30
+    (512, 1024, 1048576, True)
+    """
+    step = max(_GRANULE, 1 << max(nbytes - 1, 1).bit_length() >> _SIZES_LOG2 + 1)
+    return max(nbytes + step - 1, step) // step * step
+
+
+def allocate(nbytes: int, device: Device, stream: int) -> Block:
+    """Return new memory for work on a stream, aligned to 256 bytes or more.
+
+    While the stream is being captured the memory is new and stays allocated for good: the graph may run at any time.
+
+    Parameters
+    ----------
+    nbytes : int
+        May be 0; the block has an address all the same.
+    device : Device
+    stream : int
+
+    Raises
+    ------
+    DeviceMemoryError
+        If the device has not that much left, with all unused blocks given back.
+    """
+    pool = _pool(device)
+    if driver.current_device() == device.index:
+        return pool.allocate(nbytes, stream)
+    with driver.on_device(device.index):
+        return pool.allocate(nbytes, stream)
+
+
+def own_stream(device: Device) -> int:
+    """Return lowprec's own stream of a device: always the same, and none that waits for the default stream."""
+    pool = _pool(device)
+    with driver.on_device(device.index):
+        return pool.own_stream()
+
+
+def order(before: int, after: int, device: Device) -> None:
+    """Have later work of stream ``after`` wait for what stream ``before`` holds now. The host waits for nothing."""
+    if before == after:
+        return
+    pool = _pool(device)
+    with driver.on_device(device.index):  # 1 means the default stream of the current device
+        pool.order(before, after)
+
+
+def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
+    """Copy bytes between two addresses of the device, in the order of a stream."""
+    if nbytes:
+        with driver.on_device(device.index):
+            driver.copy_async(target, source, nbytes, stream)
+
+
+def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
+    """Hold objects until the work that a stream holds now is done.
+
+    They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
+    still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
+
+    Parameters
+    ----------
+    owners : sequence
+    stream : int
+    device : Device
+        Whose stream it is.
+    """
+    pool = _pool(device)
+    with driver.on_device(device.index):
+        pool.keep(owners, stream)
+
+
+def release_finished() -> None:
+    """Let go of everything that :func:`keep` holds for work which is done."""
+    for device, pool in _current_pools():
+        with driver.on_device(device):
+            pool.release_finished()
+
+
+def release() -> None:
+    """Give back all memory and events that nobody uses; blocks that are still alive stay good."""
+    for device, pool in _current_pools():
+        with driver.on_device(device):
+            pool.release()
+
+
+def _current_pools() -> list[tuple[int, _Pool]]:
+    runtime = libraries().runtime
+    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is runtime]
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Let go of other libraries' arrays while these libraries are whole."""
+    if _pools:
+        with contextlib.suppress(BackendError):
+            for device, pool in _current_pools():
+                with driver.on_device(device):
+                    pool.wait()

@@ -1,0 +1,238 @@
+"""A plan ready to run on a GPU: what is rewritten before, the product, and what is made of it afterwards.
+
+The plan decided all of it. What only a call knows is the alignment of its pointers: an invocation is made for each
+alignment that comes, and kept with the plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.backends.cuda import autotune, driver, handles
+from lowprec.backends.cuda.bindings import Algorithm
+from lowprec.backends.cuda.invocation import Invocation, Operands, alignment_of
+from lowprec.backends.cuda.staging import Staging
+from lowprec.backends.execution import Arguments
+from lowprec.planning import GemmPlan
+from lowprec.planning.calls import CublasLtCall
+from lowprec.planning.lowering import K_CONTIGUOUS, lower
+from lowprec.planning.rendering import title
+
+__all__ = ["PreparedProduct"]
+
+#: Pointers of types with ``K_CONTIGUOUS`` must be multiples of this.
+_ALIGNMENT_BYTES = 16
+
+
+class PreparedProduct:
+    """Executes a plan; safe to call from several threads at once.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        For a GPU; its result has elements.
+    """
+
+    def __init__(self, plan: GemmPlan) -> None:
+        self.plan = plan
+        self._routes: dict[bool, _Route] = {}
+        self._lock = threading.Lock()
+        self._last = threading.local()
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Queue the product on the stream of its arguments."""
+        device = arguments.a.device
+        if driver.current_device() == device.index:
+            self._run(device, arguments)
+            return
+        with driver.on_device(device.index):
+            self._run(device, arguments)
+
+    def _run(self, device: Device, arguments: Arguments) -> None:
+        self._last.invocation = self.route(arguments).run(device, arguments)
+
+    @property
+    def last(self) -> Invocation | None:
+        """What this thread ran last, None if it has run nothing, or nothing of cuBLASLt's."""
+        return getattr(self._last, "invocation", None)
+
+    def prepared(self, arguments: Arguments) -> Invocation:
+        """Return what would run, without running it; the device is current, and the plan has a call."""
+        return self.route(arguments).prepared(arguments.a.device, arguments)
+
+    def tune(
+        self,
+        arguments: Arguments,
+        candidates: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[autotune.Measured, ...]:
+        """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
+        device = arguments.a.device
+        return self.route(arguments).tune(device, arguments, candidates, progress)
+
+    def route(self, arguments: Arguments) -> _Route:
+        """Return the way for pointers such as these."""
+        aligned = True
+        if self.plan.compute_dtype in K_CONTIGUOUS:
+            pointers = (arguments.a.address, arguments.b.address, arguments.out.address)
+            aligned = alignment_of(*pointers) >= _ALIGNMENT_BYTES
+        found = self._routes.get(aligned)
+        if found is None:
+            with self._lock:
+                found = self._routes.setdefault(aligned, _Route(self.plan, aligned))
+        return found
+
+
+class _Route:
+    """One lowering of a plan, with the invocations for the alignments seen so far."""
+
+    def __init__(self, plan: GemmPlan, aligned: bool) -> None:
+        self._plan = plan
+        self.call = plan.call if aligned or plan.call is None else _lowered_again(plan)
+        self._invocations: dict[int, Invocation] = {}
+        self._lock = threading.Lock()
+        self._offset_bits = _offset_bits(self.call) if self.call else 0
+        self._is_staged = self.call is not None and bool(
+            self.call.aside or self.call.pack_a or self.call.pack_b
+        )
+        self._fuses_bias = self.call is not None and "BIAS" in self.call.epilogue
+
+    def run(self, device: Device, arguments: Arguments) -> Invocation | None:
+        """Queue the work on the stream of the arguments and return what ran; the device is current."""
+        call = self.call
+        if call is None or self._is_staged:
+            # Blocks go back to the pool of their stream once the work is queued: later work there comes later.
+            with Staging(self._plan, call, device, arguments) as staged:
+                ran = call and self._multiply(call, device, arguments, *staged.addresses)
+                staged.finish(_alpha(arguments))
+            return ran
+        a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
+        return self._multiply(call, device, arguments, a, b, out)
+
+    def _multiply(
+        self, call: CublasLtCall, device: Device, arguments: Arguments, a: int, b: int, d: int
+    ) -> Invocation:
+        """Queue the call of cuBLASLt on these addresses."""
+        operands = self._operands(call, arguments, a, b, d)
+        handle, stream = handles.handle(device.index), arguments.stream
+        invocation = self._invocation(call, handle, stream, operands)
+        invocation.run(handle, stream, operands)
+        return invocation
+
+    def prepared(self, device: Device, arguments: Arguments) -> Invocation:
+        """Return what would run."""
+        call = self.call
+        assert call is not None
+        # What will lie in memory of lowprec's own is aligned.
+        a = 0 if call.pack_a else arguments.a.address
+        b = 0 if call.pack_b else arguments.b.address
+        d = 0 if call.aside else arguments.out.address
+        operands = self._operands(call, arguments, a, b, d)
+        return self._invocation(call, handles.handle(device.index), arguments.stream, operands)
+
+    def tune(
+        self,
+        device: Device,
+        arguments: Arguments,
+        candidates: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[autotune.Measured, ...]:
+        """Measure the algorithms of the call, whatever surrounds it."""
+        call = self.call
+        assert call is not None
+        with Staging(self._plan, call, device, arguments) as staged:
+            operands = self._operands(call, arguments, *staged.addresses)
+            handle, stream = handles.handle(device.index), arguments.stream
+            invocation = self._invocation(call, handle, stream, operands)
+            before = invocation.algorithm
+            try:
+                measured = autotune.tune(
+                    invocation, handle, stream, operands, candidates=candidates, progress=progress
+                )
+            finally:
+                invocation.use(before)
+        if measured:
+            invocation.use(measured[0].algorithm)
+        return measured
+
+    def _operands(
+        self, call: CublasLtCall, arguments: Arguments, a: int, b: int, d: int
+    ) -> Operands:
+        """Return addresses and factors in cuBLASLt's order; a product that goes aside gets its factors later."""
+        scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
+        if call.swapped:
+            a, b, scale_a, scale_b = b, a, scale_b, scale_a
+        c = arguments.c.address if call.c and arguments.c is not None else d
+        bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
+        if call.aside:
+            return Operands(a, b, d, d, 0, scale_a, scale_b)
+        beta = arguments.beta if call.c else 0.0
+        return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
+
+    def _invocation(
+        self, call: CublasLtCall, handle: int, stream: int, operands: Operands
+    ) -> Invocation:
+        """Return the prepared call for pointers of this alignment."""
+        alignment = alignment_of(
+            operands.first, operands.second, operands.c, operands.d, operands.bias, self._offset_bits
+        )  # fmt: skip
+        found = self._invocations.get(alignment)
+        if found is None:
+            with self._lock:
+                found = self._invocations.get(alignment)
+                if found is None:
+                    found = self._invocations[alignment] = self._prepare(
+                        call, alignment, handle, stream, operands
+                    )
+        return found
+
+    def _prepare(
+        self, call: CublasLtCall, alignment: int, handle: int, stream: int, operands: Operands
+    ) -> Invocation:
+        plan = self._plan
+
+        def choose(invocation: Invocation) -> Algorithm | None:
+            return autotune.choose(invocation, handle, stream, operands)
+
+        return Invocation(
+            call,
+            alignment,
+            plan.capabilities.workspace_bytes,
+            operands,
+            choose,
+            lambda: f"{title(plan)}, {plan.compute_type}",
+        )
+
+
+def _lowered_again(plan: GemmPlan) -> CublasLtCall:
+    """Return what is asked of cuBLASLt for pointers that its kernels cannot read where they are."""
+    return lower(
+        plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout, aligned=False
+    )
+
+
+def _offset_bits(call: CublasLtCall) -> int:
+    """Return all byte offsets of a call's products, or-ed: the alignment that they leave."""
+    c = call.c or call.d
+    sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
+    return reduce(
+        or_, (x * size for walk in call.offsets for x, size in zip(walk, sizes, strict=True)), 0
+    )
+
+
+def _scale_pointer(scale: ArrayView | float | None) -> int:
+    """Return the address of a scale in the memory of the device; a number goes into alpha."""
+    return scale.address if isinstance(scale, ArrayView) else 0
+
+
+def _alpha(arguments: Arguments) -> complex:
+    """Return alpha with the scales that are numbers."""
+    alpha = arguments.alpha
+    for scale in (arguments.scale_a, arguments.scale_b):
+        if isinstance(scale, float):
+            alpha *= scale
+    return alpha

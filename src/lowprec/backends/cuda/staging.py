@@ -1,0 +1,170 @@
+"""Temporary memory for products that cuBLASLt cannot read or write in place, and the kernels that fill and empty it."""
+
+from __future__ import annotations
+
+from math import prod
+from types import TracebackType
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.backends.cuda import convert, driver, finish, memory
+from lowprec.backends.cuda.convert import Packing, Source
+from lowprec.backends.cuda.finish import Finish
+from lowprec.backends.execution import Arguments
+from lowprec.formats import DType
+from lowprec.planning import GemmPlan, OperandLayout
+from lowprec.planning.calls import CublasLtCall, Pack
+from lowprec.planning.layout import addend_layout
+from lowprec.planning.problem import EPILOGUE_DTYPE
+
+__all__ = ["Staging"]
+
+_INT32_BYTES = 4
+
+
+class Staging:
+    """The temporary memory of one product, filled on entry.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+    call : CublasLtCall or None
+        None where the inner dimension is 0, and the product with it.
+    device : Device
+        The current one.
+    arguments : Arguments
+    """
+
+    def __init__(
+        self, plan: GemmPlan, call: CublasLtCall | None, device: Device, arguments: Arguments
+    ) -> None:
+        self._plan = plan
+        self._call = call
+        self._device = device
+        self._arguments = arguments
+        self._stream = arguments.stream
+        self._blocks: list[memory.Block] = []
+        self._product = 0
+        self._exponents = (0, 0)
+        self.addresses = (0, 0, 0)
+
+    def __enter__(self) -> Staging:
+        try:
+            self._fill()
+        except BaseException:
+            self._blocks.clear()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._blocks.clear()
+
+    def _fill(self) -> None:
+        call, layout, arguments = self._call, self._plan.layout, self._arguments
+        if call is None:
+            dtype = EPILOGUE_DTYPE[self._plan.compute_dtype]
+            self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
+            return
+        a, a_exponents = self._rewritten(arguments.a, layout.a, call.pack_a)
+        b, b_exponents = self._rewritten(arguments.b, layout.b, call.pack_b)
+        if a_exponents or b_exponents:
+            count = _INT32_BYTES * layout.batch_count
+            self._exponents = (
+                a_exponents or self._zeros(count * layout.m),
+                b_exponents or self._zeros(count * layout.n),
+            )
+        self._product = self._block(call.product_bytes) if call.aside else 0
+        self.addresses = (a, b, self._product or arguments.out.address)
+
+    def _block(self, nbytes: int) -> int:
+        self._blocks.append(memory.allocate(nbytes, self._device, self._stream))
+        return self._blocks[-1].address
+
+    def _zeros(self, nbytes: int) -> int:
+        address = self._block(nbytes)
+        driver.set_zero_async(address, nbytes, self._stream)
+        return address
+
+    def _rewritten(
+        self, view: ArrayView, layout: OperandLayout, pack: Pack | None
+    ) -> tuple[int, int]:
+        """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
+        if pack is None:
+            return view.address, 0
+        source = _source(view.dtype, layout, pack.batch_shape, transposed=pack.transposed)
+        exponents = 0
+        if pack.scaled:
+            exponents = self._block(_INT32_BYTES * source.rows * pack.count)
+        target = self._block(pack.nbytes)
+        packing = Packing(
+            source,
+            pack.dtype,
+            pack.leading_dimension,
+            pack.padded_rows,
+            "rows" if pack.scaled else "none",
+            pack.complex_as,
+        )
+        launch = convert.pack(packing, self._device.index)
+        launch(view.address, target, exponents, self._stream)
+        return target, exponents
+
+    def finish(self, alpha: complex) -> None:
+        """Make the result of the product, if that went aside; ``alpha`` has the scales of the operands in it."""
+        if not self._product:
+            return
+        arguments, spec = self._arguments, self._finish_spec()
+        launch = finish.finish(spec, self._device.index)
+        launch(
+            self._product,
+            arguments.out.address,
+            arguments.c.address if spec.c and arguments.c is not None else 0,
+            arguments.bias.address if arguments.bias is not None else 0,
+            *self._exponents,
+            alpha,
+            arguments.beta,
+            self._stream,
+        )
+
+    def _finish_spec(self) -> Finish:
+        plan, call = self._plan, self._call
+        problem, layout = plan.problem, plan.layout
+        batch = layout.batch_shape
+        c = None
+        if problem.has_beta and problem.c is not None:
+            lies = addend_layout(problem.c, problem.a, problem.b, layout)
+            assert lies is not None, "the plan collapsed a batch that c cannot follow"
+            c = _source(problem.c.dtype, lies, batch)
+        product_dtype = EPILOGUE_DTYPE[plan.compute_dtype]
+        leading = call.d.leading_dimension if call else layout.n
+        if call and product_dtype.is_complex and not call.d.dtype.is_complex:
+            leading //= 2
+        return Finish(
+            product_dtype=product_dtype,
+            rows=layout.m,
+            cols=layout.n,
+            leading_dimension=leading,
+            padded_rows=layout.m,
+            out=_source(plan.out_dtype, layout.out, batch),
+            c=c,
+            bias_dtype=problem.bias.dtype if problem.bias else None,
+            bias_stride=problem.bias.strides[0] if problem.bias else 0,
+            activation=str(problem.activation) if problem.activation else None,
+            scaled=any(self._exponents),
+        )
+
+
+def _source(
+    dtype: DType, layout: OperandLayout, batch_shape: tuple[int, ...], *, transposed: bool = False
+) -> Source:
+    """Return a stack of matrices as the kernels are told of it."""
+    rows, cols = layout.rows, layout.cols
+    row_stride, col_stride = layout.row_stride, layout.col_stride
+    if transposed:
+        rows, cols, row_stride, col_stride = cols, rows, col_stride, row_stride
+    strides = layout.batch_strides if batch_shape else ()
+    assert prod(batch_shape) > 0
+    return Source(dtype, rows, cols, row_stride, col_stride, batch_shape, strides)

@@ -1,0 +1,143 @@
+"""``autotune``: which of a library's algorithms is fastest for a product, measured and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowprec import policy
+from lowprec.arrays import library_of
+from lowprec.backends import Timed, backend_of
+from lowprec.errors import UnsupportedError
+from lowprec.modes import MathMode
+from lowprec.planning.rendering import title
+from lowprec.prepared import look_up
+from lowprec.request import make_request, scale_view
+
+__all__ = ["Tuning", "autotune"]
+
+#: cuBLASLt seldom has more that differ.
+_MOST_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What :func:`autotune` found; ``print`` shows it as a table.
+
+    Parameters
+    ----------
+    product : str
+        Element types and shapes.
+    device : str
+    timed : tuple of Timed
+        The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the
+        library's own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where the device leaves
+        nothing to choose.
+    """
+
+    product: str
+    device: str
+    timed: tuple[Timed, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Time of the library's own first choice over that of the algorithm that runs from now on; 1 for no change."""
+        if not self.timed:
+            return 1.0
+        first = min(self.timed, key=lambda x: x.rank)
+        return first.median_ms / self.timed[0].median_ms
+
+    def __str__(self) -> str:
+        lines = [f"{self.product} on {self.device}"]
+        if not self.timed:
+            return f"{lines[0]}: nothing to choose, the device has one way to run it"
+        first = min(self.timed, key=lambda x: x.rank)
+        lines.append("  rank  time / first choice  algorithm")
+        for entry in self.timed:
+            ratio = entry.median_ms / first.median_ms
+            taken = "  (taken)" if entry is self.timed[0] else ""
+            lines.append(f"  {entry.rank:4}  {ratio:19.3f}  {entry.algorithm}{taken}")
+        return "\n".join(lines)
+
+
+def autotune(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out: Any = None,
+    c: Any = None,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    candidates: int = 32,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tuning:
+    """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
+
+    The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
+    ``LOWPREC_CACHE_DIR``. It differs from the library's own first choice only where that was slower in two contests.
+    Nothing of the caller's is written: results go to temporary memory. On a CPU there is nothing to choose.
+
+    Parameters
+    ----------
+    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, scale_a, scale_b
+        As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
+    candidates : int
+        How many algorithms to try, from 1 to 256.
+    progress : callable, optional
+        Gets the number of measurements done and that of all, after each.
+
+    Returns
+    -------
+    Tuning
+
+    Raises
+    ------
+    LowprecError
+        The same errors as ``matmul``.
+    UnsupportedError
+        If ``candidates`` is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.ones((64, 64), np.float32)
+    >>> lowprec.autotune(a, a).speedup
+    1.0
+    """
+    if isinstance(candidates, bool) or not 1 <= candidates <= _MOST_CANDIDATES:
+        raise UnsupportedError(
+            f"candidates must be from 1 to {_MOST_CANDIDATES}, got {candidates!r}"
+        )
+    library = library_of(a)
+    x, y = library.view(a), library_of(b).view(b)
+    request = make_request(
+        alpha,
+        beta,
+        activation,
+        out_dtype,
+        out=None if out is None else library_of(out).writable_view(out),
+        c=None if c is None else library_of(c).view(c),
+        bias=None if bias is None else library_of(bias).view(bias),
+        has_c=c is not None,
+        scale_a=scale_view(scale_a),
+        scale_b=scale_view(scale_b),
+    )
+    prepared = look_up(policy.resolve(math_mode), x, y, request)
+    plan = prepared.plan
+    backend = backend_of(x.device)
+    stream = library.current_stream(x.device) or 0
+    target = request.out
+    if target is None:
+        target = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device, stream)
+    arguments = request.arguments(x, y, target)._replace(stream=stream)
+    timed = backend.tune(prepared.execute, arguments, candidates=candidates, progress=progress)
+    return Tuning(title(plan), f"{plan.capabilities.device}: {plan.capabilities.name}", timed)

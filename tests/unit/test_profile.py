@@ -1,0 +1,725 @@
+"""What a profile records, how it counts, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import prepared
+from lowprec.backends import Arguments, Ran, cpu
+from lowprec.planning import Capabilities, plan_gemm
+from lowprec.profiling import nvtx, units
+from lowprec.request import Request, spec_of
+
+A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
+B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_afterwards() -> Iterator[None]:
+    yield
+    assert prepared._observer is None
+
+
+# -- what is recorded -----------------------------------------------------------------------------
+
+
+def test_a_record_tells_what_ran() -> None:
+    with lowprec.profile("one") as prof:
+        lowprec.matmul(A, B, math_mode="bf16")
+    (record,) = prof.records
+    plan = lowprec.plan(A, B, math_mode="bf16")
+    assert (record.index, record.label, record.error, record.stream) == (0, "", None, None)
+    assert (record.a_shape, record.b_shape, record.out_shape) == ((6, 4), (4, 5), (6, 5))
+    assert {record.a_dtype, record.b_dtype, record.out_dtype} == {"float32"}
+    assert (record.m, record.n, record.k, record.batch_count) == (6, 5, 4, 1)
+    assert (record.mode, record.source) == ("bf16", "math_mode= argument")
+    assert (record.kernel, record.algorithm, record.device) == (str(plan.kernel), None, "cpu")
+    assert record.flops == 2 * 6 * 5 * 4
+    assert (record.thread, record.number_format) == (threading.current_thread().name, "bfloat16")
+
+
+def test_times_fit_together() -> None:
+    big = np.ones((300, 300), np.float32)
+    with lowprec.profile() as prof:
+        lowprec.matmul(big, big)
+        lowprec.matmul(big, big)
+    first, second = prof.records
+    assert first.elapsed_ms == first.host_ms > 0
+    assert 0 <= first.start_ms <= first.start_ms + first.host_ms <= second.start_ms
+    assert second.start_ms + second.host_ms <= prof.wall_ms
+    assert first.tflops == pytest.approx(2 * 300**3 / (first.elapsed_ms / 1e3) / 1e12)
+    assert first.peak_share is None
+
+
+def test_nothing_is_recorded_outside() -> None:
+    prof = lowprec.profile()
+    lowprec.matmul(A, B)
+    with prof:
+        lowprec.matmul(A, B)
+    lowprec.matmul(A, B)
+    assert len(prof) == len(prof.records) == 1
+    wall = prof.wall_ms
+    assert prof.wall_ms == wall, "the clock runs on"
+
+
+def test_a_profile_that_is_entered_again_goes_on() -> None:
+    prof = lowprec.profile()
+    for _ in range(2):
+        with prof, prof:
+            lowprec.matmul(A, B)
+    assert [r.index for r in prof.records] == [0, 1]
+    assert 0 <= prof.records[0].start_ms < prof.records[1].start_ms
+
+
+def test_records_that_were_read_stay_the_same() -> None:
+    with lowprec.profile() as prof:
+        lowprec.matmul(A, B)
+        (before,) = prof.records
+        lowprec.matmul(A, B)
+    assert prof.records[0] is before
+    assert len(prof.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "has_effect"),
+    [
+        (np.float32, "tf32", True),
+        (np.complex64, "tf32", True),
+        (np.float64, "float64", False),
+        (np.float16, "float16", False),
+        (ml_dtypes.bfloat16, "bfloat16", False),
+        (np.int8, "int8", False),
+    ],
+)
+def test_element_types(dtype: Any, numbers: str, has_effect: bool) -> None:
+    with lowprec.profile() as prof:
+        lowprec.matmul(np.ones((3, 2), dtype), np.ones((2, 3), dtype), math_mode="tf32")
+    (record,) = prof.records
+    assert (record.number_format, record.mode_has_effect) == (numbers, has_effect)
+    assert record.flops == (8 if numbers == "tf32" and dtype is np.complex64 else 2) * 18
+
+
+@pytest.mark.parametrize("via", ["argument", "scope", "process", "rtol", "guard", "default"])
+def test_who_chose_the_mode(via: str) -> None:
+    sources = {
+        "argument": "math_mode= argument",
+        "scope": "with math_mode(...)",
+        "process": "set_math_mode(...)",
+        "rtol": "rtol= argument",
+        "guard": "fp32_guard",
+        "default": "default",
+    }
+    arguments = {"argument": {"math_mode": "bf16"}, "rtol": {"rtol": 1e-1}}.get(via, {})
+    try:
+        lowprec.set_math_mode("bf16" if via == "process" else None)
+        with lowprec.profile() as prof, lowprec.math_mode("bf16"):
+            if via == "scope":
+                lowprec.matmul(A, B)
+            elif via == "guard":
+                with lowprec.fp32_guard(frameworks=False):
+                    lowprec.matmul(A, B)
+        with prof:
+            if via not in ("scope", "guard"):
+                lowprec.matmul(A, B, **arguments)
+    finally:
+        lowprec.set_math_mode(None)
+    (record,) = prof.records
+    assert record.source == sources[via]
+    assert record.mode == ("fp32" if via in ("guard", "default") else record.mode)
+
+
+def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
+    stack = np.ones((7, 4, 4), np.float32)
+    square = np.eye(4, dtype=np.float32)
+    with lowprec.profile() as prof:
+        lowprec.matmul(stack, np.ones((7, 4, 4), np.float32))
+        lowprec.matmul(square, square, out=square)
+    batch, aside = prof.records
+    assert (batch.batch_count, batch.m, batch.flops) == (7, 4, 7 * 2 * 64)
+    assert (aside.batch_count, aside.out_shape) == (1, (4, 4))
+
+
+def test_copies_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Capabilities("cpu", "NumPy alone")
+    monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
+    monkeypatch.setattr(prepared, "_prepared", {})
+    with lowprec.profile() as prof:
+        lowprec.matmul(np.ones((8, 8), np.float32)[::2, ::2], np.ones((4, 4), np.float32))
+    assert prof.records[0].copies == ("a: BLAS cannot express its strides",)
+
+
+def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
+    expected = lowprec.matmul(A, B)
+    cached = dict(prepared._prepared)
+    with lowprec.profile():
+        observed = lowprec.matmul(A, B)
+    assert np.array_equal(expected, observed)
+    assert cached
+    assert prepared._prepared == cached
+
+
+def test_what_only_wants_the_executor_is_not_observed() -> None:
+    from lowprec import policy
+    from lowprec.arrays import library_of
+
+    x, y = library_of(A).view(A), library_of(B).view(B)
+    with lowprec.profile() as prof:
+        plain = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
+        again = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
+        plain.execute(Request().arguments(x, y, library_of(A).allocate((6, 5), x.dtype, x.device)))
+    assert plain is again
+    assert len(prof) == 0
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+class Broken(RuntimeError):
+    """Stands for whatever goes wrong in a product."""
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(plan: Any) -> Any:
+        def execute(arguments: Arguments) -> None:
+            raise Broken("the library gave up")
+
+        return execute
+
+    monkeypatch.setattr(cpu, "prepare", prepare)
+    monkeypatch.setattr(prepared, "_prepared", {})
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_product_that_fails_is_recorded_and_its_error_goes_on() -> None:
+    with pytest.raises(Broken, match="gave up"), lowprec.profile() as prof:
+        lowprec.matmul(A, B)
+    (record,) = prof.records
+    assert record.error == "Broken: the library gave up"
+    assert (record.elapsed_ms, record.tflops, record.units_used) == (None, None, None)
+    totals = prof.totals()
+    assert (totals["products"], totals["failed"], totals["untimed"]) == (1, 1, 0)
+    assert totals["units"]["unknown"] == 0
+    assert "failed, 1: Broken: the library gave up" in str(prof)
+
+
+def test_a_call_that_is_refused_is_no_product() -> None:
+    with pytest.raises(lowprec.ShapeError, match="4"), lowprec.profile() as prof:
+        lowprec.matmul(A, A)
+    assert len(prof) == 0
+
+
+def test_an_error_in_the_block_ends_the_recording() -> None:
+    prof = lowprec.profile()
+    with pytest.raises(Broken, match="elsewhere"), prof:
+        raise Broken("elsewhere")
+    lowprec.matmul(A, B)
+    assert len(prof) == 0
+
+
+# -- several at once ------------------------------------------------------------------------------
+
+
+def test_nested_profiles_both_record() -> None:
+    with lowprec.profile("outer") as outer:
+        lowprec.matmul(A, B)
+        with lowprec.profile("inner") as inner:
+            lowprec.matmul(A, B, math_mode="tf32")
+        lowprec.matmul(A, B)
+    assert [r.mode for r in outer.records] == ["fp32", "tf32", "fp32"]
+    assert [r.mode for r in inner.records] == ["tf32"]
+    assert inner.records[0].elapsed_ms == outer.records[1].elapsed_ms
+
+
+def test_profiles_may_overlap() -> None:
+    first, second = lowprec.profile(), lowprec.profile()
+    first.__enter__()
+    lowprec.matmul(A, B)
+    second.__enter__()
+    lowprec.matmul(A, B)
+    first.__exit__(None, None, None)
+    lowprec.matmul(A, B)
+    second.__exit__(None, None, None)
+    assert (len(first), len(second)) == (2, 2)
+
+
+def run_in_thread(function: Any) -> None:
+    thread = threading.Thread(target=function, name="worker")
+    thread.start()
+    thread.join()
+
+
+def test_products_of_all_threads_or_of_one() -> None:
+    with lowprec.profile() as everything, lowprec.profile(threads="current") as here:
+        run_in_thread(lambda: lowprec.matmul(A, B))
+        lowprec.matmul(A, B)
+    assert [r.thread for r in everything.records] == ["worker", threading.current_thread().name]
+    assert len({r.thread_id for r in everything.records}) == 2
+    assert [r.thread for r in here.records] == [threading.current_thread().name]
+
+
+def test_many_threads_lose_nothing() -> None:
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait()
+        for number in range(50):
+            with prof.range(str(number)):
+                lowprec.matmul(A, B)
+
+    with lowprec.profile() as prof:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        reads = [len(prof.records) for _ in range(20)]
+        for thread in threads:
+            thread.join()
+    assert reads == sorted(reads)
+    assert [r.index for r in prof.records] == list(range(400))
+    assert sorted(r.label for r in prof.records) == sorted(
+        str(n) for n in range(50) for _ in "8" * 8
+    )
+    assert len(prof.ranges) == 400
+
+
+def test_a_thread_that_ends_later_still_counts() -> None:
+    started, go = threading.Event(), threading.Event()
+    real = cpu.stopwatch
+
+    def wait(arguments: Arguments) -> None:
+        started.set()
+        assert go.wait(10)
+        real(arguments)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cpu, "stopwatch", wait)
+        with lowprec.profile() as prof:
+            thread = threading.Thread(target=lambda: lowprec.matmul(A, B))
+            thread.start()
+            assert started.wait(10)
+        assert len(prof) == 0
+        go.set()
+        thread.join()
+    assert len(prof) == 1
+
+
+@pytest.mark.parametrize("threads", ["none", None, "All"])
+def test_other_threads_are_refused(threads: Any) -> None:
+    with pytest.raises(lowprec.UnsupportedError, match="'all', 'current'"):
+        lowprec.profile(threads=threads)
+
+
+# -- ranges ---------------------------------------------------------------------------------------
+
+
+def test_ranges_name_products() -> None:
+    with lowprec.profile() as prof, lowprec.profile() as other:
+        with prof.range("step"), other.range("else"):
+            lowprec.matmul(A, B)
+            with prof.range("layer 1"):
+                lowprec.matmul(A, B)
+        lowprec.matmul(A, B)
+    assert [r.label for r in prof.records] == ["step", "step/layer 1", ""]
+    assert [r.label for r in other.records] == ["else", "else", ""]
+    inner, outer = prof.ranges
+    assert (inner.name, outer.name) == ("step/layer 1", "step")
+    assert outer.start_ms <= inner.start_ms
+    assert outer.elapsed_ms >= inner.elapsed_ms > 0
+
+
+def test_a_range_ends_with_an_error_and_is_silent_outside() -> None:
+    prof = lowprec.profile()
+    with pytest.raises(Broken, match="inside"), prof.range("before"):
+        raise Broken("inside")
+    assert prof.ranges == ()
+    with prof:
+        with pytest.raises(Broken, match="inside"), prof.range("step"):
+            raise Broken("inside")
+        lowprec.matmul(A, B)
+    assert [r.name for r in prof.ranges] == ["step"]
+    assert prof.records[0].label == ""
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """Stand in for the nvtx package and return what it was told; None closes a range."""
+    calls: list[str | None] = []
+    package: Any = ModuleType("nvtx")
+    package.push_range = lambda message, domain: calls.append(message)
+    package.pop_range = lambda domain: calls.append(None)
+    monkeypatch.setitem(sys.modules, "nvtx", package)
+    nvtx._package.cache_clear()
+    yield calls
+    nvtx._package.cache_clear()
+
+
+def test_nvtx_ranges_carry_the_names(pushed: list[str | None]) -> None:
+    with lowprec.profile() as prof, lowprec.profile(), prof.range("step"):
+        lowprec.matmul(A, B, math_mode="bf16")
+        lowprec.matmul(np.ones((7, 4, 4)), np.ones((7, 4, 4)))
+    lowprec.matmul(A, B)
+    products = ["lowprec bf16 6x5x4", None, "lowprec float64 7 * 4x4x4", None]
+    assert pushed == ["step", *products, None]
+
+
+@pytest.mark.usefixtures("broken")
+def test_nvtx_ranges_end_with_an_error(pushed: list[str | None]) -> None:
+    with pytest.raises(Broken, match="gave up"), lowprec.profile():
+        lowprec.matmul(A, B)
+    assert pushed == ["lowprec fp32 6x5x4", None]
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
+    view = lowprec.ShapeDtype((64, 64), dtype)
+    problem = Request().problem(spec_of(view), spec_of(view))
+    found = Capabilities("cuda:0", "any", compute_capability=capability)
+    return plan_gemm(problem, found, lowprec.MathMode(mode))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "capability", "used", "eligible", "why"),
+    [
+        ("float32", "fp32", (9, 0), False, False, "do not multiply float32"),
+        ("float32", "tf32", (9, 0), True, True, "tensor cores"),
+        ("float32", "bf16", (7, 5), False, True, "capability 7.5 do not multiply bfloat16"),
+        ("float64", "fp32", (8, 0), False, True, "without tensor cores"),
+        ("float16", "fp32", (7, 0), None, True, "does not tell"),
+    ],
+)
+def test_tensor_cores(
+    dtype: str, mode: str, capability: tuple[int, int], used: bool | None, eligible: bool, why: str
+) -> None:
+    found = units.units_of(gpu_plan(dtype, mode, capability), used)
+    assert (found.eligible, found.used) == (eligible, used)
+    assert why in found.reason
+
+
+def test_tile_units_say_why_not() -> None:
+    with lowprec.profile() as prof:
+        lowprec.matmul(A, B, math_mode="bf16")
+        lowprec.matmul(A, B)
+        lowprec.matmul(np.empty((0, 4), np.float32), B, math_mode="bf16")
+    small, full, empty = prof.records
+    assert (small.units_eligible, small.units_used) == (True, False)
+    assert small.units_reason == lowprec.plan(A, B, math_mode="bf16").kernel_reason
+    assert (full.units_eligible, full.units_used) == (False, False)
+    assert full.units_reason == "tile units do not multiply float32 numbers"
+    assert (empty.units_used, empty.units_reason) == (False, "the product is empty")
+
+
+@pytest.mark.parametrize(("value", "used"), [(1.0, True), (np.inf, False)])
+def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
+    from lowprec.backends.cpu import amx
+
+    if not amx.is_available():
+        pytest.skip(f"no tile units: {amx.obstacle()}")
+    x = np.ones((256, 256), np.float32)
+    x[3, 4] = value
+    with lowprec.profile() as prof:
+        lowprec.matmul(np.ones_like(x), np.ones_like(x), math_mode="bf16")
+        lowprec.matmul(x, np.ones_like(x), math_mode="tf32")
+    assert [r.units_used for r in prof.records] == [True, used]
+    assert ("fell back" in prof.records[1].units_reason) is not used
+
+
+def test_the_share_of_the_peak_is_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = (("float32", 2.0), ("bfloat16", 4.0))
+    known = Capabilities("cpu", "a machine that is known", peak_tflops=peaks)
+    monkeypatch.setattr(cpu, "capabilities", lambda device: known)
+    monkeypatch.setattr(prepared, "_prepared", {})
+    with lowprec.profile() as prof:
+        lowprec.matmul(A, B)
+        lowprec.matmul(A, B, math_mode="bf16")
+        lowprec.matmul(A, B, math_mode="tf32")
+    full, half, unknown = prof.records
+    assert full.peak_share == pytest.approx((full.tflops or 0) / 2)
+    assert half.peak_share == pytest.approx((half.tflops or 0) / 4)
+    assert unknown.peak_share is None
+    assert "of peak" in str(prof).splitlines()[1]
+
+
+# -- devices whose products go on after the call --------------------------------------------------
+
+
+class Watch:
+    """A stopwatch that knows what was asked of it."""
+
+    stream = 7
+
+    def __init__(self, elapsed_ms: float | None) -> None:
+        self.asked: list[str] = []
+        self._elapsed_ms = elapsed_ms
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def abandon(self) -> None:
+        self.asked.append("abandon")
+
+    def elapsed_ms(self) -> float | None:
+        self.asked.append("elapsed_ms")
+        return self._elapsed_ms
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+    """Have the host behave as a device whose products take 20, 30, ... ms, every third one captured."""
+    made: list[Watch] = []
+
+    def start(arguments: Arguments) -> Watch:
+        made.append(Watch(None if len(made) % 3 == 2 else 20.0 + 10 * len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(cpu, "stopwatch", start)
+    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(None, "algorithm 13"))
+    return made
+
+
+def test_time_is_read_late_and_once(watches: list[Watch]) -> None:
+    with lowprec.profile() as prof, lowprec.profile() as other:
+        lowprec.matmul(A, B)
+        lowprec.matmul(A, B)
+        lowprec.matmul(A, B)
+        assert [w.asked for w in watches] == [["stop"]] * 3
+    assert [r.elapsed_ms for r in prof.records] == [20.0, 30.0, None]
+    assert [r.elapsed_ms for r in other.records] == [20.0, 30.0, None]
+    assert [w.asked for w in watches] == [["stop", "elapsed_ms"]] * 3
+    assert {(r.stream, r.algorithm, r.units_used) for r in prof.records} == {
+        (7, "algorithm 13", None)
+    }
+    totals = prof.totals()
+    assert (totals["untimed"], totals["elapsed_ms"]) == (1, 50.0)
+    assert totals["flops"] == 2 * prof.records[0].flops, "of what has no time, no flops count"
+    assert totals["units"]["unknown"] == 3
+    assert "without a time, 1: captured into a CUDA graph" in str(prof)
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_stopwatch_of_a_failed_product_is_given_up(watches: list[Watch]) -> None:
+    with pytest.raises(Broken, match="gave up"), lowprec.profile() as prof:
+        lowprec.matmul(A, B)
+    assert prof.records[0].elapsed_ms is None
+    assert [w.asked for w in watches] == [["abandon"]]
+
+
+@pytest.mark.usefixtures("watches")
+def test_a_stream_has_a_row_where_nothing_overlaps(tmp_path: Path) -> None:
+    with lowprec.profile() as prof:
+        for _ in range(5):
+            lowprec.matmul(A, B)
+    prof.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    (stream,) = [row for row, name in rows.items() if name == "cpu, stream 0x7"]
+    on_stream = [e for e in events if e["ph"] == "X" and e["tid"] == stream]
+    assert [e["dur"] for e in on_stream] == [20e3, 30e3, 50e3, 60e3]
+    for before, after in itertools.pairwise(on_stream):
+        # Half a nanosecond for the rounding of the sum.
+        assert after["ts"] >= before["ts"] + before["dur"] - 5e-4
+        assert after["ts"] >= 1e3 * after["args"]["start_ms"]
+    assert 0 < stream < 2**31
+
+
+def test_a_product_is_not_on_its_stream_before_it_was_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "stopwatch", lambda arguments: Watch(1e-9))
+    with lowprec.profile() as prof:
+        lowprec.matmul(A, B)
+        lowprec.matmul(A, B)
+    prof.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    on_stream = [e for e in events if e["ph"] == "X" and e["dur"] == pytest.approx(1e-6)]
+    assert [e["ts"] for e in on_stream] == [1e3 * r.start_ms for r in prof.records]
+
+
+# -- sums, tables, files --------------------------------------------------------------------------
+
+
+@pytest.fixture(name="prof")
+def mixed() -> lowprec.profile:
+    x = np.ones((40, 30), np.float32)
+    with lowprec.profile("mixed") as prof:
+        for _ in range(3):
+            with prof.range("step"):
+                lowprec.matmul(x, x.T, math_mode="bf16")
+        lowprec.matmul(x, x.T)
+        lowprec.matmul(x.astype(np.float64), x.T)
+        lowprec.matmul(np.ones((3, 4, 5), ml_dtypes.bfloat16), np.ones((3, 5, 6), np.float16))
+    return prof
+
+
+def test_totals_are_sums(prof: lowprec.profile) -> None:
+    totals, records = prof.totals(), prof.records
+    assert (totals["products"], totals["failed"], totals["untimed"]) == (6, 0, 0)
+    assert totals["flops"] == 5 * 2 * 40 * 40 * 30 + 3 * 2 * 4 * 5 * 6
+    assert totals["elapsed_ms"] == pytest.approx(sum(r.elapsed_ms or 0 for r in records))
+    assert totals["tflops"] == pytest.approx(totals["flops"] / totals["elapsed_ms"] / 1e9)
+    assert {m: v["products"] for m, v in totals["by_mode"].items()} == {"fp32": 3, "bf16": 3}
+    assert sum(v["elapsed_ms"] for v in totals["by_kernel"].values()) == pytest.approx(
+        totals["elapsed_ms"]
+    )
+    assert (
+        totals["units"]["share_of_flops"]
+        == sum(r.flops for r in records if r.units_used) / totals["flops"]
+    )
+    assert totals["elapsed_ms"] <= totals["wall_ms"]
+
+
+def test_table_layout(prof: lowprec.profile) -> None:
+    title, heading, *rows = str(prof).splitlines()
+    assert title == "lowprec.profile mixed (cpu)"
+    assert heading.split()[:5] == ["m", "x", "n", "x", "k"]
+    grid, below = rows[:4], rows[4:]
+    assert all(len(line) <= 120 for line in str(prof).splitlines())
+    calls = heading.index("calls") + len("calls")
+    assert sorted(int(row[:calls].split()[-1]) for row in grid) == [1, 1, 1, 3]
+    totals = [float(row[calls:].split()[0]) for row in grid]
+    assert totals == sorted(totals, reverse=True)
+    shares = [float(cell[:-1]) for row in grid for cell in row.split() if cell.endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    assert "of peak" not in heading
+    assert "device" not in heading
+    text = str(prof)
+    assert "3 * 4x6x5" in text
+    assert "argument" in text
+    assert below[0].startswith("6 products in ")
+    assert below[1].startswith("tensor (tile) units: 3 eligible, ")
+
+
+def test_table_by_range(prof: lowprec.profile) -> None:
+    rows = prof.table(by="range").splitlines()[2:4]
+    by_name = {row.split("  ")[1]: row.split() for row in rows}
+    assert by_name["step"][1] == "3"
+    assert by_name["(outside of ranges)"][3] == "3"
+    with pytest.raises(lowprec.UnsupportedError, match="'product', 'range'"):
+        prof.table(by="mode")  # type: ignore[arg-type]
+
+
+def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
+    )
+    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(True, words))
+    with lowprec.profile() as prof:
+        lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
+    _, heading, row, *_ = str(prof).splitlines()
+    assert max(len(heading), len(row)) == 120
+    assert "..." in row
+    assert row.split()[-5] == "1", "numbers are never cut"
+    assert prof.records[0].algorithm == words
+
+
+def test_an_empty_profile() -> None:
+    prof = lowprec.profile("nothing")
+    assert str(prof).splitlines() == [
+        "lowprec.profile nothing",
+        "0 products in 0.000 ms of 0.000 ms",
+    ]
+    assert prof.totals()["tflops"] is None
+    assert prof.totals()["units"]["share_of_flops"] is None
+    assert repr(prof) == "<lowprec.profile 'nothing': 0 products, closed>"
+
+
+def test_json_holds_everything(prof: lowprec.profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("of an earlier run", "utf-8")
+    prof.to_json(path)
+    read = json.loads(path.read_text("utf-8"))
+    assert read == json.loads(json.dumps(prof.to_dict()))
+    assert (read["label"], read["lowprec"]) == ("mixed", lowprec.__version__)
+    assert [p["m"] for p in read["products"]] == [r.m for r in prof.records]
+    assert [r["name"] for r in read["ranges"]] == ["step"] * 3
+    assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(
+    prof: lowprec.profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("of an earlier run", "utf-8")
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
+            file.write(text[:100])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        prof.to_json(path)
+    assert path.read_text("utf-8") == "of an earlier run"
+    assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_nothing_reaches_the_file_but_by_being_moved_there(
+    prof: lowprec.profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        assert json.loads(source.read_text("utf-8"))["label"] == "mixed"
+        raise PermissionError("the folder is read-only")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    path = tmp_path / "profile.json"
+    path.write_text("of an earlier run", "utf-8")
+    with pytest.raises(PermissionError, match="read-only"):
+        prof.to_json(path)
+    assert path.read_text("utf-8") == "of an earlier run"
+    assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_chrome_trace(prof: lowprec.profile, tmp_path: Path) -> None:
+    prof.to_chrome_trace(str(tmp_path / "trace.json"))
+    read = json.loads((tmp_path / "trace.json").read_text("utf-8"))
+    events = read["traceEvents"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert {e["ph"] for e in events} == {"X", "M"}
+    for event in complete:
+        assert {"pid", "tid", "ts", "dur", "name", "cat", "args"} <= event.keys()
+        assert event["dur"] >= 0
+        assert event["ts"] >= 0
+    products = [e for e in complete if e["cat"] == "product"]
+    assert [e["name"] for e in products[:4]] == ["bf16 40x40x30"] * 3 + ["fp32 40x40x30"]
+    assert [e["name"] for e in products[4:]] == ["float64 40x40x30", "fp32 3 * 4x6x5"]
+    step = next(e for e in complete if e["cat"] == "range")
+    first = products[0]
+    assert step["ts"] <= first["ts"]
+    assert first["ts"] + first["dur"] <= step["ts"] + step["dur"]
+    assert first["args"]["source"] == "math_mode= argument"
+    names = {e["name"] for e in events if e["ph"] == "M"}
+    assert names == {"process_name", "thread_name"}
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
+    from lowprec.profiling import export
+
+    export.write_json(tmp_path / "x.json", {"a": [float("inf"), (1.5, float("nan"))]})
+    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"a": [None, [1.5, None]]}
+
+
+# -- import ---------------------------------------------------------------------------------------
+
+
+def test_import_loads_no_profiler() -> None:
+    code = (
+        "import sys, lowprec; loaded = lambda: 'lowprec.profiling' in sys.modules; before = loaded();"
+        "prof = lowprec.profile(); print(before, loaded(), 'nvtx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
