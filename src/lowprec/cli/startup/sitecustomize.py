@@ -58,12 +58,13 @@ class _Watcher:
         sys.path += absent
         try:
             from lowprec.policy import process
+
+            why = process.set_library(name, self.order)
         except Exception as error:  # noqa: BLE001 - the program must not break for it
             return f"{type(error).__name__}: {error}"
         finally:
             for path in absent:
                 sys.path.remove(path)
-        why = process.set_library(name, self.order)
         if why is None and self.order == _GUARD and not self.tells_changes:
             import atexit
 
