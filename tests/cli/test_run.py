@@ -24,6 +24,7 @@ from lowprec.cli.commands import run as run_command
 
 TF32 = ("--mode", "tf32")
 GUARD = ("--guard",)
+REPLACE = launcher._replace
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and fork are POSIX's")
 
 
@@ -40,6 +41,10 @@ Start = Callable[..., Seen]
 
 @pytest.fixture(autouse=True)
 def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*what: object) -> None:
+        raise AssertionError("the process of the tests is not to become another program")
+
+    monkeypatch.setattr(launcher, "_replace", replace)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
@@ -432,6 +437,20 @@ def test_a_child_that_ignores_the_environment_is_on_its_own() -> None:
     assert start(script, under=TF32).out == "its own\n"
 
 
+def test_a_program_under_the_guard_starts_none_below_it() -> None:
+    write(LIBRARY, "tensorflow.py")
+    write(LATE, "inner.py")
+    script = write("""
+        import subprocess, sys
+        command = [sys.executable, "-m", "lowprec", "run", "--mode", "tf32", "--force", "inner.py"]
+        sys.exit(subprocess.call(command))
+    """)
+    note = "lowprec run: LOWPREC_FP32_GUARD overrules --mode tf32\n"
+    assert start(script, under=GUARD) == (0, 2 * "fp32 False\n", note)
+    # Under a mode, the inner one is another choice.
+    assert start(script, under=("--mode", "fp32")) == (0, 2 * "tf32 True\n", "")
+
+
 @pytest.mark.parametrize(
     ("under", "modes"),
     [
@@ -679,8 +698,12 @@ def test_a_script_that_must_not_be_read(
 
 
 @posix
-def test_a_pipe_is_left_to_the_program() -> None:
+def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*how: object) -> None:
+        raise AssertionError("opened")
+
     os.mkfifo("pipe")
+    monkeypatch.setattr(Path, "open", refuse)
     run_command._check("pipe")
 
 
@@ -732,6 +755,7 @@ def test_interpreter_options(words: str, options: str) -> None:
 def test_an_interpreter_that_cannot_be_started(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launcher, "_replace", REPLACE)
     monkeypatch.setattr(launcher, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))
     assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"

@@ -160,7 +160,11 @@ def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.Monk
     [
         (MathMode.TF32, False, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
         (MathMode.BF16, True, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
-        (None, False, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard"}),
+        (
+            None,
+            False,
+            {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"},
+        ),
     ],
 )
 def test_the_environment_of_a_child(

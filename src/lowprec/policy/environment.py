@@ -173,6 +173,12 @@ def _library_variable(name: str, meaning: str, legal: str, default: str) -> Vari
     return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
 
 
+_MLX_TF32 = _library_variable(
+    "MLX_ENABLE_TF32",
+    "0 keeps MLX from TF32, for which it has no other switch",
+    "0 or 1",
+    "MLX may use TF32",
+)
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
@@ -207,12 +213,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
         "0 or 1",
         "CuPy uses full FP32",
     ),
-    _library_variable(
-        "MLX_ENABLE_TF32",
-        "0 keeps MLX from TF32, for which it has no other switch",
-        "0 or 1",
-        "MLX may use TF32",
-    ),
+    _MLX_TF32,
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
@@ -410,10 +411,12 @@ def child_environment(
     'tf32'
     """
     found = dict(os.environ)
-    order = RUN_GUARD if mode is None else mode.value
-    variable, value = (_GUARD, "1") if mode is None else (_MATH_MODE, order)
-    if force:
-        variable = _FORCE_MATH_MODE
-    paths = found.get("PYTHONPATH", "").split(os.pathsep) if found.get("PYTHONPATH") else []
-    found["PYTHONPATH"] = os.pathsep.join([startup, *(path for path in paths if path != startup)])
-    return {**found, variable.name: value, RUN_VARIABLE: order}
+    if mode is None:
+        found |= {RUN_VARIABLE: RUN_GUARD, _GUARD.name: "1", _MLX_TF32.name: "0"}
+    else:
+        variable = _FORCE_MATH_MODE if force else _MATH_MODE
+        found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
+    paths = found.get("PYTHONPATH")
+    others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
+    found["PYTHONPATH"] = os.pathsep.join([startup, *others])
+    return found
