@@ -8,6 +8,7 @@ a start-up hook in ``PYTHONPATH`` (``startup/sitecustomize.py``) that all Python
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,10 @@ __all__ = ["STARTUP", "interpreter_options", "python_command", "start"]
 #: The folder of the start-up hook.
 STARTUP = str(Path(__file__).resolve().parent / "startup")
 
-#: Options of Python with a value, which may be the next word.
-_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
-#: Options of Python that begin the program.
-_PROGRAM = frozenset("cm")
+#: A word of Python's options: letters, the last of them with a value perhaps, which may be the next word.
+_OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
+_PROGRAM = ("c", "m")
+_LONG = frozenset({"--check-hash-based-pycs"})
 
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
@@ -44,26 +45,19 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     rest = iter(words[1:])
     for word in rest:
-        if not word.startswith("-") or word in {"-", "--"}:
-            break
-        if word in _WITH_VALUE:
+        if word in _LONG:
             found += [word, next(rest, "")]
             continue
-        if word.startswith("--") or word[:2] in _WITH_VALUE:
-            found.append(word)
-            continue
-        # Letters in one word: "-um lowprec" is "-u -m lowprec".
-        flags, valued = word[1:], None
-        for place, letter in enumerate(flags):
-            if letter in _PROGRAM or f"-{letter}" in _WITH_VALUE:
-                flags, valued = flags[:place], flags[place:]
-                break
+        option = _OPTION.fullmatch(word)
+        if option is None:
+            break
+        flags, letter, value = option.groups()
         if flags:
             found.append(f"-{flags}")
-        if valued and valued[0] in _PROGRAM:
+        if letter in _PROGRAM:
             break
-        if valued:
-            found += [f"-{valued}"] if valued[1:] else [f"-{valued}", next(rest, "")]
+        if letter:
+            found += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
     return found
 
 
