@@ -140,6 +140,7 @@ class ModeSource(str, Enum):
     """Who decided which mode is in force, in order of precedence; each value is the words that ``plan`` prints."""
 
     GUARD = "fp32_guard"
+    GUARD_VARIABLE = "LOWPREC_FP32_GUARD"
     FORCED = "LOWPREC_FORCE_MATH_MODE"
     ARGUMENT = "math_mode= argument"
     RTOL = "rtol= argument"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import numpy as np
 import pytest
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-COMMANDS = [
+WORDS = [
     shlex.split(line)[2:]
     for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("$ lowprec ")
 ]
+#: These become another program, so they run in a process of their own.
+LAUNCHES = [words for words in WORDS if words[0] == "run"]
+COMMANDS = [words for words in WORDS if words[0] != "run"]
 #: Timed less often than on the page, and smaller.
 QUICK = {"check": ["--rounds", "1"], "bench": ["--rounds", "1", "--sizes", "64"]}
 
@@ -29,6 +34,21 @@ def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     np.save("A.npy", rng.standard_normal((1024, 512), dtype=np.float32))
     np.save("B.npy", rng.standard_normal((512, 2048), dtype=np.float32))
     np.save("E.npy", np.ones((2048, 4), np.float32))
+
+
+def test_the_programs_print_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"^```python\n(# train.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    Path("train.py").write_text(program)
+    assert len(LAUNCHES) == 3
+    for words in LAUNCHES:
+        done = subprocess.run(
+            [sys.executable, "-m", "lowprec", *words], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"$ lowprec {shlex.join(words)}\n{done.stdout}" in PAGE
 
 
 def _listed(heading: str) -> set[str]:

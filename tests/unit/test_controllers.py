@@ -20,7 +20,7 @@ import pytest
 from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
-from lowprec.policy import fp32_guard, frameworks, get_math_mode, math_mode, scopes
+from lowprec.policy import environment, fp32_guard, frameworks, get_math_mode, math_mode, scopes
 from lowprec.policy.protocol import Tier
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
@@ -538,7 +538,23 @@ def test_the_guard_is_a_floor_for_other_libraries_too(load: Load) -> None:
         assert lower() == (True, FP32)
         assert pool.submit(lower).result() == (True, TF32), "lowprec's own mode is the thread's"
         with math_mode("tf32", frameworks=True) as mode:
-            assert "stays at full FP32" in reason(mode, "one")
+            assert "nothing lowers it" in reason(mode, "one")
+    assert library.is_as_before
+
+
+def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
+    environment.refresh()
+    try:
+        with math_mode("tf32", frameworks=True) as mode:
+            assert library.is_as_before
+            assert "nothing lowers it" in reason(mode, "one")
+        with fp32_guard(), math_mode("tf32", frameworks=True):
+            assert library.is_full
+    finally:
+        environment.refresh()
     assert library.is_as_before
 
 

@@ -14,7 +14,7 @@ from lowprec.modes import MathMode, available_modes
 from lowprec.policy import environment
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
-READ_ONCE = (*MODE_VARIABLES, "NVIDIA_TF32_OVERRIDE")
+READ_ONCE = (*MODE_VARIABLES, "LOWPREC_FP32_GUARD", "NVIDIA_TF32_OVERRIDE")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,8 @@ def test_the_table_lists_what_this_version_uses() -> None:
 
 def test_nothing_set() -> None:
     taken = environment.snapshot()
-    assert (taken.math_mode, taken.force_math_mode, taken.tf32_off) == (None, None, False)
+    assert (taken.math_mode, taken.force_math_mode) == (None, None)
+    assert (taken.fp32_guard, taken.tf32_off) == (False, False)
     assert environment.problems() == ()
     assert all(r.value is None for r in environment.rows())
     assert row_of("LOWPREC_MATH_MODE").effective == "fp32"
@@ -59,7 +60,8 @@ def test_nothing_set() -> None:
 def test_blank_is_unset(name: str, blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, blank)
     taken = environment.snapshot()
-    assert (taken.math_mode, taken.force_math_mode, taken.tf32_off) == (None, None, False)
+    assert (taken.math_mode, taken.force_math_mode) == (None, None)
+    assert (taken.fp32_guard, taken.tf32_off) == (False, False)
     assert row_of(name).value is None
     assert environment.problems() == ()
 
@@ -124,7 +126,7 @@ def test_only_zero_turns_tf32_off(
 def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = environment.snapshot()
     assert environment.changed_since_snapshot() == ()
-    monkeypatch.setenv(name, "0" if name.startswith("NVIDIA") else "bf16")
+    monkeypatch.setenv(name, "bf16" if name in MODE_VARIABLES else "0")
     assert environment.snapshot() is first
     assert environment.changed_since_snapshot() == (name,)
     (problem,) = environment.problems()
@@ -136,6 +138,63 @@ def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert environment.changed_since_snapshot() == ()
     assert environment.problems() == ()
     assert environment.snapshot() is not first
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), (" 1 ", True), ("0", False)])
+def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_FP32_GUARD", text)
+    assert environment.snapshot().fp32_guard is on
+    effect = "no product is below full FP32" if on else "no guard"
+    assert row_of("LOWPREC_FP32_GUARD").effective == effect
+
+
+def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_FP32_GUARD", "yes")
+    message = "LOWPREC_FP32_GUARD: 'yes' is neither of 0, 1; or unset"
+    with pytest.raises(EnvironmentVariableError, match=message):
+        environment.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("mode", "force", "variables"),
+    [
+        (MathMode.TF32, False, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
+        (MathMode.BF16, True, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
+        (
+            None,
+            False,
+            {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"},
+        ),
+    ],
+)
+def test_the_environment_of_a_child(
+    mode: MathMode | None,
+    force: bool,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    before = dict(os.environ)
+    found = environment.child_environment("startup", mode, force=force)
+    assert found == {**before, **variables, "PYTHONPATH": "startup"}
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ["startup"]),
+        ("one", ["startup", "one"]),
+        ("one::two", ["startup", "one", "", "two"]),
+        ("one:startup:two", ["startup", "one", "two"]),
+    ],
+)
+def test_the_hook_comes_first_and_once(
+    before: str, after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", before.replace(":", os.pathsep))
+    found = environment.child_environment("startup", MathMode.TF32)
+    assert found["PYTHONPATH"] == os.pathsep.join(after)
 
 
 def test_rows_do_not_take_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

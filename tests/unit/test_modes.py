@@ -119,6 +119,7 @@ def test_a_mode_that_does_not_run_yet_says_so(name: str, monkeypatch: pytest.Mon
 def test_sources_are_words_in_order_of_precedence() -> None:
     assert [str(s) for s in ModeSource] == [
         "fp32_guard",
+        "LOWPREC_FP32_GUARD",
         "LOWPREC_FORCE_MATH_MODE",
         "math_mode= argument",
         "rtol= argument",

@@ -55,11 +55,13 @@ class Settings(NamedTuple):
     process: str | None = None
     variable: str | None = None
     tf32: str | None = None
+    guard_variable: str | None = None
 
     def resolve(self, monkeypatch: pytest.MonkeyPatch) -> ResolvedMode:
         variables = {
             "LOWPREC_FORCE_MATH_MODE": self.force,
             "LOWPREC_MATH_MODE": self.variable,
+            "LOWPREC_FP32_GUARD": self.guard_variable,
             "NVIDIA_TF32_OVERRIDE": self.tf32,
         }
         for name, text in variables.items():
@@ -101,6 +103,16 @@ def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, 
             FP32, S.GUARD, TF32,
             guard=True, force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
         ),
+        # The guard's variable stands where the guard does, and the guard speaks for both.
+        case(FP32, S.GUARD_VARIABLE, guard_variable="1"),
+        case(
+            FP32, S.GUARD_VARIABLE, TF32, guard_variable="1",
+            force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
+        ),
+        case(FP32, S.GUARD, TF32, guard=True, guard_variable="1", argument="tf32"),
+        case(PEDANTIC, S.ARGUMENT, guard_variable="1", argument="fp32_pedantic"),
+        case(FP32, S.GUARD_VARIABLE, TF32, guard_variable="1", argument="tf32", tf32="0"),
+        case(TF32, S.ARGUMENT, guard_variable="0", argument="tf32"),
         # A level may raise the precision as well as lower it, so fp32 must win where it is higher up.
         case(FP32, S.PROCESS, process="fp32", variable="tf32"),
         case(FP32, S.CONTEXT, context="fp32", process="tf32"),
@@ -143,13 +155,15 @@ def test_precedence(
     assert bool(found.reasons) >= (requested is not None)
 
 
+@pytest.mark.parametrize("guard", [(True, None), (False, "1")], ids=["block", "variable"])
 @pytest.mark.parametrize("argument", [None, *PLAIN_MODES])
 def test_nothing_gets_below_the_guard(
-    argument: MathMode | None, monkeypatch: pytest.MonkeyPatch
+    argument: MathMode | None, guard: tuple[bool, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    block, own = guard
     choices = (None, *(m.value for m in PLAIN_MODES))
     for force, context, process in itertools.product(choices, repeat=3):
-        settings = Settings(True, force, argument, context, process, "bf16", None)
+        settings = Settings(block, force, argument, context, process, "bf16", None, own)
         assert settings.resolve(monkeypatch).mode in FULL_FP32, settings
 
 
@@ -171,6 +185,10 @@ def test_nothing_gets_below_the_guard(
                 "LOWPREC_FORCE_MATH_MODE=tf32 overrules bf16 (with math_mode(...)).",
                 "fp32_guard raises tf32 (LOWPREC_FORCE_MATH_MODE) to fp32.",
             ),
+        ),
+        (
+            Settings(guard_variable="1", variable="bf16"),
+            ("LOWPREC_FP32_GUARD raises bf16 (LOWPREC_MATH_MODE) to fp32.",),
         ),
         (Settings(guard=True), ("fp32_guard keeps the precision at fp32 or above.",)),
         (
@@ -227,6 +245,8 @@ def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPat
         (Settings(force="tf32", tf32="0"), FP32, S.FORCED),
         (Settings(guard=True, force="bf16"), FP32, S.GUARD),
         (Settings(guard=True, force="fp32_pedantic"), PEDANTIC, S.FORCED),
+        (Settings(guard_variable="1"), FP32, S.GUARD_VARIABLE),
+        (Settings(guard_variable="1", force="bf16"), FP32, S.GUARD_VARIABLE),
         # An rtol stands above the scope, so the scope's mode does not count beneath the guard.
         (Settings(guard=True, context="fp32_pedantic", variable="fp32_pedantic"), FP32, S.GUARD),
     ],

@@ -1,4 +1,4 @@
-"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check``, ``bench``.
+"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check``, ``bench``, ``run``.
 
 Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, a bad
 environment variable) is one line on standard error and exit code 2, without a traceback. An exception that is no such
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     -------
     int
         0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
-        141 if the reader of the output went away.
+        141 if the reader of the output went away. ``lowprec run`` ends with the exit code of the program, and does not
+        return where this process can become the program.
 
     Examples
     --------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import bench, check, info, matmul, plan
+from lowprec.cli.commands import bench, check, info, matmul, plan, run
 from lowprec.cli.errors import CommandError
 
 __all__ = ["COMMANDS", "Command", "Parser", "parse"]
@@ -22,9 +22,11 @@ examples:
   lowprec check
   lowprec plan --shapes 1024x512 512x2048 --mode tf32
   lowprec matmul A.npy B.npy -o C.npy --mode bf16
+  lowprec run --mode tf32 train.py
 
 "lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C.
+2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. After run: those
+of the program.
 """
 
 
@@ -48,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "matmul": matmul,
     "check": check,
     "bench": bench,
+    "run": run,
 }
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Variable",
     "VariableRow",
     "changed_since_snapshot",
+    "child_environment",
     "numba_is_off",
     "problems",
     "refresh",
@@ -106,6 +107,32 @@ _FORCE_MATH_MODE = _mode_variable(
 )
 
 
+_SWITCH = {"0": False, "1": True}
+
+
+def _guards(text: str) -> bool:
+    if text not in _SWITCH:
+        raise EnvironmentVariableError(
+            f"environment variable {_GUARD.name}: {text!r} is neither of {', '.join(_SWITCH)}; or unset the variable"
+        )
+    return _SWITCH[text]
+
+
+def _guard_effect(on: bool) -> str:
+    return "no product is below full FP32" if on else "no guard"
+
+
+_GUARD = Variable(
+    "LOWPREC_FP32_GUARD",
+    "1 puts all of lowprec in the process inside fp32_guard, every thread of it; lowprec run --guard sets it.",
+    " or ".join(_SWITCH),
+    "no guard",
+    _guards,
+    _guard_effect,
+    read_once=True,
+)
+
+
 def _turns_tf32_off(text: str) -> bool:
     return text == "0"
 
@@ -146,6 +173,12 @@ def _library_variable(name: str, meaning: str, legal: str, default: str) -> Vari
     return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
 
 
+_MLX_TF32 = _library_variable(
+    "MLX_ENABLE_TF32",
+    "0 keeps MLX from TF32, for which it has no other switch",
+    "0 or 1",
+    "MLX may use TF32",
+)
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
@@ -160,6 +193,7 @@ _NUMBA_OFF = Variable(
 VARIABLES: tuple[Variable[Any], ...] = (
     _MATH_MODE,
     _FORCE_MATH_MODE,
+    _GUARD,
     _TF32_OVERRIDE,
     _library_variable(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -179,12 +213,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
         "0 or 1",
         "CuPy uses full FP32",
     ),
-    _library_variable(
-        "MLX_ENABLE_TF32",
-        "0 keeps MLX from TF32, for which it has no other switch",
-        "0 or 1",
-        "MLX may use TF32",
-    ),
+    _MLX_TF32,
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
@@ -203,6 +232,8 @@ class EnvironmentSnapshot:
         From ``LOWPREC_MATH_MODE``.
     force_math_mode : MathMode or None
         From ``LOWPREC_FORCE_MATH_MODE``.
+    fp32_guard : bool
+        Whether ``LOWPREC_FP32_GUARD`` is 1.
     tf32_off : bool
         Whether ``NVIDIA_TF32_OVERRIDE`` is 0.
     texts : mapping of str to str or None
@@ -211,6 +242,7 @@ class EnvironmentSnapshot:
 
     math_mode: MathMode | None
     force_math_mode: MathMode | None
+    fp32_guard: bool
     tf32_off: bool
     texts: Mapping[str, str | None]
 
@@ -224,6 +256,7 @@ def _take() -> EnvironmentSnapshot:
     return EnvironmentSnapshot(
         _MATH_MODE.value(texts[_MATH_MODE.name]),
         _FORCE_MATH_MODE.value(texts[_FORCE_MATH_MODE.name]),
+        bool(_GUARD.value(texts[_GUARD.name])),
         bool(_TF32_OVERRIDE.value(texts[_TF32_OVERRIDE.name])),
         MappingProxyType(texts),
     )
@@ -348,3 +381,42 @@ def rows() -> tuple[VariableRow, ...]:
 def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
     return tuple(r.problem for r in rows() if r.problem is not None)
+
+
+# -- for a program that lowprec starts ------------------------------------------------------------
+
+#: Tells the start-up hook of ``lowprec run`` what to do: a mode, or :data:`RUN_GUARD`. Not in the table: it is set by
+#: the launcher and by nobody else.
+RUN_VARIABLE = "LOWPREC_RUN"
+RUN_GUARD = "fp32_guard"
+
+
+def child_environment(
+    startup: str, mode: MathMode | None, *, force: bool = False
+) -> dict[str, str]:
+    """Return the environment for a program that runs under a mode or under the guard; this process's stays as it is.
+
+    Parameters
+    ----------
+    startup : str
+        The folder that holds the start-up hook. It comes first in ``PYTHONPATH``, once.
+    mode : MathMode or None
+        The mode; None for the guard.
+    force : bool
+        Whether the program cannot choose another mode.
+
+    Examples
+    --------
+    >>> child_environment("startup", MathMode.TF32)["LOWPREC_MATH_MODE"]
+    'tf32'
+    """
+    found = dict(os.environ)
+    if mode is None:
+        found |= {RUN_VARIABLE: RUN_GUARD, _GUARD.name: "1", _MLX_TF32.name: "0"}
+    else:
+        variable = _FORCE_MATH_MODE if force else _MATH_MODE
+        found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
+    paths = found.get("PYTHONPATH")
+    others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
+    found["PYTHONPATH"] = os.pathsep.join([startup, *others])
+    return found

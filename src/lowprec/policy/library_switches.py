@@ -88,6 +88,12 @@ class JaxController:
         if self._now() == word:
             manager.__exit__(None, None, None)
 
+    def set_default(self, mode: MathMode) -> dict[str, Any]:
+        """Set the precision of every thread that has chosen none, for the rest of the process."""
+        word = self._words[mode]
+        _attribute("jax.config.update", "JAX")("jax_default_matmul_precision", word)
+        return self.save()
+
     describe = save
 
 

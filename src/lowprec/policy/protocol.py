@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, unique
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lowprec.modes import MathMode
 
-__all__ = ["Controller", "Tier"]
+__all__ = ["Controller", "HasDefault", "Tier"]
 
 
 @unique
@@ -71,3 +71,11 @@ class Controller(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the switches as the library's user reads them, for ``info()``, without changing any."""
+
+
+@runtime_checkable
+class HasDefault(Protocol):
+    """A controller whose switches belong to the thread, and have a default for all threads of the process."""
+
+    def set_default(self, mode: MathMode) -> Mapping[str, Any]:
+        """Set the default for this mode, and return the switches as ``save`` does."""

@@ -17,12 +17,13 @@ from typing import Any, TypeVar, cast
 
 from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
+from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 from lowprec.policy.decorators import decorated
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import FLOOR, Held, hold, release
 
-__all__ = ["Frameworks", "LibraryStatus", "PolicyScope", "open_scopes"]
+__all__ = ["Frameworks", "LibraryStatus", "PolicyScope", "guarded_libraries", "open_scopes"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
@@ -176,8 +177,7 @@ class PolicyScope:
         mode = self._mode
         if mode is None:
             return hold(self._libraries, MathMode.FP32, True)
-        scopes = _scopes.get()
-        return hold(self._libraries, mode, False, _covered_by(scopes) if scopes.guarded else None)
+        return hold(self._libraries, mode, False, guarded_libraries())
 
     def _tell_failures(self, held: Held) -> None:
         verb = "does not protect" if self._mode is None else "does not reach"
@@ -285,6 +285,14 @@ class PolicyScope:
                 "its switch belongs to the thread that entered the block; wrap what runs in this one",
             )
         return True, f"its switches belong to the {controller.tier}"
+
+
+def guarded_libraries() -> Callable[[str], bool] | None:
+    """Return what says of a library whether a guard here covers it, None where there is no guard."""
+    if environment.snapshot().fp32_guard:
+        return lambda name: True
+    scopes = _scopes.get()
+    return _covered_by(scopes) if scopes.guarded else None
 
 
 def _covered_by(scopes: Scopes) -> Callable[[str], bool]:

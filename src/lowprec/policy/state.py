@@ -136,7 +136,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     The first match wins:
 
-    1. ``fp32_guard``, a floor: a mode of :data:`FULL_FP32` stays, any other becomes ``fp32``;
+    1. ``fp32_guard`` or ``LOWPREC_FP32_GUARD``, a floor: a mode of :data:`FULL_FP32` stays, any other becomes
+       ``fp32``;
     2. ``LOWPREC_FORCE_MATH_MODE``;
     3. the ``math_mode=`` argument;
     4. the innermost ``with math_mode(...)``;
@@ -193,7 +194,7 @@ def overriding_mode() -> ResolvedMode | None:
     True
     """
     guarded, taken = open_scopes().guarded, environment.snapshot()
-    if not guarded and taken.force_math_mode is None:
+    if not guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None
     return _impose(None, ModeSource.DEFAULT, guarded, taken)
 
@@ -243,8 +244,9 @@ def _impose(
             )
         mode, source = taken.force_math_mode, ModeSource.FORCED
     decided = mode
-    if guarded:
-        mode, source, reason = _floor(mode, source)
+    if guarded or taken.fp32_guard:
+        guard = ModeSource.GUARD if guarded else ModeSource.GUARD_VARIABLE
+        mode, source, reason = _floor(mode, source, guard)
         reasons.append(reason)
     if taken.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
@@ -253,8 +255,9 @@ def _impose(
     return ResolvedMode(mode, source, requested, tuple(reasons))
 
 
-def _floor(mode: MathMode, source: ModeSource) -> tuple[MathMode, ModeSource, str]:
-    guard = ModeSource.GUARD
+def _floor(
+    mode: MathMode, source: ModeSource, guard: ModeSource
+) -> tuple[MathMode, ModeSource, str]:
     if mode not in FULL_FP32:
         return MathMode.FP32, guard, f"{guard} raises {mode} ({source}) to {MathMode.FP32}."
     if mode is MathMode.FP32:

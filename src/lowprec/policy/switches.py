@@ -22,10 +22,10 @@ from lowprec.modes import MathMode
 from lowprec.policy.controllers import controllers
 from lowprec.policy.protocol import Controller, Tier
 
-__all__ = ["FLOOR", "Held", "hold", "release"]
+__all__ = ["FLOOR", "Held", "hold", "in_words", "release"]
 
 #: Why a block did not lower a library's switches.
-FLOOR = "it stays at full FP32 while an fp32_guard is open"
+FLOOR = "nothing lowers it while an fp32_guard is open"
 
 
 class _Layer:
@@ -174,7 +174,7 @@ def _add(held: Held, controller: Controller, mode: MathMode, is_floor: bool) -> 
     try:
         layer = _layer(controller, mode, is_floor)
     except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to act
-        held.failures[controller.name] = _in_words(error)
+        held.failures[controller.name] = in_words(error)
         return
     if layer is None:
         held.failures[controller.name] = FLOOR
@@ -183,7 +183,8 @@ def _add(held: Held, controller: Controller, mode: MathMode, is_floor: bool) -> 
     held.layers.append(layer)
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Return why a library could not be set."""
     return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
 
 
@@ -278,7 +279,7 @@ def _undo(layer: _Layer) -> list[str]:
             return []
         controller.restore({**saved, **{name: now[name] for name in changed}})
     except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be put back
-        return [f"the switches of {controller.name} could not be put back: {_in_words(error)}"]
+        return [f"the switches of {controller.name} could not be put back: {in_words(error)}"]
     values = ", ".join(f"{name} = {now[name]!r}" for name in changed)
     return [f"{controller.name}: {values} was set inside the block, and is kept"]
 

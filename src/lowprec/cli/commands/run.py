@@ -1,0 +1,123 @@
+"""Run a script or module, unchanged, under a mode or under the guard.
+
+It behaves as under plain python. With --mode, lowprec's default mode and the switches of PyTorch, JAX, TensorFlow,
+CuPy and Paddle are set, each as soon as the program has imported it; what the program chooses later holds. With
+--guard, lowprec and these libraries compute in full FP32. Processes that the program starts are under the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+from pathlib import Path
+
+from lowprec.cli import launcher
+from lowprec.cli.errors import CommandError
+from lowprec.cli.options import mode
+from lowprec.cli.output import note
+from lowprec.modes import MathMode, mode_names
+from lowprec.policy import environment
+
+EXAMPLES = """\
+examples:
+  lowprec run --mode tf32 train.py --epochs 3
+  lowprec run --guard train.py
+  lowprec run --mode bf16 --force -m package.module argument
+
+Options of lowprec come first; all that follows the script or the module is the program's own.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.usage = "lowprec run [-h] (--mode MODE [--force] | --guard) (SCRIPT | -m MODULE) ..."
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
+    chosen.add_argument(
+        "--guard",
+        action="store_true",
+        help="full FP32: a floor for lowprec, and set in the libraries",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with --mode: lowprec keeps the mode, whatever the program chooses",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="MODULE",
+        help="module to run, as python -m does, and its arguments",
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="script to run (- is standard input), a folder or archive with a __main__.py, and its arguments",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Become the program."""
+    if options.force and options.guard:
+        raise CommandError("run: --force goes with --mode; nothing overrules --guard")
+    command = launcher.python_command(_program(options))
+    chosen, force = _in_force(options.mode, options.force)
+    variables = environment.child_environment(launcher.STARTUP, chosen, force=force)
+    return launcher.start(command, variables)
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """Return what plain python would be given."""
+    words = ["-m", *options.module] if options.module else []
+    words += options.program
+    if words[:1] == ["--"]:
+        del words[0]
+    if words[:1] == ["-m"] and words[1:]:
+        return words
+    if not words:
+        raise CommandError("run: give a script, or -m and a module (lowprec run --help tells more)")
+    script = words[0]
+    if script == "-":
+        return words
+    _check(script)
+    # Python would take the name for an option of its own.
+    return ["--", *words] if script.startswith("-") else words
+
+
+def _check(script: str) -> None:
+    """Raise if the script cannot be read; what is in it is for Python to judge."""
+    try:
+        kind = os.stat(script).st_mode
+        if stat.S_ISREG(kind):
+            # A pipe is not opened: that would take from the program what is in it.
+            Path(script).open("rb").close()
+    except OSError as error:
+        raise CommandError(f"cannot read {script}: {error.strerror or error}") from None
+
+
+# -- what stands above the command line ------------------------------------------------------------
+
+
+def _in_force(asked: MathMode | None, force: bool) -> tuple[MathMode | None, bool]:
+    """Return the mode (None: the guard) and whether to force it, as far as the environment lets the user choose.
+
+    A program under ``lowprec run`` may start another one so; what was imposed on the first holds for the second.
+    """
+    taken = environment.snapshot()
+    if asked is None:
+        return None, False
+    if taken.fp32_guard:
+        note(f"lowprec run: LOWPREC_FP32_GUARD overrules --mode {asked}")
+        return None, False
+    forced = taken.force_math_mode
+    if forced in (None, asked) or force:
+        return asked, force
+    note(f"lowprec run: LOWPREC_FORCE_MATH_MODE={forced} overrules --mode {asked}")
+    return forced, True

@@ -1,0 +1,131 @@
+"""Starting a Python program as plain ``python`` does, in an environment that puts it under a mode or the guard.
+
+This process becomes the program: the interpreter is executed anew, so whatever the program can see of itself
+(``__main__``, its arguments, its exit code, signals) is as without lowprec. What is different is the environment, with
+a start-up hook in ``PYTHONPATH`` (``startup/sitecustomize.py``) that all Python processes of the run execute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lowprec.cli.errors import CommandError
+from lowprec.cli.output import flush
+
+__all__ = ["STARTUP", "interpreter_options", "python_command", "start"]
+
+#: The folder of the start-up hook.
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+#: A word of Python's options: letters, the last of them with a value perhaps, which may be the next word.
+_OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
+_PROGRAM = ("c", "m")
+_LONG = frozenset({"--check-hash-based-pycs"})
+
+
+def interpreter_options(words: Sequence[str]) -> list[str]:
+    """Return Python's own options among the words with which it was started.
+
+    Parameters
+    ----------
+    words : sequence of str
+        As ``sys.orig_argv`` has them.
+
+    Examples
+    --------
+    >>> interpreter_options(["python", "-W", "error", "-um", "lowprec", "run", "-X"])
+    ['-W', 'error', '-u']
+    """
+    found: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        if word in _LONG:
+            found += [word, next(rest, "")]
+            continue
+        option = _OPTION.fullmatch(word)
+        if option is None:
+            break
+        flags, letter, value = option.groups()
+        if flags:
+            found.append(f"-{flags}")
+        if letter in _PROGRAM:
+            break
+        if letter:
+            found += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
+    return found
+
+
+def python_command(program: Sequence[str]) -> list[str]:
+    """Return the command that runs a program under this interpreter, with the same options.
+
+    Parameters
+    ----------
+    program : sequence of str
+        What stands after ``python``: a script or ``-m`` and a module, and the program's arguments.
+
+    Raises
+    ------
+    CommandError
+        If the interpreter ignores the environment, and with it the start-up hook.
+    """
+    if not sys.executable:
+        raise CommandError("run: this Python does not know its own executable")
+    obstacles = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-S": sys.flags.no_site,
+    }
+    option = next((option for option, is_set in obstacles.items() if is_set), None)
+    if option is not None:
+        raise CommandError(
+            f"run: this Python was started with {option}, which keeps the program from being put under a mode; "
+            "start it without, as python -m lowprec run"
+        )
+    if os.pathsep in STARTUP:
+        raise CommandError(f"run: {STARTUP} holds a {os.pathsep!r}, so PYTHONPATH cannot name it")
+    return [sys.executable, *interpreter_options(sys.orig_argv), *program]
+
+
+def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a command in the place of this process, or, where a process cannot be replaced, wait for it.
+
+    Returns
+    -------
+    int
+        The exit code, where this returns at all.
+
+    Raises
+    ------
+    CommandError
+        If the command cannot be started.
+    """
+    flush()
+    try:
+        return _WAYS.get(os.name, _replace)(command, variables)
+    except OSError as error:
+        raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
+
+
+def _replace(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    os.execve(command[0], list(command), variables)
+
+
+def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a command and return its exit code."""
+    with subprocess.Popen(command, env=dict(variables)) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # The program got it too, and decides what follows.
+                continue
+
+
+#: Windows starts a second process when it is asked to replace one, and the caller goes on without its exit code.
+_WAYS: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {"nt": wait_for}

@@ -1,0 +1,251 @@
+"""The words of ``lowprec run``, and what it starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from lowprec.cli import launcher
+from lowprec.cli.commands import run as run_command
+from programs import GUARD, TF32, posix, start, write
+
+REPLACE = launcher._replace
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*what: object) -> None:
+        raise AssertionError("the process of the tests is not to become another program")
+
+    monkeypatch.setattr(launcher, "_replace", replace)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    program: list[str]
+    variables: dict[str, str]
+    err: str
+
+
+@pytest.fixture
+def started(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
+    """What ``lowprec run`` with these words would start."""
+    write("")
+    write("", "-m.py")
+
+    def run(*words: str) -> Started:
+        found: list[tuple[Sequence[str], Mapping[str, str]]] = []
+        monkeypatch.setattr(launcher, "start", lambda *what: found.append(what) or 0)
+        code, out, err = command("run", *words)
+        assert (code, out) == (0, "")
+        ((program, variables),) = found
+        own = [sys.executable, *launcher.interpreter_options(sys.orig_argv)]
+        assert program[: len(own)] == own
+        return Started(list(program[len(own) :]), dict(variables), err)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        ("script.py", "script.py"),
+        ("script.py --mode fp16 --help", "script.py --mode fp16 --help"),
+        ("script.py -- a", "script.py -- a"),
+        ("-- script.py -- a", "script.py -- a"),
+        ("-m module", "-m module"),
+        ("-m module --guard -m x -- y", "-m module --guard -m x -- y"),
+        ("-- -m module -x", "-m module -x"),
+        ("-mmodule x", "-m module x"),
+        ("-", "-"),
+        ("- -x", "- -x"),
+        ("-- -m.py -x", "-- -m.py -x"),
+    ],
+)
+def test_words(started: Callable[..., Started], words: str, program: str) -> None:
+    assert started(*TF32, *words.split()).program == program.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "after", "note"),
+    [
+        (TF32, {}, ("tf32", None, None, "tf32"), ""),
+        (TF32, {"LOWPREC_MATH_MODE": "bf16"}, ("tf32", None, None, "tf32"), ""),
+        ((*TF32, "--force"), {}, (None, "tf32", None, "tf32"), ""),
+        ((*TF32, "--force"), {"LOWPREC_FORCE_MATH_MODE": "bf16"}, (None, "tf32", None, "tf32"), ""),
+        (TF32, {"LOWPREC_FORCE_MATH_MODE": "tf32"}, ("tf32", "tf32", None, "tf32"), ""),
+        (
+            TF32,
+            {"LOWPREC_FORCE_MATH_MODE": "bf16"},
+            (None, "bf16", None, "bf16"),
+            "LOWPREC_FORCE_MATH_MODE=bf16 overrules --mode tf32",
+        ),
+        (
+            TF32,
+            {"LOWPREC_FP32_GUARD": "1"},
+            (None, None, "1", "fp32_guard"),
+            "LOWPREC_FP32_GUARD overrules --mode tf32",
+        ),
+        (GUARD, {"LOWPREC_FORCE_MATH_MODE": "bf16"}, (None, "bf16", "1", "fp32_guard"), ""),
+    ],
+)
+def test_what_the_environment_says_already(
+    started: Callable[..., Started],
+    monkeypatch: pytest.MonkeyPatch,
+    words: Sequence[str],
+    before: Mapping[str, str],
+    after: tuple[str | None, ...],
+    note: str,
+) -> None:
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    found = started(*words, "script.py")
+    names = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE", "LOWPREC_FP32_GUARD", "LOWPREC_RUN")
+    assert tuple(map(found.variables.get, names)) == after
+    assert found.err == (f"lowprec run: {note}\n" if note else "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "one of the arguments --mode --guard is required"),
+        ("script.py", "one of the arguments --mode --guard is required"),
+        ("--mode tf32 --guard script.py", "--guard: not allowed with argument --mode"),
+        ("--mode tf23 script.py", "'tf23' is not a math mode; choose one of: fp32, "),
+        ("--mode bf16x9 script.py", "bf16x9 is not available in this version"),
+        ("--guard --force script.py", "--force goes with --mode"),
+        ("--mode tf32", "give a script, or -m and a module"),
+        ("--guard -m", "give a script, or -m and a module"),
+        ("--guard --", "give a script, or -m and a module"),
+        ("--guard --verbose script.py", "unrecognized arguments: --verbose"),
+        ("--guard missing.py", "lowprec: cannot read missing.py: No such file or directory"),
+        ("--guard script.py/x", "lowprec: cannot read script.py/x: Not a directory"),
+    ],
+)
+def test_mistakes(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    monkeypatch.setattr(launcher, "start", None)
+    write("")
+    assert says in refused("run", *words.split())
+
+
+@pytest.mark.parametrize("variable", ["LOWPREC_FORCE_MATH_MODE", "LOWPREC_FP32_GUARD"])
+def test_a_bad_variable_is_refused_before_anything_runs(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setattr(launcher, "start", None)
+    monkeypatch.setenv(variable, "fp17")
+    assert f"{variable}: " in refused("run", *TF32, write(""))
+
+
+def test_a_script_that_must_not_be_read(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*how: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # Not by the file's mode: root may read every file.
+    script = write("")
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "cannot read script.py: Permission denied" in refused("run", *TF32, script)
+
+
+@posix
+def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*how: object) -> None:
+        raise AssertionError("opened")
+
+    os.mkfifo("pipe")
+    monkeypatch.setattr(Path, "open", refuse)
+    run_command._check("pipe")
+
+
+# -- the launcher ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")]
+)
+def test_a_python_that_ignores_the_environment_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, option: str, flag: str
+) -> None:
+    flags = SimpleNamespace(isolated=0, ignore_environment=0, no_site=0)
+    setattr(flags, flag, 1)
+    fake = SimpleNamespace(executable=sys.executable, flags=flags, orig_argv=sys.orig_argv)
+    monkeypatch.setattr(launcher, "sys", fake)
+    monkeypatch.setattr(launcher, "start", None)
+    assert f"this Python was started with {option}, " in refused("run", *GUARD, write(""))
+
+
+def test_a_python_without_an_executable_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where Python is part of another program.
+    monkeypatch.setattr(sys, "executable", "")
+    assert "does not know its own executable" in refused("run", *GUARD, write(""))
+
+
+def test_a_folder_that_pythonpath_cannot_name_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "STARTUP", os.pathsep.join("ab"))
+    assert "PYTHONPATH cannot name it" in refused("run", *GUARD, write(""))
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("python script.py -W error", ""),
+        ("python -m lowprec -u", ""),
+        ("python -mlowprec -u", ""),
+        ("python - -u", ""),
+        ("python -c code -u", ""),
+        ("python -- script.py", ""),
+        ("python", ""),
+        ("python -W error -Xdev -X utf8 -m lowprec", "-W error -Xdev -X utf8"),
+        ("python -Wd -OOum lowprec -X", "-Wd -OOu"),
+        ("python -BW error -EX dev script.py", "-B -W error -E -X dev"),
+        ("python -BWerror script.py", "-B -Werror"),
+        ("python --check-hash-based-pycs never -B x.py", "--check-hash-based-pycs never -B"),
+    ],
+)
+def test_interpreter_options(words: str, options: str) -> None:
+    assert launcher.interpreter_options(words.split()) == options.split()
+
+
+def test_an_interpreter_that_cannot_be_started(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_replace", REPLACE)
+    monkeypatch.setattr(launcher, "python_command", lambda program: ["./missing", *program])
+    message = refused("run", *TF32, write(""))
+    assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"
+
+
+def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_WAYS", {os.name: launcher.wait_for})
+    assert command("run", *TF32, write("import sys; sys.exit(7)")).code == 7
+
+
+@posix
+def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -> None:
+    child = "import os, signal, time; time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5)"
+    code = (
+        "import os, sys; from lowprec.cli.launcher import wait_for\n"
+        f"sys.exit(wait_for([sys.executable, '-c', {child + '; os._exit(9)'!r}], os.environ))"
+    )
+    assert start("-c", code) == (9, "", "")

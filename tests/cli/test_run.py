@@ -1,0 +1,184 @@
+"""``lowprec run``: a program behaves as under plain python.
+
+Each program runs twice, under ``python`` and under ``lowprec run``; what can be seen from outside must be the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from programs import GUARD, TF32, Seen, posix, same, start, write
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+ENDS = {
+    "nothing": ("pass", 0),
+    "a number": ("import sys; sys.exit(3)", 3),
+    "words": ("import sys; sys.exit('words')", 1),
+    "none": ("import sys; sys.exit(None)", 0),
+    "at once": ("import os; print('lost', end=''); os._exit(5)", 5),
+    "an exception": ("def f():\n    raise ValueError('here')\nf()", 1),
+    "nested": ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError(1) from e", 1),
+    "during another": ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    {}['x']", 1),
+    "syntax": ("x = (", 1),
+    "a missing module": ("import missing_module", 1),
+    "an interrupt": ("raise KeyboardInterrupt", -signal.SIGINT),
+    "a warning": ("import warnings\nwarnings.warn('look')\nprint('on')", 0),
+    "at exit": ("import atexit\natexit.register(print, 'bye')\nprint('hello')", 0),
+    "a thread": (
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+        0,
+    ),
+    "a child": (
+        "import os, subprocess, sys\nprint(subprocess.call([sys.executable, '-c', '1/0']))",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("under", [TF32, GUARD], ids=["mode", "guard"])
+@pytest.mark.parametrize(("text", "code"), ENDS.values(), ids=ENDS)
+def test_a_program_ends_as_it_does(text: str, code: int, under: Sequence[str]) -> None:
+    assert same(write(text), under=under).code == code
+
+
+@posix
+def test_a_killed_program() -> None:
+    script = write("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert same(script).code == -signal.SIGKILL
+
+
+@posix
+def test_ctrl_c() -> None:
+    script = write("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+
+    def interrupted(*words: str) -> Seen:
+        with subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        return Seen(process.returncode, out, err)
+
+    plain = interrupted(script)
+    assert interrupted("-m", "lowprec", "run", *TF32, script) == plain
+    assert plain.code == -signal.SIGINT
+
+
+FACTS = """
+import __main__, sys
+print(__name__, __package__, __spec__ and __spec__.name, type(__loader__).__name__)
+print(globals().get("__file__"), __builtins__, vars(__main__) is globals(), __doc__)
+print(sys.argv, sys.path, sys.executable, sys.orig_argv[-3:])
+print(sys.flags, sys.warnoptions, sys._xoptions, sys.stdout.line_buffering)
+print(sorted(sys.modules), list(sys.path_importer_cache))
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("-W", "error"),
+        ("-Wdefault", "-Xdev", "-X", "utf8", "-u"),
+        ("-OO", "-bb", "-P"),
+        ("-sB",),
+    ],
+    ids=" ".join,
+)
+def test_a_script_sees_itself(options: Sequence[str]) -> None:
+    # Python 3.10 has no -P.
+    usable = [o for o in options if o != "-P" or sys.version_info >= (3, 11)]
+    seen = same(write(FACTS), "--guard", "--help", "--", "-m", options=usable)
+    assert "['script.py', '--guard', '--help', '--', '-m']" in seen.out
+
+
+def test_a_module_sees_itself() -> None:
+    write("", "package/__init__.py")
+    write(FACTS, "package/part.py")
+    write(FACTS, "package/__main__.py")
+    assert "package.part" in same("-m", "package.part", "--help", "-m").out
+    assert "package.__main__" in same("-m", "package", "x").out
+
+
+def test_a_folder_and_an_archive_see_themselves() -> None:
+    write(FACTS, "folder/__main__.py")
+    same("folder", "argument")
+    with zipfile.ZipFile("archive.zip", "w") as archive:
+        archive.write("folder/__main__.py", "__main__.py")
+    same("archive.zip", "argument")
+
+
+@pytest.mark.parametrize(
+    "words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join
+)
+def test_what_python_refuses_it_refuses_in_its_own_words(words: Sequence[str]) -> None:
+    Path("empty").mkdir()
+    assert same(*words).code != 0
+
+
+def test_standard_input_is_the_program_s() -> None:
+    script = write("import sys\nprint(sys.stdin.readline().upper(), input())")
+    assert same(script, stdin="one\ntwo\n").out == "ONE\n two\n"
+    seen = same("-", "argument", stdin=f"{FACTS}\n1 / 0\n")
+    assert "['-', 'argument']" in seen.out
+    assert '  File "<stdin>", line 9, in <module>' in seen.err
+
+
+def test_a_script_that_looks_like_an_option() -> None:
+    script = write("import sys\nprint(sys.argv, __file__)", "-x.py")
+    plain = start("--", script, "-y")
+    assert start("--", script, "-y", under=TF32) == plain
+    assert plain.out.startswith("['-x.py', '-y']")
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--size=x", 2), ("--size=3", 0)])
+def test_argparse_names_the_script(argument: str, code: int) -> None:
+    script = write("""
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--size", type=int)
+        print(parser.parse_args())
+    """)
+    seen = same(script, argument)
+    assert seen.code == code
+    assert code == 0 or seen.err.startswith("usage: script.py ")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_classes_of_main_travel_to_children(method: str) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system does not {method}")
+    script = write(f"""
+        import multiprocessing, pickle
+        from concurrent.futures import ProcessPoolExecutor
+
+        class Point:
+            def __init__(self, x):
+                self.x = x
+
+        def double(point):
+            return Point(2 * point.x)
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context({method!r})
+            print(pickle.loads(pickle.dumps(Point(1))).x, Point.__module__)
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                print(pool.submit(double, Point(21)).result().x)
+    """)
+    assert same(script, options=["-W", "ignore"]).out == "1 __main__\n42\n"

@@ -1,0 +1,332 @@
+"""``lowprec run``: libraries are imported as ever, and the program, its threads and its children are under the mode."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lowprec.backends.cpu import cpuinfo
+from programs import GUARD, LIBRARY, TF32, same, start, write
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+# -- libraries are imported as without lowprec ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def f():\n    raise RuntimeError('no driver')\nf()", "import missing_module", "x = ("],
+    ids=["raises", "lacks", "syntax"],
+)
+def test_a_library_that_fails_looks_as_it_does(text: str) -> None:
+    write(text, "tensorflow.py")
+    assert same(write("import tensorflow"), under=GUARD).code == 1
+
+
+def test_a_library_shows_its_own_loader() -> None:
+    write(LIBRARY, "tensorflow/__init__.py")
+    script = write("""
+        import importlib.util, inspect
+        spec = importlib.util.find_spec("tensorflow")
+        print(spec.name, spec.origin, spec.loader.get_filename("tensorflow"))
+        import tensorflow
+        print(type(tensorflow.__loader__), type(tensorflow.__spec__.loader), tensorflow.__path__)
+        print(len(inspect.getsource(tensorflow)))
+    """)
+    same(script)
+
+
+def test_a_folder_with_the_name_of_a_library_is_none() -> None:
+    Path("paddle").mkdir()
+    assert (
+        same(write("import paddle; print(paddle.__path__, paddle.__file__)"), under=GUARD).code == 0
+    )
+
+
+def test_the_user_s_own_sitecustomize_runs() -> None:
+    write("import tensorflow\nnoted = __name__, __file__", "own/sitecustomize.py")
+    write(LIBRARY, "own/tensorflow.py")
+    where = {"PYTHONPATH": str(Path("own").resolve())}
+    script = write("import sitecustomize, sys\nprint(sitecustomize.noted, sys.path)")
+    assert same(script, variables=where).out.startswith("('sitecustomize', ")
+    # A library that it imports is set too.
+    script = write("import tensorflow\nprint(tensorflow.switch.tf32)")
+    assert start(script, under=TF32, variables=where) == (0, "True\n", "")
+
+
+def test_a_sitecustomize_that_fails_is_told_as_ever() -> None:
+    write("import missing_module", "own/sitecustomize.py")
+    variables = {"PYTHONPATH": str(Path("own").resolve())}
+    script = write("print(1)")
+    plain = start(script, variables=variables)
+    assert "Error in sitecustomize" in plain.err
+    # Twice: the launcher is a Python too.
+    assert start(script, under=TF32, variables=variables) == plain._replace(err=2 * plain.err)
+
+
+# -- the program is under the mode ----------------------------------------------------------------
+
+LATE = """
+import tensorflow, lowprec, threading
+def told():
+    print(lowprec.get_math_mode(), tensorflow.switch.tf32)
+told()
+thread = threading.Thread(target=told)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("under", "told"),
+    [
+        (TF32, "tf32 True\n"),
+        (("--mode=high",), "tf32 True\n"),
+        (("--mode", "fp32"), "fp32 False\n"),
+        (GUARD, "fp32 False\n"),
+    ],
+    ids=str,
+)
+def test_the_mode_is_in_force(under: Sequence[str], told: str) -> None:
+    write(LIBRARY, "tensorflow.py")
+    assert start(write(LATE), under=under) == (0, 2 * told, "")
+
+
+def test_a_library_without_the_mode_is_told_once() -> None:
+    write(LIBRARY, "tensorflow.py")
+    seen = start(write(LATE), under=("--mode", "bf16"))
+    assert seen.out == 2 * "bf16 its own\n"
+    said = "lowprec run --mode bf16 does not reach tensorflow (tensorflow has no switch for bf16)"
+    assert seen.err == f"{said}; it keeps its own setting\n"
+
+
+def test_a_library_that_the_guard_cannot_hold_is_not_imported() -> None:
+    write("", "tensorflow.py")
+    script = write("""
+        import sys
+        try:
+            import tensorflow
+        except ImportError as error:
+            print(error.name, "tensorflow" in sys.modules)
+        import tensorflow
+    """)
+    seen = start(script, under=GUARD)
+    assert (seen.code, seen.out) == (1, "tensorflow False\n")
+    message = seen.err.splitlines()[-1]
+    assert message.startswith("ImportError: lowprec run --guard cannot hold tensorflow at full ")
+    # With a mode, it is used as it is.
+    seen = start(write("import tensorflow; print(1)"), under=TF32)
+    assert (seen.code, seen.out) == (0, "1\n")
+    assert seen.err.startswith("lowprec run --mode tf32 does not reach tensorflow (TensorFlow of ")
+
+
+@pytest.mark.parametrize(
+    ("under", "told"),
+    [
+        (TF32, "lowprec run --mode tf32 does not reach tensorflow (ImportError: none here); "),
+        (
+            GUARD,
+            "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError",
+        ),
+    ],
+    ids=["mode", "guard"],
+)
+def test_a_python_without_lowprec(under: Sequence[str], told: str) -> None:
+    write(LIBRARY, "folder/tensorflow.py")
+    # The folder of the script comes first for the program, and not for the launcher.
+    write("raise ImportError('none here')", "folder/lowprec.py")
+    script = write("import tensorflow\nprint(tensorflow.switch.tf32)", "folder/script.py")
+    seen = start(script, under=under)
+    assert told in seen.err
+    assert (seen.code, seen.out) == ((0, "its own\n") if under is TF32 else (1, ""))
+
+
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
+
+def told(place):
+    import lowprec, tensorflow
+    print(place, lowprec.get_math_mode(), tensorflow.switch.tf32, flush=True)
+
+if __name__ == "__main__":
+    for method in multiprocessing.get_all_start_methods():
+        child = multiprocessing.get_context(method).Process(target=told, args=[method])
+        child.start()
+        child.join()
+    code = "import script; script.told('subprocess')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    os.environ["OTHER"] = "1"
+    subprocess.run([sys.executable, "-c", code.replace("subprocess", "grandchild")], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("under", "told"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"]
+)
+def test_children_are_under_the_mode(under: Sequence[str], told: str) -> None:
+    write(LIBRARY, "tensorflow.py")
+    places = [*multiprocessing.get_all_start_methods(), "subprocess", "grandchild"]
+    seen = start(write(CHILDREN), under=under, options=["-W", "ignore"])
+    assert seen == (0, "".join(f"{place} {told}\n" for place in places), "")
+
+
+@pytest.mark.parametrize("cuts", ["-I", "LOWPREC_RUN", "PYTHONPATH"])
+def test_a_child_can_be_left_on_its_own(cuts: str) -> None:
+    write(LIBRARY, "tensorflow.py")
+    script = write(f"""
+        import os, subprocess, sys
+        cuts = {cuts!r}
+        options = [cuts] if cuts.startswith("-") else []
+        if not options:
+            del os.environ[cuts]
+        code = "import sys; sys.path.insert(0, '.'); import tensorflow; print(tensorflow.switch.tf32)"
+        subprocess.run([sys.executable, *options, "-c", code], check=True)
+    """)
+    assert start(script, under=TF32) == (0, "its own\n", "")
+
+
+def test_a_program_need_not_have_lowprec_on_its_path() -> None:
+    write(LIBRARY, "tensorflow.py")
+    script = write("""
+        import importlib.util, os, sys
+        package = importlib.util.find_spec("lowprec").submodule_search_locations[0]
+        sys.path.remove(os.path.dirname(package))
+        before = list(sys.path)
+        import tensorflow
+        print(tensorflow.switch.tf32, sys.path == before)
+    """)
+    assert start(script, under=TF32) == (0, "True True\n", "")
+
+
+def test_a_program_under_the_guard_starts_none_below_it() -> None:
+    write(LIBRARY, "tensorflow.py")
+    write(LATE, "inner.py")
+    script = write("""
+        import subprocess, sys
+        command = [sys.executable, "-m", "lowprec", "run", "--mode", "tf32", "--force", "inner.py"]
+        sys.exit(subprocess.call(command))
+    """)
+    note = "lowprec run: LOWPREC_FP32_GUARD overrules --mode tf32\n"
+    assert start(script, under=GUARD) == (0, 2 * "fp32 False\n", note)
+    # Under a mode, the inner one is another choice.
+    assert start(script, under=("--mode", "fp32")) == (0, 2 * "tf32 True\n", "")
+
+
+@pytest.mark.parametrize(
+    ("under", "modes"),
+    [
+        (TF32, "tf32 bf16 fp16 fp32"),
+        ((*TF32, "--force"), "tf32 tf32 tf32 fp32"),
+        (GUARD, "fp32 fp32 fp32 fp32"),
+    ],
+    ids=["mode", "force", "guard"],
+)
+def test_what_the_program_can_choose(under: Sequence[str], modes: str) -> None:
+    script = write("""
+        import lowprec
+        from lowprec.policy import resolve
+        found = [lowprec.get_math_mode()]
+        with lowprec.math_mode("bf16"):
+            found.append(lowprec.get_math_mode())
+        found.append(resolve("fp16").mode)
+        with lowprec.fp32_guard():
+            found.append(lowprec.get_math_mode())
+        print(*found)
+    """)
+    assert start(script, under=under) == (0, f"{modes}\n", "")
+
+
+SETS = """
+import lowprec, tensorflow
+tensorflow.switch.enable_tensor_float_32_execution(True)
+print(tensorflow.switch.tf32)
+with lowprec.fp32_guard():
+    print(tensorflow.switch.tf32)
+print(tensorflow.switch.tf32)
+"""
+
+
+def test_a_switch_that_the_program_sets_is_kept_and_told_under_the_guard() -> None:
+    write(LIBRARY, "tensorflow.py")
+    seen = start(write(SETS), under=GUARD)
+    assert seen.out == "True\nFalse\nTrue\n"
+    assert seen.err == (
+        "lowprec run --guard: tensorflow: config.experimental.tensor_float_32_execution = True was set by the program, "
+        "and is kept\n"
+    )
+    assert start(write(SETS), under=("--mode", "fp32")) == (0, "True\nFalse\nTrue\n", "")
+
+
+# -- PyTorch and JAX ------------------------------------------------------------------------------
+
+REAL = """
+import threading
+import lowprec
+
+def told(*words):
+    if "torch" in words:
+        import torch
+        if "set" in words:
+            torch.set_float32_matmul_precision("medium")
+        m, n = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+        exact = m.double() @ n.double()
+        error = float(((m @ n).double() - exact).norm() / exact.norm())
+        print(torch.get_float32_matmul_precision(), 5e-4 < error < 1e-2, error < 1e-5, flush=True)
+    if "jax" in words:
+        import jax
+        print(jax.config.jax_default_matmul_precision, flush=True)
+
+if __name__ == "__main__":
+    import multiprocessing, sys
+    thread = threading.Thread(target=told, args=sys.argv[1:])
+    thread.start()
+    thread.join()
+    told(*sys.argv[1:])
+    child = multiprocessing.get_context("spawn").Process(target=told, args=sys.argv[1:])
+    child.start()
+    child.join()
+"""
+
+
+def has_bf16_units() -> bool:
+    return "avx512_bf16" in cpuinfo.cpu_flags() and sys.platform == "linux"
+
+
+@pytest.mark.parametrize(
+    ("under", "word", "is_full"),
+    [(("--mode", "bf16"), "medium", False), (GUARD, "highest", True)],
+    ids=["mode", "guard"],
+)
+def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    seen = start(write(REAL), "torch", under=under)
+    # A CPU without bfloat16 units computes in full FP32 whatever the switch says.
+    low = not is_full and has_bf16_units()
+    # 2^-9 per operand for bfloat16, so about 2e-3; FP32's own 2^-24 gives 3e-7.
+    assert seen == (0, 3 * f"{word} {low} {not low}\n", "")
+
+
+def test_pytorch_set_by_the_program_under_the_guard() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    seen = start(write(REAL), "torch", "set", under=GUARD)
+    low = has_bf16_units()
+    assert (seen.code, seen.out) == (0, 3 * f"medium {low} {not low}\n")
+    said = "lowprec run --guard: torch: get_float32_matmul_precision() = 'medium', "
+    assert [line.startswith(said) for line in seen.err.splitlines()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("under", "word"), [(("--mode", "bf16"), "bfloat16"), (GUARD, "highest")], ids=["mode", "guard"]
+)
+def test_jax(under: Sequence[str], word: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    assert start(write(REAL), "jax", under=under) == (0, 3 * f"{word}\n", "")

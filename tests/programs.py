@@ -1,0 +1,77 @@
+"""Running a program under plain python and under ``lowprec run``, to compare what is seen from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+
+TF32 = ("--mode", "tf32")
+GUARD = ("--guard",)
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and fork are POSIX's")
+
+#: TensorFlow, as far as its switch is concerned.
+LIBRARY = """
+class config:
+    class experimental:
+        tf32 = "its own"
+
+        @classmethod
+        def tensor_float_32_execution_enabled(cls):
+            return cls.tf32
+
+        @classmethod
+        def enable_tensor_float_32_execution(cls, value):
+            cls.tf32 = value
+
+switch = config.experimental
+"""
+
+
+class Seen(NamedTuple):
+    """What is seen of a program from outside."""
+
+    code: int
+    out: str
+    err: str
+
+
+def write(text: str, name: str = "script.py") -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dedent(text).lstrip("\n"))
+    return name
+
+
+def start(
+    *words: str,
+    under: Sequence[str] | None = None,
+    options: Sequence[str] = (),
+    stdin: str = "",
+    variables: Mapping[str, str] | None = None,
+) -> Seen:
+    """Run a program under plain python, or under ``lowprec run`` with these options."""
+    launched = [] if under is None else ["-m", "lowprec", "run", *under]
+    done = subprocess.run(
+        [sys.executable, *options, *launched, *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(variables or {})},
+        timeout=120,
+    )
+    return Seen(done.returncode, done.stdout, done.stderr)
+
+
+def same(*words: str, under: Sequence[str] = TF32, **how: Any) -> Seen:
+    """Assert that a program looks the same under lowprec, and return how it looks."""
+    plain, launched = start(*words, **how), start(*words, under=under, **how)
+    assert launched == plain
+    return plain
