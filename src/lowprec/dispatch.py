@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec import policy
-from lowprec.arrays import ArrayView, library_of
-from lowprec.backends import backend_of
+from lowprec import policy, streams
+from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.backends import Arguments, Executor, backend_of
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.prepared import look_up
 from lowprec.request import PLAIN, Request, check_devices, make_request, scale_view, spec_of
@@ -114,27 +114,32 @@ def matmul(
         policy.resolve(math_mode) if rtol is None else _within(rtol, math_mode, x, y, request)
     )
     prepared = look_up(resolved, x, y, request)
-    target = request.out
-    if target is not None:
-        if request.must_go_aside(x, y):
-            _execute_aside(resolved, x, y, request, target)
-        else:
-            prepared.execute(request.arguments(x, y, target))
-        return out
-    result = library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)
-    prepared.execute(request.arguments(x, y, result))
-    return library.finish(result.owner, a)
+    execute, target = prepared.execute, request.out
+    if target is None:
+        target = library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)
+    elif request.must_go_aside(x, y):
+        execute = _aside(resolved, x, y, request, target)
+    if x.device is CPU:
+        execute(request.arguments(x, y, target))
+    else:
+        streams.run(execute, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
+    return library.finish(target.owner, a) if out is None else out
 
 
-def _execute_aside(
+def _aside(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
-) -> None:
-    """Compute into new memory and then write ``out``, which shares memory with what is read."""
-    prepared = look_up(resolved, x, y, request._replace(out=None, out_dtype=target.dtype))
-    backend = backend_of(x.device)
-    result = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device)
-    prepared.execute(request.arguments(x, y, result))
-    backend.copy(result, target)
+) -> Executor:
+    """Return what computes into new memory and then writes ``out``, which shares memory with what is read."""
+    device, backend = x.device, backend_of(x.device)
+    dtype = backend.aside_dtype(target.dtype)
+    prepared = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
+
+    def execute(arguments: Arguments) -> None:
+        result = backend.allocate(prepared.out_shape, prepared.out_dtype, device, arguments.stream)
+        prepared.execute(arguments._replace(out=result))
+        backend.copy(result, target, arguments.stream)
+
+    return execute
 
 
 def _within(

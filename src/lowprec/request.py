@@ -142,10 +142,10 @@ class Request(NamedTuple):
             activation=self.activation,
         )
 
-    def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView) -> Arguments:
+    def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return what an executor takes."""
         return Arguments(
-            a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b
+            a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream
         )
 
     def must_go_aside(self, a: ArrayView, b: ArrayView) -> bool:

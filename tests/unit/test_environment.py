@@ -33,6 +33,8 @@ def row_of(name: str) -> environment.VariableRow:
 def test_the_table_lists_what_this_version_uses() -> None:
     assert [v.name for v in environment.VARIABLES] == [
         *READ_ONCE,
+        "LOWPREC_AUTOTUNE",
+        "LOWPREC_CACHE_DIR",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "JAX_DEFAULT_MATMUL_PRECISION",
         "CUPY_TF32",
@@ -211,6 +213,31 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert row_of("MKL_NUM_THREADS").effective == "the library's own choice"
     assert environment.changed_since_snapshot() == ()
     assert environment.problems() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [(None, None), ("0", False), ("1", True), (" 1 ", True)]
+)
+def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if text is not None:
+        monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
+    assert environment.autotune() is value
+    effect = {None: "before are used", False: "library's own", True: "at first use"}[value]
+    assert effect in row_of("LOWPREC_AUTOTUNE").effective
+
+
+def test_autotune_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "2")
+    with pytest.raises(EnvironmentVariableError, match="LOWPREC_AUTOTUNE: '2' is neither of 0, 1"):
+        environment.autotune()
+
+
+def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.snapshot()
+    assert environment.cache_directory() is None
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
+    assert environment.cache_directory() == "somewhere"
+    assert row_of("LOWPREC_CACHE_DIR").effective == "somewhere"
 
 
 def test_a_bad_value_does_not_break_the_import() -> None:

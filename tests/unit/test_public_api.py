@@ -27,6 +27,8 @@ NAMES = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "autotune",
+    "cublas_handle",
     "fp32_guard",
     "get_math_mode",
     "info",

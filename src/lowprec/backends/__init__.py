@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowprec.backends.execution import Arguments, Backend, Executor, Ran, Stopwatch
+from lowprec.backends.execution import Arguments, Backend, Executor, Ran, Stopwatch, Timed
 from lowprec.backends.registry import backend_of
 
-__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "backend_of"]
+__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed", "backend_of"]

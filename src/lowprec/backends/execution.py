@@ -13,7 +13,10 @@ __all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed"]
 
 
 class Arguments(NamedTuple):
-    """What a product is made of: the arrays as views, the factors as numbers."""
+    """What a product is made of: the arrays as views, the factors as numbers, and the stream on which it runs.
+
+    The stream is 0 in host memory, and on a GPU CUDA's handle (1 is the legacy default stream).
+    """
 
     a: ArrayView
     b: ArrayView
@@ -24,6 +27,7 @@ class Arguments(NamedTuple):
     beta: complex = 0.0
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None
+    stream: int = 0
 
 
 #: Reads the operands and writes ``out``; safe to call from several threads at once.
@@ -89,11 +93,19 @@ class Backend(Protocol):
     def prepare(self, plan: GemmPlan) -> Executor:
         """Return the function that executes a plan."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
-        """Return a new row-major array of the backend's own."""
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+    ) -> ArrayView:
+        """Return a new row-major array of the backend's own, for work on a stream."""
 
-    def copy(self, source: ArrayView, out: ArrayView) -> None:
-        """Write the elements of ``source`` to ``out``, an array of the same shape and dtype on the same device."""
+    def aside_dtype(self, dtype: DType) -> DType:
+        """Return the element type in which a result of this type is made that :meth:`copy` will write."""
+
+    def copy(self, source: ArrayView, out: ArrayView, stream: int = 0) -> None:
+        """Write the elements of ``source``, row-major, to ``out``, of the same shape and on the same device.
+
+        ``source`` has the type that :meth:`aside_dtype` gives for that of ``out``.
+        """
 
     def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
         """Return what the device's library tells of how it would run a plan, as rows of names and values."""

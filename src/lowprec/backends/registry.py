@@ -7,6 +7,7 @@ import importlib
 from typing import cast
 
 from lowprec.arrays import Device
+from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
 from lowprec.errors import DeviceError
 
@@ -14,6 +15,9 @@ __all__ = ["backend_of"]
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
+
+#: Those with memory of their own to give.
+_MEMORY_MODULES = {2: "lowprec.backends.cuda.memory"}
 
 
 @functools.cache
@@ -34,3 +38,11 @@ def backend_of(device: Device) -> Backend:
             f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
         )
     return _backend(device.type)
+
+
+def _memory_of(name: str) -> DeviceMemory:
+    return cast(DeviceMemory, importlib.import_module(name))
+
+
+for _device_type, _name in _MEMORY_MODULES.items():
+    register(_device_type, functools.partial(_memory_of, _name))

@@ -25,6 +25,8 @@ __all__ = [
     "EnvironmentSnapshot",
     "Variable",
     "VariableRow",
+    "autotune",
+    "cache_directory",
     "changed_since_snapshot",
     "child_environment",
     "numba_is_off",
@@ -110,25 +112,26 @@ _FORCE_MATH_MODE = _mode_variable(
 _SWITCH = {"0": False, "1": True}
 
 
-def _guards(text: str) -> bool:
-    if text not in _SWITCH:
-        raise EnvironmentVariableError(
-            f"environment variable {_GUARD.name}: {text!r} is neither of {', '.join(_SWITCH)}; or unset the variable"
-        )
-    return _SWITCH[text]
+def _switch_variable(
+    name: str, meaning: str, default: str, words: tuple[str, str], *, read_once: bool = False
+) -> Variable[bool]:
+    def parse(text: str) -> bool:
+        if text not in _SWITCH:
+            choices = ", ".join(_SWITCH)
+            raise EnvironmentVariableError(
+                f"environment variable {name}: {text!r} is neither of {choices}; or unset the variable"
+            )
+        return _SWITCH[text]
+
+    legal = " or ".join(_SWITCH)
+    return Variable(name, meaning, legal, default, parse, words.__getitem__, read_once=read_once)
 
 
-def _guard_effect(on: bool) -> str:
-    return "no product is below full FP32" if on else "no guard"
-
-
-_GUARD = Variable(
+_GUARD = _switch_variable(
     "LOWPREC_FP32_GUARD",
     "1 puts all of lowprec in the process inside fp32_guard, every thread of it; lowprec run --guard sets it.",
-    " or ".join(_SWITCH),
     "no guard",
-    _guards,
-    _guard_effect,
+    ("no guard", "no product is below full FP32"),
     read_once=True,
 )
 
@@ -159,18 +162,14 @@ _TF32_OVERRIDE = Variable(
 )
 
 
-def _thread_variable(name: str, readers: str) -> Variable[str]:
-    return Variable(
-        name,
-        f"How many threads {readers} may use; read by the library itself.",
-        "a number of threads, as the library understands it",
-        "the library's own choice",
-        str,
-    )
-
-
 def _library_variable(name: str, meaning: str, legal: str, default: str) -> Variable[str]:
     return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+
+
+def _thread_variable(name: str, readers: str) -> Variable[str]:
+    meaning = f"How many threads {readers} may use"
+    legal = "a number of threads, as the library understands it"
+    return _library_variable(name, meaning, legal, "the library's own choice")
 
 
 _MLX_TF32 = _library_variable(
@@ -178,6 +177,20 @@ _MLX_TF32 = _library_variable(
     "0 keeps MLX from TF32, for which it has no other switch",
     "0 or 1",
     "MLX may use TF32",
+)
+_AUTOTUNE = _switch_variable(
+    "LOWPREC_AUTOTUNE",
+    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 leaves "
+    "the cache aside, too.",
+    "choices that were measured before are used",
+    ("the library's own choice", "choices are measured at first use"),
+)
+_CACHE_DIR = Variable(
+    "LOWPREC_CACHE_DIR",
+    "The folder in which lowprec keeps compiled GPU kernels and measured choices.",
+    "a folder; it is made where there is none",
+    "the system's folder for a user's caches",
+    str,
 )
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
 _NUMBA_OFF = Variable(
@@ -195,6 +208,8 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _FORCE_MATH_MODE,
     _GUARD,
     _TF32_OVERRIDE,
+    _AUTOTUNE,
+    _CACHE_DIR,
     _library_variable(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "1 has PyTorch start with TF32 allowed in products on CUDA",
@@ -356,6 +371,16 @@ def _shown(text: str | None) -> str:
 def numba_is_off() -> bool:
     """Whether ``NUMBA_DISABLE_JIT`` switches numba's compiler off, as numba reads it."""
     return _NUMBA_OFF.text() not in (None, "0")
+
+
+def autotune() -> bool | None:
+    """Return what ``LOWPREC_AUTOTUNE`` says, None where it is not set; raise if it is neither 0 nor 1."""
+    return _AUTOTUNE.value(_AUTOTUNE.text())
+
+
+def cache_directory() -> str | None:
+    """Return what ``LOWPREC_CACHE_DIR`` holds, None where it is not set."""
+    return _CACHE_DIR.value(_CACHE_DIR.text())
 
 
 def thread_limit() -> int | None:

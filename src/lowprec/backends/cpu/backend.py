@@ -18,7 +18,16 @@ from lowprec.backends.execution import Arguments, Executor, Ran, Timed
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, Kernel
 
-__all__ = ["allocate", "copy", "describe", "prepare", "ran", "stopwatch", "tune"]
+__all__ = [
+    "allocate",
+    "aside_dtype",
+    "copy",
+    "describe",
+    "prepare",
+    "ran",
+    "stopwatch",
+    "tune",
+]
 
 #: Stands for NumPy, in whose arrays the backend computes.
 _ANY = np.empty(0)
@@ -99,12 +108,17 @@ def _nothing(_: Arguments) -> None:
     """Compute a result that has no elements."""
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
+def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
     """Return a new row-major array in host memory."""
     return library_of(_ANY).allocate(shape, dtype, device)
 
 
-def copy(source: ArrayView, out: ArrayView) -> None:
+def aside_dtype(dtype: DType) -> DType:
+    """Return the same type: NumPy copies all."""
+    return dtype
+
+
+def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
     """Write the elements of ``source`` to ``out``, an array of the same shape and dtype."""
     out.ndarray()[...] = source.ndarray()
 

@@ -2,6 +2,7 @@
 
 from lowprec.backends.cuda.backend import (
     allocate,
+    aside_dtype,
     capabilities,
     copy,
     describe,
@@ -14,6 +15,7 @@ from lowprec.backends.cuda.backend import (
 
 __all__ = [
     "allocate",
+    "aside_dtype",
     "capabilities",
     "copy",
     "describe",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from math import prod
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.view import contiguous_strides
 from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
+from lowprec.backends.cuda.finish import Finish, finish
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.prepared import PreparedProduct
+from lowprec.backends.cuda.stacks import Source
 from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
 __all__ = [
     "allocate",
+    "aside_dtype",
     "capabilities",
     "copy",
     "describe",
@@ -167,14 +171,27 @@ def reset() -> None:
     _capabilities.cache_clear()
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int) -> ArrayView:
+def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
     """Return a new row-major array in memory of lowprec's own, for work on a stream."""
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    block = memory.allocate(size, device, stream)
+    block = memory.allocate(prod(shape) * dtype.itemsize, device, stream)
     return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
 
 
-def copy(source: ArrayView, out: ArrayView, stream: int) -> None:
-    """Write the elements of ``source``, row-major, to ``out``, an array of the same shape and dtype."""
+def aside_dtype(dtype: DType) -> DType:
+    """Return float32 for the 16-bit types, whose sums are float32, and any other type as it is."""
+    return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
+
+
+def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
+    """Write the elements of ``source``, row-major, to ``out``, in the order of a stream, rounded to its type."""
+    if not out.size:
+        return
+    # An array of fewer than two dimensions is a matrix of one row, or one element.
+    missing = max(2 - out.ndim, 0)
+    shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
+    rows, cols = shape[-2:]
+    target = Source(out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2])
+    spec = Finish(source.dtype, rows, cols, cols, rows, target)
+    with driver.on_device(out.device.index):
+        launch = finish(spec, out.device.index)
+        launch(source.address, out.address, 0, 0, 0, 0, 1.0, 0.0, stream)

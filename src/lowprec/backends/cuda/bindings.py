@@ -56,8 +56,6 @@ def translate(error: Exception, doing: str) -> LowprecError:
     doing : str
         What was being done, with the plan, for the message.
     """
-    if isinstance(error, LowprecError):
-        return error
     status = getattr(error, "status", None)
     kind = _ERRORS.get(int(status), BackendError) if status is not None else BackendError
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
@@ -68,6 +66,8 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
     """Raise what goes wrong in the block as lowprec's errors; ``doing`` is asked for words only then."""
     try:
         yield
+    except LowprecError:
+        raise
     except (RuntimeError, ValueError, TypeError) as error:
         raise translate(error, doing()) from error
 

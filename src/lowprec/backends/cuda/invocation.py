@@ -13,7 +13,7 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, Product
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.errors import UnsupportedError
+from lowprec.errors import LowprecError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
 
@@ -160,6 +160,8 @@ class Invocation:
             with self._lock:
                 _set_pointers(self.product.operation, operands)
                 self._queue(handle, stream, operands)
+        except LowprecError:
+            raise
         except RuntimeError as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 

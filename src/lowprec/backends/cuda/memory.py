@@ -9,8 +9,9 @@ be in use on streams that nobody here knows: it is reused only after the whole d
 for many of them. One that was allocated while its stream was being captured belongs to a CUDA graph, which may run at
 any later time: it is never reused and never freed.
 
-This module is a provider of :mod:`lowprec.arrays.device_memory`. A finaliser calls no function of CUDA: it leaves a note
-for the next call. Source: the CUDA Runtime API reference, *Stream synchronization behavior* and *Event Management*.
+This module is a provider of :mod:`lowprec.arrays.device_memory`. A finaliser calls no function of CUDA: it leaves a
+note for the next call. Source: the CUDA Runtime API reference, *Stream synchronization behavior* and *Event
+Management*.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from lowprec.arrays import Device
 from lowprec.backends.cuda import driver
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.errors import BackendError, DeviceMemoryError
+from lowprec.errors import DeviceMemoryError, LowprecError
 
 __all__ = [
     "Block",
@@ -112,14 +113,14 @@ class _Pool:
         self._events: list[Any] = []
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
         self._kept_for_ever: list[Sequence[Any]] = []
-        self._stream: int | None = None
+        self.stream: int | None = None
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: int) -> Block:
         size = _rounded(nbytes)
         if driver.is_capturing(stream):
-            return Block(self._new(size), size, stream, None)
+            return Block(driver.allocate(size), size, stream, None)
         with self._lock:
             if self._returned:
                 self._collect()
@@ -198,11 +199,10 @@ class _Pool:
     # -- order ------------------------------------------------------------------------------------
 
     def own_stream(self) -> int:
-        if self._stream is None:
-            with self._lock:
-                if self._stream is None:
-                    self._stream = driver.create_stream()
-        return self._stream
+        with self._lock:
+            if self.stream is None:
+                self.stream = driver.create_stream()
+            return self.stream
 
     def order(self, before: int, after: int) -> None:
         event = self._recorded(before)
@@ -247,7 +247,7 @@ class _Pool:
 
     def release_finished(self) -> None:
         """Let go of what the work that is done by now has needed."""
-        if not any(self._kept.values()):
+        if not any(list(self._kept.values())):
             return
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
@@ -297,8 +297,8 @@ def _rounded(nbytes: int) -> int:
     >>> _rounded(0), _rounded(513), _rounded(1_000_000), _rounded(1 << 30) == 1 << 30
     (512, 1024, 1048576, True)
     """
-    step = max(_GRANULE, 1 << max(nbytes - 1, 1).bit_length() >> _SIZES_LOG2 + 1)
-    return max(nbytes + step - 1, step) // step * step
+    step = max(_GRANULE, (1 << (nbytes - 1).bit_length()) >> (_SIZES_LOG2 + 1)) if nbytes else 1
+    return max(_GRANULE, -(-nbytes // step) * step)
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
@@ -328,6 +328,8 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
 def own_stream(device: Device) -> int:
     """Return lowprec's own stream of a device: always the same, and none that waits for the default stream."""
     pool = _pool(device)
+    if pool.stream is not None:
+        return pool.stream
     with driver.on_device(device.index):
         return pool.own_stream()
 
@@ -389,7 +391,7 @@ def _current_pools() -> list[tuple[int, _Pool]]:
 def _wait_at_exit() -> None:
     """Let go of other libraries' arrays while these libraries are whole."""
     if _pools:
-        with contextlib.suppress(BackendError):
+        with contextlib.suppress(LowprecError):
             for device, pool in _current_pools():
                 with driver.on_device(device):
                     pool.wait()

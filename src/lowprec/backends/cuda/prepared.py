@@ -107,7 +107,9 @@ class _Route:
         if call is None or self._is_staged:
             # Blocks go back to the pool of their stream once the work is queued: later work there comes later.
             with Staging(self._plan, call, device, arguments) as staged:
-                ran = call and self._multiply(call, device, arguments, *staged.addresses)
+                ran = None
+                if call is not None:
+                    ran = self._multiply(call, device, arguments, *staged.addresses)
                 staged.finish(_alpha(arguments))
             return ran
         a, b, out = arguments.a.address, arguments.b.address, arguments.out.address

@@ -79,7 +79,7 @@ extern "C" __global__ void finish(
     const ADDEND* c,
 #endif
 #ifdef BIAS
-    const BIAS* bias, long long bias_stride,
+    const BIAS* bias,
 #endif
 #if SCALED
     const int* row_exponents, const int* col_exponents,
@@ -89,9 +89,12 @@ extern "C" __global__ void finish(
     long long out_stride0, long long out_stride1, long long out_stride2,
 #ifdef ADDEND
     long long c_row_stride, long long c_col_stride, long long c_stride0, long long c_stride1, long long c_stride2,
-    long long c_aligned, double beta_re, double beta_im,
+    long long c_aligned,
 #endif
-    double alpha_re, double alpha_im)
+#ifdef BIAS
+    long long bias_stride,
+#endif
+    double alpha_re, double alpha_im, double beta_re, double beta_im)
 {
     Product alpha = factor(alpha_re, alpha_im, Product());
 #ifdef ADDEND

@@ -1,0 +1,204 @@
+"""The time of calls on a GPU, by turns: with the host out of the way, and as a caller meets it.
+
+A small product takes the GPU less time than its call takes the host. So the GPU's own time is taken with the calls
+queued behind a kernel that waits: when that ends, all are there. Medians and ratios are those of `timing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import timing
+from gpu import libraries
+
+MIN_ROUNDS = 3
+#: Seconds of one sample, and the most calls in it.
+_SAMPLE_S, _MOST_REPEATS = 2e-3, 100
+#: Where the GPU takes this many times as long as the host, the host is never in the way.
+_HOST_MARGIN = 3.0
+_CLOCK_HZ = 2e9
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do a thing.
+
+    Parameters
+    ----------
+    call : callable
+        Gets the number of the operand set.
+    around : callable
+        Returns a context manager that sets switches; it is entered outside of what is timed.
+    """
+
+    call: Callable[[int], Any]
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class Clock(Protocol):
+    """Takes the time of queued work."""
+
+    def wait(self) -> None:
+        """Wait for all work."""
+
+    def time(self, work: Callable[[], None], behind_s: float) -> float:
+        """Return the seconds that the device takes for the work, queued behind a pause of the device."""
+
+
+class EventClock:
+    """CUDA events of torch's on its current stream."""
+
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        self._cuda.synchronize()
+
+    def time(self, work: Callable[[], None], behind_s: float) -> float:
+        """Return the seconds between two events around the work."""
+        start, end = self._events
+        if behind_s > 0:
+            self._cuda._sleep(int(behind_s * _CLOCK_HZ))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+
+class HostClock:
+    """For calls that are done when they return."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def time(self, work: Callable[[], None], behind_s: float) -> float:
+        """Return the seconds of the work."""
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+
+@dataclass
+class Contest:
+    """What was measured.
+
+    Parameters
+    ----------
+    device_s, eager_s : dict of str to list of float
+        Seconds per call by variant, one per round: of the device alone, and with the host's share where that is the
+        longer one.
+    host_s : dict of str to float
+        Seconds for which a call keeps the host busy.
+    errors : dict of str to str
+        Variants that do not run, and why.
+    """
+
+    device_s: dict[str, list[float]] = field(default_factory=dict)
+    eager_s: dict[str, list[float]] = field(default_factory=dict)
+    host_s: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def speed(self, name: str) -> dict[str, dict[str, float]]:
+        """Return how many times as fast as each other variant one is, by the device's time."""
+        mine = self.device_s.get(name)
+        if mine is None:
+            return {}
+        return {
+            other: timing.speed_ratio(theirs, mine)
+            for other, theirs in self.device_s.items()
+            if other != name
+        }
+
+
+@dataclass
+class _Prepared:
+    variant: Variant
+    repeats: int
+    behind_s: float
+    host_s: float
+
+
+def contest(
+    variants: Mapping[str, Variant],
+    clock: Clock,
+    *,
+    sets: int,
+    rounds: int = 15,
+    budget_s: float = 1.0,
+    seed: int = 0,
+) -> Contest:
+    """Time variants by turns, in a new order each round.
+
+    Parameters
+    ----------
+    variants : mapping of str to Variant
+    clock : Clock
+    sets : int
+        How many operand sets take turns.
+    rounds : int
+    budget_s : float
+        Seconds after which no new round begins, once three are done.
+    seed : int
+        Of the order.
+    """
+    made = Contest()
+    ready: dict[str, _Prepared] = {}
+    for name, variant in variants.items():
+        try:
+            ready[name] = _prepare(variant, clock, sets)
+        except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
+            made.errors[name] = libraries.short(error)
+    made.device_s, made.eager_s = ({name: [] for name in ready} for _ in range(2))
+    made.host_s = {name: entry.host_s for name, entry in ready.items()}
+    generator, order = random.Random(seed), list(ready)
+    begin, at = time.monotonic(), 0
+    with timing.no_collection():
+        for number in range(rounds):
+            if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
+                break
+            generator.shuffle(order)
+            for name in order:
+                entry = ready[name]
+                taken = _sample(entry, clock, at, sets, entry.behind_s)
+                made.device_s[name].append(taken)
+                eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
+                made.eager_s[name].append(eager)
+                at += entry.repeats
+    return made
+
+
+def _prepare(variant: Variant, clock: Clock, sets: int) -> _Prepared:
+    """Warm a variant up and find out how to time it."""
+    with variant.around():
+        for number in range(2):
+            variant.call(number % sets)
+        clock.wait()
+        begin = time.perf_counter()
+        variant.call(0)
+        host = time.perf_counter() - begin
+        clock.wait()
+        once = clock.time(lambda: variant.call(1 % sets), 0.0)
+    repeats = max(1, min(_MOST_REPEATS, int(_SAMPLE_S / max(once, 1e-6))))
+    hidden = once < _HOST_MARGIN * host
+    return _Prepared(variant, repeats, (repeats * host * 1.5 + 1e-4) if hidden else 0.0, host)
+
+
+def _sample(entry: _Prepared, clock: Clock, first: int, sets: int, behind_s: float) -> float:
+    """Return the seconds per call of one sample."""
+    call, repeats = entry.variant.call, entry.repeats
+
+    def work() -> None:
+        for number in range(first, first + repeats):
+            call(number % sets)
+
+    with entry.variant.around():
+        return clock.time(work, behind_s) / repeats

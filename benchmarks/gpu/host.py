@@ -1,0 +1,122 @@
+"""For how long a warm small product keeps the host busy."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import timing
+from gpu import libraries
+from gpu.parts import Options, Part
+
+SIZE = 64
+#: (element type, mode, torch's precision)
+KINDS = (("float32", "fp32"), ("float32", "tf32"), ("bfloat16", None))
+_CALLS, _ROUNDS = 400, 15
+
+Call = Callable[[], Any]
+
+
+def seconds_per_call(
+    calls: Mapping[str, Call], wait: Callable[[], None], *, count: int, rounds: int, seed: int = 0
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Time calls by turns; return seconds per call by round, and what does not run.
+
+    The device is waited for before each sample and not inside: what is timed is the host.
+    """
+    errors, ready = {}, {}
+    for name, call in calls.items():
+        try:
+            for _ in range(3):
+                call()
+            wait()
+        except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
+            errors[name] = libraries.short(error)
+        else:
+            ready[name] = timeit.Timer("call()", globals={"call": call})
+
+    def sample(name: str, _: int) -> float:
+        ready[name].timeit(max(1, count // 10))
+        wait()
+        return ready[name].timeit(count) / count
+
+    return timing.take_turns(list(ready), sample, rounds=rounds, seed=seed), errors
+
+
+def calls_of(lowprec: Any, torch: Any, dtype: str, mode: str | None, seed: int) -> dict[str, Call]:
+    """Return the calls on equal operands, each library on its own arrays."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    a, b = (
+        torch.randn((SIZE, SIZE), generator=generator, device="cuda").to(getattr(torch, dtype))
+        for _ in range(2)
+    )
+    out = torch.empty_like(a)
+    found: dict[str, Call] = {
+        "lowprec": lambda: lowprec.matmul(a, b, math_mode=mode),
+        "lowprec, out=": lambda: lowprec.matmul(a, b, out=out, math_mode=mode),
+        "torch": lambda: torch.matmul(a, b),
+        "torch, out=": lambda: torch.matmul(a, b, out=out),
+    }
+    advanced = libraries.optional("nvmath.linalg.advanced")
+    if advanced is not None:
+        found["nvmath"] = lambda: advanced.matmul(a, b)
+    cupy = libraries.optional("cupy")
+    if cupy is not None and dtype == "float32":
+        x, y = cupy.from_dlpack(a), cupy.from_dlpack(b)
+        found["cupy"] = lambda: cupy.matmul(x, y)
+        found["lowprec on cupy"] = lambda: lowprec.matmul(x, y, math_mode=mode)
+    jax = libraries.optional("jax")
+    if jax is not None:
+        found.update(_jax(lowprec, jax, dtype, mode))
+    found["cublasLt.matmul"] = _raw(dtype, mode, seed)
+    return found
+
+
+def _jax(lowprec: Any, jax: Any, dtype: str, mode: str | None) -> dict[str, Call]:
+    p, q = (jax.numpy.ones((SIZE, SIZE), dtype) for _ in range(2))
+    compiled = jax.jit(jax.numpy.matmul)
+    return {
+        "jax, jitted": lambda: compiled(p, q),
+        "lowprec on jax": lambda: lowprec.matmul(p, q, math_mode=mode),
+    }
+
+
+def _raw(dtype: str, mode: str | None, seed: int) -> Call:
+    """Return the bare call of the library, everything prepared."""
+    import numpy as np
+    from gpu.raw import LtProduct
+
+    rng = np.random.default_rng(seed)
+    a, b = (
+        rng.standard_normal((SIZE, SIZE)).astype(libraries.numpy_dtype(dtype)) for _ in range(2)
+    )
+    compute = "COMPUTE_32F_FAST_TF32" if mode == "tf32" else "COMPUTE_32F"
+    product = LtProduct(a, b, compute=compute, out_dtype=dtype)
+    return product.bound(product.algorithms(1)[0])
+
+
+def run(part: Part, options: Options) -> None:
+    """Measure all kinds."""
+    import torch
+
+    import lowprec
+
+    count, rounds = (20, 3) if options.quick else (_CALLS, _ROUNDS)
+    for dtype, mode in KINDS:
+        calls = calls_of(lowprec, torch, dtype, mode, options.seed)
+        found, errors = seconds_per_call(
+            calls, torch.cuda.synchronize, count=count, rounds=rounds, seed=options.seed
+        )
+        part.fact(f"errors, {dtype} {mode}", errors)
+        for name in found:
+            over = None
+            if "torch" in found:
+                over = timing.summary(
+                    [x / y for x, y in zip(found[name], found["torch"], strict=True)]
+                )["median"]
+            part.row(
+                name=name, dtype=dtype, mode=mode, seconds=timing.summary(found[name]), over_torch=over
+            )
+        if "lowprec" in errors:
+            part.row(ok=False, name="lowprec", dtype=dtype, mode=mode, error=errors["lowprec"])

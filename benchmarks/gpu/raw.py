@@ -1,0 +1,188 @@
+"""One bare `cublasLtMatmul` on NumPy arrays: what the library itself does, none of lowprec's planning involved.
+
+Memory is not given back: a section is a process of its own, which soon ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gpu import libraries as own
+
+from lowprec.backends.cuda import bindings, driver
+from lowprec.backends.cuda.bindings import Algorithm
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.formats import dtype_from_name
+
+#: `cublasComputeType_t`.
+COMPUTE = {
+    "COMPUTE_16F": 64,
+    "COMPUTE_32F": 68,
+    "COMPUTE_32F_PEDANTIC": 69,
+    "COMPUTE_64F": 70,
+    "COMPUTE_32I": 72,
+    "COMPUTE_32F_FAST_16F": 74,
+    "COMPUTE_32F_FAST_16BF": 75,
+    "COMPUTE_32F_FAST_TF32": 77,
+}
+
+#: The legacy default stream.
+STREAM = 1
+WORKSPACE_BYTES = 32 << 20
+#: Sums of split products stay in the compute type.
+FULL_REDUCTIONS = ("INPLACE", "COMPUTE_TYPE")
+
+
+def upload(array: Any) -> int:
+    """Return the address of a copy on the device."""
+    array = np.ascontiguousarray(array)
+    address = driver.allocate(max(array.nbytes, 1))
+    driver.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
+    driver.synchronize_stream(STREAM)
+    return address
+
+
+def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a copy in host memory."""
+    array = np.empty(shape, dtype)
+    driver.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
+    driver.synchronize_stream(STREAM)
+    return array
+
+
+@functools.cache
+def handle() -> int:
+    """Return a handle of cuBLASLt."""
+    return bindings.create_handle()
+
+
+@functools.cache
+def _workspace() -> int:
+    return driver.allocate(WORKSPACE_BYTES)
+
+
+class LtProduct:
+    """`d = epilogue(alpha a b + beta c + bias)` for row-major matrices, computed as the column-major transpose.
+
+    Parameters
+    ----------
+    a, b : numpy.ndarray
+        Shapes (m, k) and (k, n); types of ml_dtypes included.
+    compute : str
+        A key of `COMPUTE`.
+    out_dtype : str
+        Of c and d.
+    scale_dtype : str
+        Of alpha and beta.
+    epilogue : str
+        A name of `cublasLtEpilogue_t`.
+    bias : numpy.ndarray, optional
+        Shape (n,).
+    scales : sequence of float, optional
+        Factors of a and b in memory of the device (FP8).
+    inner_contiguous : bool
+        Whether b is stored transposed, as int8 and FP8 want it.
+    """
+
+    def __init__(
+        self,
+        a: Any,
+        b: Any,
+        *,
+        compute: str,
+        out_dtype: str,
+        scale_dtype: str = "float32",
+        epilogue: str = "DEFAULT",
+        bias: Any = None,
+        scales: Sequence[float] = (),
+        inner_contiguous: bool = False,
+    ) -> None:
+        (m, k), n = a.shape, b.shape[1]
+        self.shape = (m, n)
+        self.out_dtype = own.numpy_dtype(out_dtype)
+        self.scale_dtype = own.numpy_dtype(scale_dtype)
+        self._first = upload(b.T if inner_contiguous else b)
+        self._second = upload(a)
+        self._d = driver.allocate(m * n * self.out_dtype.itemsize)
+        attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
+        attributes["EPILOGUE"] = int(libraries().cublas_lt.Epilogue[epilogue])
+        if bias is not None:
+            attributes["BIAS_POINTER"] = upload(bias)
+        # In cuBLASLt's order: its first operand is b.
+        for name, scale in zip(("B_SCALE_POINTER", "A_SCALE_POINTER"), scales, strict=False):
+            attributes[name] = upload(np.array([scale], np.float32))
+        operation = bindings.matmul_descriptor(COMPUTE[compute], _cuda(scale_dtype), attributes)
+        rows, cols = (k, n) if inner_contiguous else (n, k)
+        result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
+        self.product = bindings.Product(
+            operation,
+            bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
+            bindings.matrix_layout(_cuda(a.dtype.name), k, m, k, (1, 0)),
+            result,
+            result,
+        )
+
+    def algorithms(
+        self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS
+    ) -> tuple[Algorithm, ...]:
+        """Return up to `count` algorithms as the heuristics rank them; none where the product is not supported."""
+        wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
+        return bindings.heuristics(handle(), self.product, wanted, count)
+
+    def bound(
+        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0
+    ) -> Callable[[], None]:
+        """Return the bare call: it queues the product and does nothing else."""
+        data = np.frombuffer(algorithm.data, np.uint8).copy()
+        factors = np.array([alpha, beta], self.scale_dtype)
+        operation, first, second, c_layout, d_layout = self.product.pointers
+        at = factors.ctypes.data
+        arguments = (
+            handle(), operation, at, self._first, first, self._second, second, at + factors.itemsize,
+            c or self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
+            algorithm.workspace_bytes, STREAM,
+        )  # fmt: skip
+        matmul = libraries().cublas_lt.matmul
+        # The default arguments keep what the addresses point to.
+        return lambda kept=(self, data, factors): matmul(*arguments)
+
+    def run(
+        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None
+    ) -> Any:
+        """Return the result of one algorithm."""
+        # Every element must be written: what is not shows as NaN, or as -1 in integers.
+        poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None
+        filled = np.full(self.shape, np.nan) if poison is None else poison
+        driver.copy_async(
+            self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM
+        )
+        self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
+        return download(self._d, self.shape, self.out_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return self.shape[0] * self.shape[1] * self.out_dtype.itemsize
+
+
+def _cuda(name: str) -> int:
+    return dtype_from_name(name).cuda_data_type
+
+
+def told(algorithm: Algorithm) -> dict[str, Any]:
+    """Return what cuBLASLt tells of an algorithm."""
+    info = bindings.describe_algorithm(algorithm)
+    return {
+        "id": info.id,
+        "tile": info.tile,
+        "stages": info.stages,
+        "split_k": info.split_k,
+        "reduction": info.reduction,
+        "units": info.units,
+        "input": info.input_type,
+        "accumulator": info.accumulator,
+        "tensor_cores": info.uses_tensor_cores,
+    }

@@ -1,0 +1,117 @@
+"""What the report says about the claims: each a value beside its limit, or "not measured"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import common
+
+Results = Mapping[str, Mapping[str, Any]]
+Row = Mapping[str, Any]
+
+#: Extents of the square products that the claims are about.
+SIZES = (1024, 2048, 4096, 8192, 16384)
+
+#: Kind of product in the section `speed`: the claim's words.
+KINDS = {"bfloat16": "bfloat16", "float16": "float16", "float32 tf32": "tf32", "float32 fp32": "fp32"}
+
+#: Of torch.matmul's speed: without and with autotuning.
+FLOORS = {False: 0.98, True: 1.0}
+CONVERSION_FLOOR, CONVERSION_SIZE = 1.3, 8192
+HOST_LIMIT = 1.5
+
+
+def rows(results: Results, section: str, **where: Any) -> list[Row]:
+    """Return the rows of a section that were measured on a GPU and have these values."""
+    found = results.get(section, {}).get("rows", [])
+    where = {"device": "gpu", **where}
+    return [r for r in found if all(r.get(name) == value for name, value in where.items())]
+
+
+def claims(results: Results) -> list[dict[str, Any]]:
+    """Return all claims with what was measured."""
+    made = [_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS]
+    return [*made, _conversion(results), _host(results), *(make(results) for make in _COUNTED)]
+
+
+def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
+    """Return how fast a kind of product is beside torch.matmul, at the size where it does worst."""
+    by_size = {}
+    for n in SIZES:
+        for row in rows(results, "speed", kind=kind, n=n, tuned=tuned):
+            speed = row.get("speed", {}).get("torch")
+            if speed:
+                by_size[str(n)] = speed["median"]
+    how = "with" if tuned else "without"
+    what = f"{KINDS[kind]}: speed over torch.matmul, worst size, {how} autotuning"
+    complete = set(by_size) == {str(n) for n in SIZES}
+    worst = min(by_size.values()) if by_size else None
+    # A miss is a miss; that nothing is missed takes all sizes.
+    value = worst if complete or (worst is not None and worst < FLOORS[tuned]) else None
+    return common.claim(what, value, FLOORS[tuned], by_size=by_size)
+
+
+def _conversion(results: Results) -> dict[str, Any]:
+    what = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
+    found = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
+    value = found[0]["speed"].get("lowprec tf32", {}).get("median") if found else None
+    return common.claim(what, value, CONVERSION_FLOOR)
+
+
+def _host(results: Results) -> dict[str, Any]:
+    what = "host time of a small product over torch.matmul's, worst type"
+    ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
+    return common.claim(what, max(ratios, default=None), HOST_LIMIT, at_most=True)
+
+
+def _share(
+    what: str, section: str, where: Mapping[str, Any], good: Callable[[Row], bool | None]
+) -> Callable[[Results], dict[str, Any]]:
+    """Return the maker of a claim that holds of every row: its value is the share of rows of which it does."""
+
+    def make(results: Results) -> dict[str, Any]:
+        judged = [good(r) for r in rows(results, section, **where)]
+        value = share(judged)
+        return common.claim(what, value, 1.0, rows=len([x for x in judged if x is not None]))
+
+    return make
+
+
+def share(judged: Iterable[bool | None]) -> float | None:
+    """Return the share of True among True and False; None where nothing was judged.
+
+    Examples
+    --------
+    >>> share([True, False, None]), share([None])
+    (0.5, None)
+    """
+    known = [x for x in judged if x is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _ok(row: Row) -> bool | None:
+    return row["ok"]  # type: ignore[no-any-return]
+
+
+def _on_tensor_cores(row: Row) -> bool | None:
+    return row.get("tensor_cores")
+
+
+def _not_on_tensor_cores(row: Row) -> bool | None:
+    told = row.get("tensor_cores")
+    return None if told is None else not told
+
+
+_REAL = {"dtypes": ["float32", "float32"]}
+
+_COUNTED = (
+    _share("errors within the plan's bound, share of products", "accuracy", {}, _ok),
+    _share("captured products replay bit by bit, share", "graphs", {}, _ok),
+    _share("tf32: algorithms on tensor cores, share", "accuracy", {**_REAL, "mode": "tf32"}, _on_tensor_cores),
+    _share("fp32: algorithms without tensor cores, share", "accuracy", {**_REAL, "mode": "fp32"}, _not_on_tensor_cores),
+    _share("test modules that pass, share", "tests", {}, _ok),
+    _share("features that work on torch tensors, share", "features", {}, _ok),
+    _share("right results on libraries' own streams, share", "streams", {}, _ok),
+)  # fmt: skip

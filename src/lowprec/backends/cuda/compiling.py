@@ -1,0 +1,220 @@
+"""Kernels compiled at first use: one kernel for one combination of element types, for one architecture.
+
+The sources lie in ``kernels/``; what varies is defined in lines before them. A compiled kernel is kept in memory, and
+on disk under a name that stands for everything that it was made from. NVRTC, CUDA's run-time compiler, is reached by
+cuda.core.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import threading
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from lowprec.backends.cuda import disk, driver
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import BackendError
+from lowprec.formats import DType
+
+__all__ = ["ELEMENT", "Launch", "Stream", "kernel", "pick_blocks"]
+
+#: The kernels' names of the element types; those of 8 bits are only copied, or read as integers.
+ELEMENT: Mapping[DType, str] = {
+    DType.FLOAT64: "double",
+    DType.FLOAT32: "float",
+    DType.FLOAT16: "Half",
+    DType.BFLOAT16: "Brain",
+    DType.COMPLEX64: "Complex<float>",
+    DType.COMPLEX128: "Complex<double>",
+    DType.INT32: "int",
+    DType.INT8: "Byte",
+    DType.FLOAT8_E4M3FN: "Byte",
+    DType.FLOAT8_E5M2: "Byte",
+}
+
+#: Products and sums stay as they are written, so that results are those of the CPU backend; the kernels wait for
+#: memory, so that contracting them would not be faster.
+_OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
+
+#: Lines of the compiler's log that a message shows.
+_LOG_LINES = 8
+
+#: A digest of the code stands before it in a file, so that a file that was cut or changed is noticed.
+_DIGEST_BYTES = 32
+
+#: Blocks per multiprocessor beyond which blocks take several turns instead.
+_BLOCKS_PER_MULTIPROCESSOR = 32
+
+_lock = threading.Lock()
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+class Stream:
+    """A stream, as cuda.core wants to be told of it.
+
+    Parameters
+    ----------
+    handle : int
+    """
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+class Launch:
+    """A kernel with its grid and the arguments that never change; compiled at the first call.
+
+    Parameters
+    ----------
+    name, file, definitions, device
+        As :func:`kernel` takes them.
+    grid : int
+    block : tuple of int
+    constants : iterable of int
+        What follows the addresses.
+    """
+
+    __slots__ = ("_config", "_constants", "_core", "_kernel", "_made_of")
+
+    def __init__(
+        self,
+        name: str,
+        file: str,
+        definitions: Mapping[str, str | int],
+        device: int,
+        grid: int,
+        block: tuple[int, ...],
+        constants: Iterable[int],
+    ) -> None:
+        self._core = libraries().core
+        self._made_of = (name, file, definitions, device)
+        self._config = self._core.LaunchConfig(grid=(grid,), block=block)
+        self._constants = tuple(np.int64(x) for x in constants)
+        self._kernel: Any = None
+
+    def __call__(self, stream: int, addresses: Iterable[int], *numbers: np.float64) -> None:
+        """Queue the kernel; ``numbers`` follow what never changes."""
+        if self._kernel is None:
+            self._kernel = kernel(*self._made_of)
+        self._core.launch(
+            Stream(stream), self._config, self._kernel, *addresses, *self._constants, *numbers
+        )
+
+
+def pick_blocks(wanted: int, device: int) -> int:
+    """Return how many blocks to launch where ``wanted`` would let each take one turn."""
+    most = driver.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+    return max(1, min(wanted, most))
+
+
+def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
+    """Return a compiled kernel.
+
+    Parameters
+    ----------
+    name : str
+        Of the function.
+    file : str
+        In ``kernels/``.
+    definitions : mapping
+        Macros that the source wants.
+    device : int
+        For whose architecture.
+
+    Raises
+    ------
+    BackendError
+        If NVRTC is missing or refuses the source.
+    """
+    core = libraries().core
+    major, minor = driver.properties(device).capability
+    key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _load(*key)
+    return found
+
+
+def source_text(file: str, definitions: tuple[tuple[str, str | int], ...]) -> str:
+    """Return the source of a kernel, definitions first."""
+    lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
+    return lines + _text("elements.cuh") + _text(file)
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (resources.files("lowprec.backends.cuda") / "kernels" / file).read_text("utf-8")
+
+
+def _load(
+    core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]
+) -> Any:
+    """Return a kernel from the disk, else from the compiler."""
+    source = source_text(file, definitions)
+    path = _file_name(core, arch, name, source)
+    code = _stored(path)
+    if code is not None:
+        try:
+            return core.ObjectCode.from_cubin(code).get_kernel(name)
+        except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
+            disk.set_aside(path, f"the driver does not load it: {error}")
+    code = _compiled(core, arch, name, source)
+    loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    disk.write_bytes(path, hashlib.sha256(code).digest() + code)
+    return loaded
+
+
+def _file_name(core: Any, arch: str, name: str, source: str) -> str:
+    """Return the name under which a kernel is kept: everything that decides what the compiler makes of it."""
+    maker = f"{core.__name__} {getattr(core, '__version__', '')}, NVRTC {_nvrtc_version()}"
+    words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
+    return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
+
+
+@functools.cache
+def _nvrtc_version() -> str:
+    """Return the compiler's version, empty if it is not here: kernels on disk may have come from another machine."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation itself tells which
+        return ""
+    return f"{major}.{minor}"
+
+
+def _stored(path: str) -> bytes | None:
+    data = disk.read_bytes(path)
+    if data is None:
+        return None
+    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() != digest:
+        disk.set_aside(path, "it is damaged")
+        return None
+    return code
+
+
+def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
+    try:
+        options = core.ProgramOptions(arch=arch, **_OPTIONS)
+        code = core.Program(source, "c++", options).compile("cubin").code
+    except Exception as error:
+        log = "\n".join(str(error).splitlines()[:_LOG_LINES])
+        raise BackendError(
+            f"kernel {name} was not compiled for {arch}: {log}\nNVRTC, CUDA's run-time compiler, must be installed and "
+            'know this device: pip install -U "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+        ) from error
+    return bytes(code)

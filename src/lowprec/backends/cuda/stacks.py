@@ -1,0 +1,119 @@
+"""Stacks of matrices with any strides, as the kernels walk them: with three batch dimensions at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from lowprec.formats import DType
+
+__all__ = ["Dimension", "Source", "Walk", "are_multiples", "merged", "walks"]
+
+#: A number of steps, and the length of a step in elements for each array that is walked.
+Dimension = tuple[int, tuple[int, ...]]
+
+#: Batch dimensions that one launch walks.
+_PER_LAUNCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A strided stack of matrices in device memory.
+
+    Parameters
+    ----------
+    dtype : DType
+    rows, cols : int
+    row_stride, col_stride : int
+        In elements; they may be zero or negative.
+    batch_shape, batch_strides : tuple of int
+        Outermost first.
+    """
+
+    dtype: DType
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+    batch_shape: tuple[int, ...] = ()
+    batch_strides: tuple[int, ...] = ()
+
+
+def merged(dimensions: Sequence[Dimension]) -> list[Dimension]:
+    """Make neighbours one where every array steps regularly from the end of the inner one to its next beginning.
+
+    Examples
+    --------
+    >>> merged([(2, (12, 0)), (3, (4, 0)), (4, (1, 1))])
+    [(6, (4, 0)), (4, (1, 1))]
+    """
+    result: list[Dimension] = []
+    for extent, steps in dimensions:
+        if extent == 1:
+            continue
+        if result:
+            outer_extent, outer = result[-1]
+            if all(o == extent * s for o, s in zip(outer, steps, strict=True)):
+                result[-1] = (outer_extent * extent, steps)
+                continue
+        result.append((extent, steps))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The batch of one launch.
+
+    Parameters
+    ----------
+    count : int
+        Of matrices.
+    offsets : tuple of int
+        Where it begins, in elements of each array.
+    extents : tuple of int
+        The inner two of the three dimensions.
+    steps : tuple of (int, int, int)
+        Per array, over the three dimensions.
+    """
+
+    count: int
+    offsets: tuple[int, ...]
+    extents: tuple[int, int]
+    steps: tuple[tuple[int, int, int], ...]
+
+
+def walks(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Walk]:
+    """Yield the launches that walk a batch of ``arrays`` arrays; nothing if the batch is empty.
+
+    Examples
+    --------
+    >>> [w.offsets for w in walks([(2, (9,)), (1, (0,)), (2, (5,)), (2, (3,)), (3, (1,))], 1)]
+    [(0,), (9,)]
+    """
+    dimensions = merged(dimensions)
+    outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
+    missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))
+    inner = [*missing, *inner]
+    count = prod(extent for extent, _ in inner)
+    if not count:
+        return
+    steps = tuple((inner[0][1][i], inner[1][1][i], inner[2][1][i]) for i in range(arrays))
+    for place in product(*(range(extent) for extent, _ in outer)):
+        offsets = tuple(
+            sum(at * step[i] for at, (_, step) in zip(place, outer, strict=True))
+            for i in range(arrays)
+        )
+        yield Walk(count, offsets, (inner[1][0], inner[2][0]), steps)
+
+
+def are_multiples(nbytes: int, itemsize: int, steps: Sequence[int]) -> bool:
+    """Whether all steps, counted in elements, are multiples of so many bytes.
+
+    Examples
+    --------
+    >>> are_multiples(16, 4, [0, -8]), are_multiples(16, 4, [6])
+    (True, False)
+    """
+    return not any(step * itemsize % nbytes for step in steps)

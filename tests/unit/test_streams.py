@@ -1,0 +1,318 @@
+"""Which stream a product runs on, who waits for whom, and what is held: libraries, memory and backend are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import streams
+from lowprec.arrays import CPU, ArrayView, Device, device_memory, libraries
+from lowprec.arrays.base import Library
+from lowprec.arrays.view import contiguous_strides
+from lowprec.backends import Arguments, registry
+from lowprec.backends import cpu as cpu_backend
+from lowprec.errors import BackendError, DeviceError
+from lowprec.formats import DType
+from lowprec.request import PLAIN, Request
+
+GPU = Device(2, 0)
+F32 = DType.FLOAT32
+
+
+class Array:
+    """An array on the device; its memory is the host's."""
+
+    def __init__(self, values: np.ndarray, name: str = "") -> None:
+        self.values = values
+        self.name = name
+
+    def __dlpack__(self) -> object:
+        raise AssertionError("the libraries here have their own views")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Alpha(Array):
+    pass
+
+
+class Beta(Array):
+    pass
+
+
+class Keeper(Array):
+    pass
+
+
+class StandIn(Library):
+    """A library that works on one stream."""
+
+    def __init__(self, cls: type[Array], stream: int, keeps_owners: bool = False) -> None:
+        self.name = cls.__name__
+        self.cls = cls
+        self.stream = stream
+        self.keeps_owners = keeps_owners
+
+    def view(self, array: Any) -> ArrayView:
+        values = array.values
+        steps = tuple(s // values.itemsize for s in values.strides)
+        return ArrayView(F32, values.shape, steps, GPU, array, False, values.ctypes.data)
+
+    def empty(self, shape: Any, dtype: DType, device: Device, like: Any = None) -> Array:
+        return self.cls(np.full(shape, np.nan, np.float32), "result")
+
+    def current_stream(self, device: Device) -> int:
+        return self.stream
+
+    def describe(self) -> dict[str, str]:
+        return {"name": self.name}
+
+
+ALPHA, BETA, KEEPER = StandIn(Alpha, 11), StandIn(Beta, 22), StandIn(Keeper, 33, keeps_owners=True)
+
+
+class Diary:
+    """The device's memory, which writes down what it is told, and can fail at one of its tasks."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        self.fails: tuple[Any, ...] | None = None
+
+    def note(self, *entry: Any) -> None:
+        self.entries.append(entry)
+        if entry == self.fails:
+            raise BackendError(f"{entry[0]} failed")
+
+    def order(self, before: int, after: int, device: Device) -> None:
+        assert device == GPU
+        self.note("order", before, after)
+
+    def keep(self, owners: Any, stream: int, device: Device) -> None:
+        assert device == GPU
+        self.note("keep", [repr(x) for x in owners], stream)
+
+    def execute(self, arguments: Arguments) -> None:
+        self.note("execute", arguments.stream)
+
+
+@pytest.fixture
+def diary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Diary]:
+    stand_in = Diary()
+    for library in (ALPHA, BETA, KEEPER):
+        monkeypatch.setitem(libraries._BY_TYPE, library.cls, library)
+    monkeypatch.setitem(device_memory._loaders, GPU.type, lambda: stand_in)
+    before = device_memory._providers.pop(GPU.type, None)
+    yield stand_in
+    device_memory._providers.pop(GPU.type, None)
+    if before is not None:
+        device_memory._providers[GPU.type] = before
+
+
+def array(cls: type[Array], name: str = "") -> Array:
+    return cls(np.ones((2, 2), np.float32), name)
+
+
+def run(diary: Diary, a: Array, b: Array, **others: Any) -> None:
+    views = {
+        name: libraries.library_of(x).view(x) if isinstance(x, Array) else x
+        for name, x in others.items()
+    }
+    x, y = (libraries.library_of(operand).view(operand) for operand in (a, b))
+    request = Request(**views)
+    given = tuple(others.get(name) for name in ("out", "c", "bias", "scale_a", "scale_b"))
+    streams.run(diary.execute, request, x, y, request.out or x, (a, b, *given))
+
+
+# -- run ------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_one_library_need_nothing_but_its_stream(diary: Diary) -> None:
+    class Parameter(Alpha):
+        """A second class of arrays of the same library."""
+
+    libraries._BY_TYPE[Parameter] = ALPHA
+    try:
+        run(diary, array(Alpha), array(Parameter), bias=array(Alpha), scale_a=2.0, scale_b=0.5)
+    finally:
+        del libraries._BY_TYPE[Parameter]
+    assert diary.entries == [("execute", 11)]
+
+
+def test_the_stream_is_that_of_the_first_operand(diary: Diary) -> None:
+    run(diary, array(Alpha), array(Beta))
+    assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
+    diary.entries.clear()
+    run(diary, array(Beta), array(Alpha))
+    assert diary.entries == [("order", 11, 22), ("execute", 22), ("order", 22, 11)]
+
+
+@pytest.mark.parametrize("name", ["out", "c", "bias", "scale_a", "scale_b"])
+def test_every_array_of_a_call_is_waited_for(diary: Diary, name: str) -> None:
+    run(diary, array(Alpha), array(Alpha), **{name: array(Beta)})
+    assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
+
+
+def test_each_stream_is_joined_once(diary: Diary) -> None:
+    run(diary, array(Alpha), array(Beta), c=array(Beta), bias=array(Alpha), out=array(Beta))
+    assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
+
+
+def test_libraries_on_one_stream_do_not_wait_for_each_other(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BETA, "stream", 11)
+    run(diary, array(Alpha), array(Beta))
+    assert diary.entries == [("execute", 11)]
+
+
+def test_owners_are_held_after_everything_is_queued(diary: Diary) -> None:
+    run(diary, array(Keeper, "a"), array(Keeper, "b"), c=array(Keeper, "c"))
+    assert diary.entries == [("execute", 33), ("keep", ["a", "b", "c"], 33)]
+    diary.entries.clear()
+    run(diary, array(Alpha, "a"), array(Keeper, "b"))
+    assert diary.entries == [
+        ("order", 33, 11),
+        ("execute", 11),
+        ("order", 11, 33),
+        ("keep", ["b"], 11),
+    ]
+
+
+@pytest.mark.parametrize("fails", [("execute", 11), ("order", 11, 22)], ids=["product", "join"])
+def test_a_failure_leaves_streams_joined_and_owners_held(
+    diary: Diary, fails: tuple[Any, ...]
+) -> None:
+    diary.fails = fails
+    with pytest.raises(BackendError, match=f"{fails[0]} failed"):
+        run(diary, array(Alpha, "a"), array(Beta, "b"), c=array(Keeper, "c"))
+    assert diary.entries == [
+        ("order", 22, 11),
+        ("order", 33, 11),
+        ("execute", 11),
+        ("order", 11, 33),
+        ("order", 11, 22),
+        ("keep", ["c"], 11),
+    ]
+
+
+def test_nothing_runs_before_its_operands_are_ready(diary: Diary) -> None:
+    diary.fails = ("order", 33, 11)
+    with pytest.raises(BackendError, match="order failed"):
+        run(diary, array(Alpha, "a"), array(Beta, "b"), c=array(Keeper, "c"))
+    assert ("execute", 11) not in diary.entries
+    assert diary.entries[-2:] == [("order", 11, 22), ("keep", ["c"], 11)]
+
+
+def test_another_librarys_arrays_need_a_provider(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(device_memory._loaders, GPU.type)
+    with pytest.raises(DeviceError, match="cuda:0, where lowprec has no memory"):
+        run(diary, array(Alpha), array(Beta))
+    assert diary.entries == []
+
+
+def test_plain_requests_have_nothing_to_join(diary: Diary) -> None:
+    a = array(Alpha)
+    x = ALPHA.view(a)
+    streams.run(diary.execute, PLAIN, x, x, x, (a, a, None, None, None, None, None))
+    assert diary.entries == [("execute", 11)]
+
+
+# -- the whole way --------------------------------------------------------------------------------
+
+
+class HostBackend:
+    """A backend of the device that multiplies on the host, and writes down on which stream it was asked to."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def capabilities(self, device: Device) -> Any:
+        return cpu_backend.capabilities(CPU)
+
+    def prepare(self, plan: Any) -> Any:
+        product = cpu_backend.prepare(plan)
+
+        def execute(arguments: Arguments) -> None:
+            self.diary.execute(arguments)
+            product(Arguments(*[_on_host(x) for x in arguments]))
+
+        return execute
+
+    def allocate(self, shape: Any, dtype: DType, device: Device, stream: int) -> ArrayView:
+        self.diary.note("allocate", stream)
+        values = np.empty(shape, np.float32)
+        strides = contiguous_strides(shape)
+        return ArrayView(dtype, shape, strides, device, values, False, values.ctypes.data)
+
+    def copy(self, source: ArrayView, out: ArrayView, stream: int) -> None:
+        self.diary.note("copy", stream)
+        _on_host(out).ndarray()[...] = _on_host(source).ndarray()
+
+
+def _on_host(x: Any) -> Any:
+    if not isinstance(x, ArrayView):
+        return x
+    return ArrayView(x.dtype, x.shape, x.strides, CPU, x.owner, x.read_only, x.address)
+
+
+@pytest.fixture
+def backend(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
+    from lowprec import prepared
+
+    stand_in = HostBackend(diary)
+    original = registry._backend
+    monkeypatch.setattr(
+        registry, "_backend", lambda kind: stand_in if kind == GPU.type else original(kind)
+    )
+    monkeypatch.setattr(prepared, "_prepared", {})
+    return stand_in
+
+
+def test_matmul_runs_on_the_stream_of_its_library(
+    diary: Diary, backend: HostBackend, rng: np.random.Generator
+) -> None:
+    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
+    result = lowprec.matmul(Alpha(a), Beta(b))
+    assert type(result) is Alpha
+    np.testing.assert_array_equal(result.values, a @ b)
+    assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
+
+
+def test_matmul_into_an_operand_stays_on_its_stream(
+    diary: Diary, backend: HostBackend, rng: np.random.Generator
+) -> None:
+    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
+    expected = a @ b
+    out = Beta(b)
+    assert lowprec.matmul(Alpha(a), out, out=out) is out
+    np.testing.assert_array_equal(out.values, expected)
+    assert diary.entries == [
+        ("order", 22, 11),
+        ("allocate", 11),
+        ("execute", 11),
+        ("copy", 11),
+        ("order", 11, 22),
+    ]
+
+
+def test_matmul_with_out_beside_the_operands(
+    diary: Diary, backend: HostBackend, rng: np.random.Generator
+) -> None:
+    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
+    out = Alpha(np.zeros((3, 3), np.float32))
+    assert lowprec.matmul(Alpha(a), Alpha(b), out=out, bias=Keeper(a[0], "bias")) is out
+    np.testing.assert_array_equal(out.values, a @ b + a[0])
+    assert diary.entries[-1] == ("keep", ["bias"], 11)
+
+
+def test_host_arrays_have_no_stream(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "run", lambda *_: pytest.fail("a host array went by a stream"))
+    a = np.eye(3, dtype=np.float32)
+    np.testing.assert_array_equal(lowprec.matmul(a, a, out=a), np.eye(3))
