@@ -95,7 +95,9 @@ def run_all(
     for name in names:
         left = options.limit - (time.monotonic() - begin)
         limit = min(sections.SECTIONS[name].limit_s, left)
-        print(f"{time.monotonic() - begin:6.1f} s  {name}: {sections.SECTIONS[name].what}", flush=True)
+        print(
+            f"{time.monotonic() - begin:6.1f} s  {name}: {sections.SECTIONS[name].what}", flush=True
+        )
         if limit < 1:
             results[name] = running.skipped("no time was left")
             continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from gpu import libraries
 from gpu.parts import Options, Part
 
@@ -134,7 +135,10 @@ def judge(result: Any, a: Any, b: Any, bound: Any) -> dict[str, Any]:
     """
     wanted, x, y, part = exact(a, b)
     result = result[part][:, part]
-    norm_a, norm_b = float(np.linalg.norm(x.astype(complex))), float(np.linalg.norm(y.astype(complex)))
+    norm_a, norm_b = (
+        float(np.linalg.norm(x.astype(complex))),
+        float(np.linalg.norm(y.astype(complex))),
+    )
     difference = (result.astype(wanted.dtype) - wanted).astype(complex)
     error = float(np.linalg.norm(difference))
     limit = bound.frobenius(norm_a, norm_b, *wanted.shape)

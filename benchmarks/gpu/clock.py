@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import timing
+
 from gpu import libraries
 
 MIN_ROUNDS = 3

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import machine
+
 from gpu import libraries
 from gpu.parts import Options, Part
 

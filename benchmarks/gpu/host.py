@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import timing
+
 from gpu import libraries
 from gpu.parts import Options, Part
 
@@ -85,6 +86,7 @@ def _jax(lowprec: Any, jax: Any, dtype: str, mode: str | None) -> dict[str, Call
 def _raw(dtype: str, mode: str | None, seed: int) -> Call:
     """Return the bare call of the library, everything prepared."""
     import numpy as np
+
     from gpu.raw import LtProduct
 
     rng = np.random.default_rng(seed)
@@ -116,7 +118,11 @@ def run(part: Part, options: Options) -> None:
                     [x / y for x, y in zip(found[name], found["torch"], strict=True)]
                 )["median"]
             part.row(
-                name=name, dtype=dtype, mode=mode, seconds=timing.summary(found[name]), over_torch=over
+                name=name,
+                dtype=dtype,
+                mode=mode,
+                seconds=timing.summary(found[name]),
+                over_torch=over,
             )
         if "lowprec" in errors:
             part.row(ok=False, name="lowprec", dtype=dtype, mode=mode, error=errors["lowprec"])

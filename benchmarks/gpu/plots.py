@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import common
-
 
 def write(content: Mapping[str, Any], path: Path) -> list[Path]:
     """Draw what the report has figures of, beside it; nothing where matplotlib is missing."""
@@ -71,7 +69,9 @@ def accuracy(rows: list[Mapping[str, Any]]) -> Any | None:
         for number, mode in enumerate(dict.fromkeys(r["mode"] for r in here)):
             own = [r for r in here if r["mode"] == mode]
             k, colour = [r["k"] for r in own], f"C{number}"
-            panel.plot(k, [r["error"] for r in own], color=colour, marker="o", markersize=3, label=mode)
+            panel.plot(
+                k, [r["error"] for r in own], color=colour, marker="o", markersize=3, label=mode
+            )
             panel.plot(k, [r["bound"] for r in own], color=colour, linestyle="--", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from gpu import libraries as own
 
+from gpu import libraries as own
 from lowprec.backends.cuda import bindings, driver
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.libraries import libraries
@@ -156,9 +156,7 @@ class LtProduct:
         # Every element must be written: what is not shows as NaN, or as -1 in integers.
         poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None
         filled = np.full(self.shape, np.nan) if poison is None else poison
-        driver.copy_async(
-            self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM
-        )
+        driver.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
         return download(self._d, self.shape, self.out_dtype)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import timing
+
 from gpu import clock, libraries
 from gpu.clock import Contest, Variant
 from gpu.parts import Options, Part

@@ -2,83 +2,96 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import machine
+
+from gpu import recorder
 from gpu.parts import Options, Part
 
-#: Characters of a failure's message that the report keeps, and how many failures.
+#: What the tests run on; their fixtures read it.
+VARIABLE = "LOWPREC_TEST_DEVICE"
+
+#: Characters of a failure's message that the report keeps, its end, and how many failures.
 _MESSAGE, _FAILURES = 600, 60
+_KINDS = ("passed", "failed", "skipped")
 
 
 def run(part: Part, options: Options) -> None:
     """Run pytest and keep what became of each module."""
     folder = machine.ROOT / "tests" / "cuda"
-    if not any(folder.glob("test_*.py")):
-        part.unavailable("there are no tests in tests/cuda")
-        return
-    environment = {**os.environ, "LOWPREC_TEST_DEVICE": "gpu" if part.device == "gpu" else "software"}
     with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "junit.xml"
+        path = Path(temporary) / "outcomes.jsonl"
+        path.touch()
+        environment = {
+            **os.environ,
+            VARIABLE: "gpu" if part.device == "gpu" else "software",
+            recorder.VARIABLE: str(path),
+        }
+        part.fact("variable", f"{VARIABLE}={environment[VARIABLE]}")
+        # Other versions of the libraries may warn of other things; that is not what is asked here.
         command = [
-            sys.executable, "-m", "pytest", str(folder), "-q", f"--junitxml={path}", "-p", "no:cacheprovider",
-            "-o", "addopts=--import-mode=importlib", *_timeout(options), *(["-x"] if options.quick else []),
+            sys.executable, "-m", "pytest", str(folder), "-q", "-W", "default", "-p", "gpu.recorder",
+            "-p", "no:cacheprovider", *(["-x"] if options.quick else []),
         ]  # fmt: skip
-        done = subprocess.run(command, env=environment, cwd=machine.ROOT, check=False)
-        part.fact("exit", done.returncode)
-        part.fact("variable", environment["LOWPREC_TEST_DEVICE"])
-        if not path.exists():
-            part.row(module="tests/cuda", ok=False, message="pytest wrote no results")
-            return
-        keep(part, cases(path))
+        status = _status(command, environment, options.left())
+        part.fact("exit", status)
+        keep(part, outcomes(path), stopped=status is None)
+    if not part.rows:
+        part.row(ok=False, module="tests/cuda", message=f"no test ran; exit status {status}")
 
 
-def _timeout(options: Options) -> list[str]:
-    """Have pytest end by itself before the section is stopped, where it can."""
-    from importlib.util import find_spec
+def _status(command: list[str], environment: Mapping[str, str], limit_s: float) -> int | None:
+    """Return the exit status, None for a run that had to be stopped."""
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=machine.ROOT, check=False, timeout=max(limit_s, 1.0)
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return done.returncode
 
-    return [f"--session-timeout={options.left():.0f}"] if find_spec("pytest_timeout") else []
+
+def outcomes(path: Path) -> list[dict[str, str]]:
+    """Read what the plugin wrote; a line that was being written counts as none."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
 
 
-def keep(part: Part, found: Iterable[dict[str, str]]) -> None:
-    """Keep one row per module, and what failed."""
+def keep(part: Part, found: Iterable[Mapping[str, str]], *, stopped: bool) -> None:
+    """Keep one row per module, and what failed; a test that was running when all was stopped has failed."""
+    latest: dict[str, Mapping[str, str]] = {}
+    for outcome in found:
+        before = latest.get(outcome["id"])
+        # A teardown that fails comes after a test that passed.
+        if before is None or before["kind"] != "failed":
+            latest[outcome["id"]] = outcome
     modules: dict[str, dict[str, int]] = {}
     failures = []
-    for case in found:
-        counts = modules.setdefault(case["module"], {"passed": 0, "failed": 0, "skipped": 0})
-        counts[case["kind"]] += 1
-        if case["kind"] == "failed":
-            failures.append({"id": case["id"], "message": case["message"][:_MESSAGE]})
-    total = {kind: sum(c[kind] for c in modules.values()) for kind in ("passed", "failed", "skipped")}
-    part.fact("counts", total)
+    for test, outcome in latest.items():
+        kind, message = outcome["kind"], outcome["message"]
+        if kind == "begun":
+            kind, message = (
+                "failed",
+                "it was running when the tests were stopped" if stopped else "",
+            )
+        counts = modules.setdefault(test.partition("::")[0], dict.fromkeys(_KINDS, 0))
+        counts[kind] += 1
+        if kind == "failed":
+            failures.append({"id": test, "message": message[-_MESSAGE:]})
+    part.fact("counts", {kind: sum(c[kind] for c in modules.values()) for kind in _KINDS})
     part.fact("failures", failures[:_FAILURES])
     for module, counts in sorted(modules.items()):
         ok = False if counts["failed"] else True if counts["passed"] else None
         part.row(ok=ok, module=module, **counts)
-
-
-def cases(path: Path) -> list[dict[str, str]]:
-    """Read a JUnit file as pytest writes it."""
-    return [_case(element) for element in ET.parse(path).getroot().iter("testcase")]
-
-
-def _case(element: Any) -> dict[str, str]:
-    name, parent = element.get("name", ""), element.get("classname", "")
-    kind, message = "passed", ""
-    for tag, meaning in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        said = element.find(tag)
-        if said is not None:
-            kind, message = meaning, f"{said.get('message', '')}\n{said.text or ''}"
-            break
-    # A module that cannot be imported, or is skipped as a whole, has no class: its name is the module's.
-    words = (parent or name).split(".")
-    at = next((i for i, word in enumerate(words) if word.startswith("test_")), len(words) - 1)
-    module = "/".join(words[: at + 1]) + ".py"
-    return {"module": module, "id": f"{parent}::{name}", "kind": kind, "message": message.strip()}

@@ -15,7 +15,12 @@ Row = Mapping[str, Any]
 SIZES = (1024, 2048, 4096, 8192, 16384)
 
 #: Kind of product in the section `speed`: the claim's words.
-KINDS = {"bfloat16": "bfloat16", "float16": "float16", "float32 tf32": "tf32", "float32 fp32": "fp32"}
+KINDS = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32 tf32": "tf32",
+    "float32 fp32": "fp32",
+}
 
 #: Of torch.matmul's speed: without and with autotuning.
 FLOORS = {False: 0.98, True: 1.0}

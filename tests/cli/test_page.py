@@ -60,7 +60,14 @@ def _listed(heading: str) -> set[str]:
 @pytest.mark.usefixtures("_operands")
 def test_the_commands_run(command: Callable[..., Any]) -> None:
     # In order: one writes what another reads.
-    assert {words[0] for words in COMMANDS} == {"info", "plan", "matmul", "check", "bench"}
+    assert {words[0] for words in COMMANDS} == {
+        "info",
+        "plan",
+        "matmul",
+        "check",
+        "bench",
+        "autotune",
+    }
     codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
     # The page begins with two mistakes.
     assert codes == [2, 2] + [0] * (len(COMMANDS) - 2)
@@ -80,6 +87,7 @@ def test_the_mistakes_say_what_the_page_says(command: Callable[..., Any]) -> Non
         ("matmul", ["matmul", "A.npy", "B.npy", "-o", "C.npy"], None),
         ("check", ["check", "--size", "8", "--rounds", "1"], "cases"),
         ("bench", ["bench", "--sizes", "8", "--rounds", "1"], "results"),
+        ("autotune", ["autotune", "--shapes", "8x8", "8x8"], "results"),
     ],
 )
 def test_the_keys_are_listed(

@@ -54,7 +54,9 @@ def test_the_installed_script_is_the_same_program() -> None:
     assert done.stdout == f"lowprec {lowprec.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["", "info", "plan", "matmul", "check", "bench", "run"])
+@pytest.mark.parametrize(
+    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run"]
+)
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*filter(None, [name]), "--help"]) == 0
     out, err = capsys.readouterr()

@@ -245,6 +245,9 @@ class HostBackend:
 
         return execute
 
+    def aside_dtype(self, dtype: DType) -> DType:
+        return dtype
+
     def allocate(self, shape: Any, dtype: DType, device: Device, stream: int) -> ArrayView:
         self.diary.note("allocate", stream)
         values = np.empty(shape, np.float32)

@@ -158,7 +158,7 @@ def device_of(array: Any) -> Device:
         kind, index = array.__dlpack_device__()
     except Exception as error:
         raise _refusal(array, error) from error
-    return _device(int(kind), int(index))
+    return CPU if kind in _HOST_TYPES else _device(int(kind), int(index))
 
 
 # Types whose ``__dlpack__`` predates the ``max_version`` keyword: asked once, remembered.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import bench, check, info, matmul, plan, run
+from lowprec.cli.commands import autotune, bench, check, info, matmul, plan, run
 from lowprec.cli.errors import CommandError
 
 __all__ = ["COMMANDS", "Command", "Parser", "parse"]
@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "matmul": matmul,
     "check": check,
     "bench": bench,
+    "autotune": autotune,
     "run": run,
 }
 

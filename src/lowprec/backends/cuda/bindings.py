@@ -134,7 +134,7 @@ def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
     """Return the number and the C type of an attribute, by the enumeration and its getter's name."""
     enumeration, getter = _ATTRIBUTES[kind]
     cublas_lt = libraries().cublas_lt
-    member = getattr(cublas_lt, enumeration)[name]
+    member = getattr(getattr(cublas_lt, enumeration), name)
     return int(member), np.dtype(getattr(cublas_lt, getter)(member))
 
 
@@ -219,7 +219,7 @@ def preference(
     The library's own defaults are no workspace and pointers aligned to 256 bytes, so all of it is always set.
     """
     schemes = libraries().cublas_lt.ReductionScheme
-    mask = sum(int(schemes[name]) for name in reduction_schemes)
+    mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
     attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
     return _create("matmul_preference", (), attributes)

@@ -149,10 +149,12 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
     return found
 
 
-def source_text(file: str, definitions: tuple[tuple[str, str | int], ...]) -> str:
-    """Return the source of a kernel, definitions first."""
+def source_text(
+    file: str | None = None, definitions: tuple[tuple[str, str | int], ...] = ()
+) -> str:
+    """Return the source of a kernel: definitions, element types, and what the file says, if one is named."""
     lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
-    return lines + _text("elements.cuh") + _text(file)
+    return lines + _text("elements.cuh") + (_text(file) if file else "")
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 from lowprec.backends.cuda import driver
@@ -68,7 +69,7 @@ class Packing:
         row of zeros.
     complex_as : {"no", "pairs", "rotated"}
         "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds
-        (re, -im) and line 2r + 1 holds (im, re). Real sources have imaginary parts of zero.
+        (re, -im) and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
     """
 
     source: Source
@@ -149,27 +150,39 @@ def _packer(core: Any, packing: Packing, device: int) -> Packer:
     """Look up or make a packer; the library is a part of the key, so that tests may exchange it."""
     shape = _shape(packing)
     if not shape.out_rows * shape.out_cols:
-        return _nothing
+        return _Zeroed(packing)
     queues = [
         _Queue(packing, shape, walk, i, device) for i, walk in enumerate(walks(shape.batch, 1))
     ]
-    if not queues:
-        return _nothing
-    if len(queues) == 1 and not queues[0].raises:
-        return queues[0]
-    cleared = _EXPONENT_BYTES * shape.rows * sum(x.count for x in queues) if queues[0].raises else 0
+    raised = bool(queues) and queues[0].raises
+    steps: list[Packer] = [_Zeroed(packing), *queues] if raised else [*queues]
+    if len(steps) == 1:
+        return steps[0]
 
     def queue_all(source: int, target: int, exponents: int, stream: int) -> None:
-        if cleared:
-            driver.set_zero_async(exponents, cleared, stream)
-        for queue in queues:
-            queue(source, target, exponents, stream)
+        for step in steps:
+            step(source, target, exponents, stream)
 
     return queue_all
 
 
-def _nothing(source: int, target: int, exponents: int, stream: int) -> None:
-    """Write nothing."""
+class _Zeroed:
+    """Sets the exponents to zero, if there are any.
+
+    Parameters
+    ----------
+    packing : Packing
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        source = packing.source
+        count = source.rows * prod(source.batch_shape) if packing.scale == "rows" else 0
+        self._nbytes = count * _EXPONENT_BYTES
+
+    def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
+        """Queue it."""
+        if self._nbytes:
+            driver.set_zero_async(exponents, self._nbytes, stream)
 
 
 class _Queue:

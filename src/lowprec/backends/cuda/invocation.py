@@ -210,7 +210,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
     attributes = {
         "TRANSA": _OPERATIONS[call.op_first],
         "TRANSB": _OPERATIONS[call.op_second],
-        "EPILOGUE": int(libraries().cublas_lt.Epilogue[call.epilogue]),
+        "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
     made: list[Descriptor] = []
     try:

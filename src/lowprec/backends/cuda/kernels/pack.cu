@@ -45,9 +45,10 @@ __device__ inline Out converted(Source x, Scale scale)
 }
 
 #if ROTATED
+// A zero stays as it is: the padding, and the imaginary parts of real numbers, are positive.
 __device__ inline Target negative(Target x)
 {
-    x.bits ^= 0x8000u;
+    if (x.bits & 0x7fffu) x.bits ^= 0x8000u;
     return x;
 }
 #endif

@@ -1,0 +1,75 @@
+"""How far the heuristics' first choice is from the best of 32, by shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu.libraries import short
+from gpu.parts import Options, Part
+
+#: Name: batch, m, k, n. Batch 0 is none.
+SHAPES = {
+    "square 1024": (0, 1024, 1024, 1024),
+    "square 2048": (0, 2048, 2048, 2048),
+    "square 4096": (0, 4096, 4096, 4096),
+    "tall": (0, 16384, 1024, 256),
+    "wide": (0, 256, 1024, 16384),
+    "small k": (0, 4096, 64, 4096),
+    "large k": (0, 256, 16384, 256),
+    "few rows": (0, 16, 4096, 4096),
+    "odd": (0, 1000, 1001, 999),
+    "batched 256": (64, 256, 256, 256),
+}
+#: dtype, mode.
+KINDS = (("bfloat16", None), ("float16", None), ("float32", "tf32"), ("float32", "fp32"))
+CANDIDATES = 32
+
+
+def compare(timed: Any) -> dict[str, Any]:
+    """Return first choice and best of what was measured.
+
+    Parameters
+    ----------
+    timed : sequence of Timed
+        With `rank`, `median_ms` and `algorithm`.
+    """
+    first = min(timed, key=lambda x: x.rank)
+    best = min(timed, key=lambda x: x.median_ms)
+    return {
+        "candidates": len(timed),
+        "first_ms": first.median_ms,
+        "best_ms": best.median_ms,
+        "first_over_best": first.median_ms / best.median_ms,
+        "best_rank": best.rank,
+        "taken_rank": timed[0].rank,
+        "first": first.algorithm,
+        "best": best.algorithm,
+    }
+
+
+def run(part: Part, options: Options) -> None:
+    """Measure all shapes and kinds."""
+    import torch
+
+    from lowprec.tuning import autotune
+
+    generator = torch.Generator("cuda").manual_seed(options.seed)
+    shapes = dict(list(SHAPES.items())[:1]) if options.quick else SHAPES
+    for name, (batch, m, k, n) in shapes.items():
+        for dtype, mode in KINDS:
+            if options.left() < 0:
+                part.fact("stopped_at", [name, dtype, mode])
+                return
+            stack = (batch,) if batch else ()
+            words = {"shape": name, "extents": [batch, m, k, n], "kind": mode or dtype}
+            try:
+                a, b = (
+                    torch.randn((*stack, *extents), generator=generator, device="cuda").to(
+                        getattr(torch, dtype)
+                    )
+                    for extents in ((m, k), (k, n))
+                )
+                tuning = autotune(a, b, math_mode=mode, candidates=CANDIDATES)
+                part.row(ok=bool(tuning.timed), **words, **compare(tuning.timed))
+            except Exception as error:  # noqa: BLE001 - one shape that fails is one row
+                part.row(ok=False, **words, error=short(error))

@@ -1,0 +1,239 @@
+"""Measure cuBLASLt's algorithms for products on the GPU, and keep the fastest for later processes.
+
+Operands are random arrays of the shapes given, made by PyTorch, else by CuPy. What is chosen goes to the cache on disk
+(LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a GPU there is
+nothing to tune: the command says so and ends well, so that one script serves all machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowprec import explain, tuning
+from lowprec.cli.errors import CommandError
+from lowprec.cli.operands import operand
+from lowprec.cli.options import add_json, add_mode, add_seed, count, dtype, shape
+from lowprec.cli.output import Table, print_json, print_table, print_text, progress, seconds
+from lowprec.formats import DType
+from lowprec.report import info
+from lowprec.request import ShapeDtype
+from lowprec.tuning import Tuning
+
+EXAMPLES = """\
+examples:
+  lowprec autotune --shapes 4096x4096 4096x4096 --dtype bfloat16
+  lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
+  LOWPREC_CACHE_DIR=/shared/lowprec lowprec autotune --shapes 4096x4096 4096x4096 --json
+"""
+
+#: Steps of the progress bar per product.
+_STEPS = 100
+
+Shape = tuple[int, ...]
+#: From a shape, an element type and a generator to a random array on the GPU.
+Make = Callable[[Shape, DType, np.random.Generator], Any]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=shape,
+        required=True,
+        metavar="MxK KxN",
+        help="shapes of the operands, pair after pair; leading dimensions are a batch",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default=DType.FLOAT32,
+        help="element type of the operands (default: float32)",
+    )
+    add_mode(parser)
+    parser.add_argument(
+        "--candidates",
+        type=count,
+        default=32,
+        metavar="N",
+        help="how many algorithms to measure, as cuBLASLt ranks them (default: 32)",
+    )
+    add_seed(parser)
+    add_json(parser)
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    a: Shape
+    b: Shape
+    mode: str | None
+    tuning: Tuning
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    pairs = _pairs(options.shapes)
+    modes = [_mode(a, b, options) for a, b in pairs]
+    gpu = info()["gpu"]
+    if not gpu["used"]:
+        return _nothing(gpu, options)
+    make = _maker()
+    with progress("autotune", _STEPS * len(pairs)) as step:
+        tuned = [
+            _Tuned(a, b, mode, _tune(a, b, options, make, step))
+            for (a, b), mode in zip(pairs, modes, strict=True)
+        ]
+    device = tuned[0].tuning.device
+    if options.json:
+        results = [_facts(t, options.dtype) for t in tuned]
+        print_json({"device": device, "reason": None, "results": results})
+    else:
+        print_table(_table(device, tuned, options.dtype))
+    return 0
+
+
+def _pairs(shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
+    if len(shapes) % 2:
+        raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
+    return list(zip(shapes[::2], shapes[1::2], strict=True))
+
+
+def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
+    """Return the mode in force, None where none acts; shapes that do not fit are refused here already."""
+    if options.dtype.is_float8:
+        # Only a GPU has a plan for it.
+        return None
+    described = (ShapeDtype(x, str(options.dtype)) for x in (a, b))
+    plan = explain.plan(*described, math_mode=options.mode)
+    return str(plan.mode) if plan.mode_has_effect else None
+
+
+def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
+    """Say that there is no GPU; one that is there and cannot be used is a mistake."""
+    if gpu["driver"] is not None:
+        raise CommandError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
+    if options.json:
+        print_json({"device": None, "reason": gpu["reason"], "results": []})
+    else:
+        print_text(f"nothing to tune: {gpu['reason']}")
+    return 0
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def _torch() -> Make | None:
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return None
+
+    def make(shape: Shape, element: DType, rng: np.random.Generator) -> Any:
+        # torch takes neither bfloat16 nor FP8 from NumPy.
+        plain = element if element.is_complex or element is DType.INT8 else DType.FLOAT32
+        host = torch.from_numpy(operand(rng, shape, plain))
+        return host.to("cuda").to(getattr(torch, str(element)))
+
+    return make
+
+
+def _cupy() -> Make | None:
+    cupy: Any = importlib.import_module("cupy")
+    if not cupy.is_available():
+        return None
+    return lambda shape, element, rng: cupy.asarray(operand(rng, shape, element))
+
+
+#: In the order in which they are asked; each returns None where it sees no GPU.
+_MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
+
+
+def _maker() -> Make:
+    """Return what makes arrays on the GPU."""
+    obstacles = []
+    for name, offer in _MAKERS.items():
+        try:
+            make = offer()
+        except ImportError:
+            obstacles.append(f"{name} is not installed")
+            continue
+        if make is not None:
+            return make
+        obstacles.append(f"{name} sees no GPU")
+    raise CommandError(
+        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(obstacles)}"
+    )
+
+
+# -- measuring and showing ------------------------------------------------------------------------
+
+
+def _tune(
+    a: Shape, b: Shape, options: argparse.Namespace, make: Make, step: Callable[[str], None]
+) -> Tuning:
+    rng = np.random.default_rng(options.seed)
+    x, y = make(a, options.dtype, rng), make(b, options.dtype, rng)
+    words = _words(a, b)
+    ticks = _ticks(words, step)
+    found = tuning.autotune(
+        x,
+        y,
+        math_mode=options.mode,
+        candidates=options.candidates,
+        progress=lambda done, total: ticks(done / total),
+    )
+    ticks(1.0)
+    return found
+
+
+def _ticks(words: str, step: Callable[[str], None]) -> Callable[[float], None]:
+    """Return a function that advances the bar to a share of a product's steps."""
+    shown = 0
+
+    def advance(share: float) -> None:
+        nonlocal shown
+        while shown < min(share, 1.0) * _STEPS:
+            step(words)
+            shown += 1
+
+    return advance
+
+
+def _words(a: Shape, b: Shape) -> str:
+    return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
+
+
+def _rows(tuned: list[_Tuned], element: DType) -> Iterator[tuple[str, ...]]:
+    for entry in tuned:
+        timed = entry.tuning.timed
+        words = (_words(entry.a, entry.b), str(element), entry.mode or "-", str(len(timed)))
+        if not timed:
+            yield (*words, "-", "-", "-", "nothing to choose")
+            continue
+        taken, first = timed[0], min(timed, key=lambda x: x.rank)
+        times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
+        ratio = f"{entry.tuning.speedup:.2f}x"
+        yield (*words, *times, ratio, f"choice {taken.rank + 1}: {taken.algorithm}")
+
+
+def _table(device: str, tuned: list[_Tuned], element: DType) -> Table:
+    columns = (
+        "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
+    )  # fmt: skip
+    return Table(f"products on {device}", columns, list(_rows(tuned, element)))
+
+
+def _facts(entry: _Tuned, element: DType) -> dict[str, Any]:
+    return {
+        "a": list(entry.a),
+        "b": list(entry.b),
+        "dtype": str(element),
+        "mode": entry.mode,
+        "speedup": entry.tuning.speedup,
+        "timed": [x._asdict() for x in entry.tuning.timed],
+    }

@@ -1,0 +1,192 @@
+"""``lowprec autotune``: without a GPU, with one that cannot be used, and what it shows of measurements."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowprec.backends import Timed
+from lowprec.formats import DType
+from lowprec.tuning import Tuning
+
+Command = Callable[..., Any]
+
+#: The module whose names the tests replace.
+module = importlib.import_module("lowprec.cli.commands.autotune")
+
+WORDS = ("autotune", "--shapes", "32x16", "16x8")
+TIMED = (Timed(2, 0.5, "id 66"), Timed(0, 1.0, "id 21"), Timed(1, 1.25, "id 7"))
+
+
+def _gpu(**facts: Any) -> Callable[[], dict[str, Any]]:
+    found = {"used": False, "driver": None, "reason": "no NVIDIA driver was found", **facts}
+    return lambda: {"gpu": found}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """A machine with a GPU, as far as the command can tell: host arrays, and measurements that are given."""
+    calls: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def tune(a: Any, b: Any, **options: Any) -> Tuning:
+        calls.append((a, b, options))
+        for done in (1, 30, 65, 65):
+            options["progress"](done, 65)
+        return Tuning("a product", "cuda:0: NVIDIA Something", TIMED)
+
+    monkeypatch.setattr(module, "info", _gpu(used=True))
+    make = lambda shape, element, rng: module.operand(rng, shape, element)  # noqa: E731
+    monkeypatch.setattr(module, "_MAKERS", {"numpy": lambda: make})
+    monkeypatch.setattr(module.tuning, "autotune", tune)
+    return calls
+
+
+# -- no GPU ---------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_there_is_nothing_to_tune(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "info", _gpu())
+    done = command(*WORDS)
+    assert done == (0, "nothing to tune: no NVIDIA driver was found\n", "")
+    done = command(*WORDS, "--json")
+    found = {"device": None, "reason": "no NVIDIA driver was found", "results": []}
+    assert (done.code, json.loads(done.out), done.err) == (0, found, "")
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "arrays on a GPU need nvmath-python"
+    monkeypatch.setattr(module, "info", _gpu(driver="NVRM version 580", reason=reason))
+    assert reason in refused(*WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--shapes", "32x16"), "pairs of shapes, got 1"),
+        (("--shapes", "32x16", "17x8"), "(32, 16) and (17, 8)"),
+        (("--shapes", "32x16", "16x8", "8x8"), "pairs of shapes, got 3"),
+        (("--shapes", "32x-1", "16x8"), "is not a shape"),
+        ((), "required: --shapes"),
+        ((*WORDS[1:], "--candidates", "0"), "'0' is not a whole number of at least 1"),
+        ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
+    ],
+)
+def test_mistakes_are_told_on_any_machine(
+    refused: Callable[..., str], words: tuple[str, ...], said: str
+) -> None:
+    assert said in refused("autotune", *words)
+
+
+def test_too_many_candidates_are_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "info", _gpu(used=True))
+    monkeypatch.setattr(module, "_MAKERS", {"numpy": lambda: lambda shape, *_: np.ones(shape, "f")})
+    assert "from 1 to 256, got 1000" in refused(*WORDS, "--candidates", "1000")
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def _absent() -> Any:
+    raise ImportError("no such module")
+
+
+def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    makers = {"torch": lambda: None, "cupy": lambda: np.zeros, "third": _absent}
+    monkeypatch.setattr(module, "_MAKERS", makers)
+    assert module._maker() is np.zeros
+
+
+def test_no_library_for_arrays_is_an_error(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "info", _gpu(used=True))
+    monkeypatch.setattr(module, "_MAKERS", {"torch": lambda: None, "cupy": _absent})
+    said = refused(*WORDS)
+    assert "PyTorch or CuPy: torch sees no GPU, cupy is not installed" in said
+
+
+def test_torch_without_a_gpu_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert module._torch() is None
+
+
+@pytest.mark.parametrize("element", [d for d in DType if d is not DType.INT32])
+def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element: DType) -> None:
+    torch = pytest.importorskip("torch", reason="torch not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    to = torch.Tensor.to
+    # "cuda" stands for host memory here.
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, where: x if where == "cuda" else to(x, where))
+    made = module._torch()((8, 4), element, np.random.default_rng(0))
+    assert (tuple(made.shape), str(made.dtype)) == ((8, 4), f"torch.{element}")
+    assert bool((made.to(torch.complex64) != 0).any())
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def test_the_table_shows_first_choice_and_taken(
+    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]
+) -> None:
+    done = command(*WORDS, "8x4x4", "8x4x4", "--mode", "tf32", "--candidates", "9")
+    assert (done.code, done.err) == (0, "")
+    title, _, first, second = done.out.splitlines()
+    assert title == "products on cuda:0: NVIDIA Something"
+    for line, words in ((first, "32x16 @ 16x8"), (second, "8x4x4 @ 8x4x4")):
+        assert words in line
+        assert line.split("float32")[1].split() == [
+            "tf32", "3", "1.00", "ms", "500", "us", "2.00x", "choice", "3:", "id", "66",
+        ]  # fmt: skip
+    a, b, options = gpu[0]
+    assert (a.shape, b.shape, a.dtype) == ((32, 16), (16, 8), np.float32)
+    assert (str(options["math_mode"]), options["candidates"]) == ("tf32", 9)
+
+
+def test_json_holds_all_that_was_measured(
+    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]
+) -> None:
+    found = json.loads(command(*WORDS, "--dtype", "bfloat16", "--json").out)
+    assert found["device"] == "cuda:0: NVIDIA Something"
+    (result,) = found["results"]
+    assert {k: result[k] for k in ("a", "b", "dtype", "mode", "speedup")} == {
+        "a": [32, 16], "b": [16, 8], "dtype": "bfloat16", "mode": None, "speedup": 2.0,
+    }  # fmt: skip
+    assert [x["rank"] for x in result["timed"]] == [2, 0, 1]
+    assert result["timed"][0] == {"rank": 2, "median_ms": 0.5, "algorithm": "id 66"}
+
+
+def test_a_device_without_a_choice_says_so(
+    command: Command,
+    gpu: list[tuple[Any, Any, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        module.tuning, "autotune", lambda a, b, **_: Tuning("a product", "cuda:0", ())
+    )
+    assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")
+
+
+def test_the_bar_reaches_its_end_and_no_further() -> None:
+    steps: list[str] = []
+    advance = module._ticks("a product", steps.append)
+    shares = (0.004, 0.5, 0.5, 0.99, 1.0, 1.5, 1.0)
+    counts = []
+    for share in shares:
+        advance(share)
+        counts.append(len(steps))
+    assert counts == [1, 50, 50, 99, 100, 100, 100]
+    assert set(steps) == {"a product"}

@@ -1,0 +1,473 @@
+"""A software cuBLASLt: the functions of ``nvmath.bindings.cublasLt`` that lowprec calls.
+
+What real cuBLASLt refuses is refused, with its status; the message also says why. Source: the cuBLAS documentation,
+*Using the cuBLASLt API*, and ``cublasLt.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from nvmath.bindings import cublasLt as real
+
+from cuda.software import tables
+from cuda.software.algorithms import Algorithm, fits_shape, made_for, relative_time, search
+from cuda.software.arithmetic import Call, Matrix, strided
+from cuda.software.memory import Memory
+from cuda.software.objects import (
+    ALLOC_FAILED,
+    EXECUTION_FAILED,
+    INTERNAL_ERROR,
+    INVALID_VALUE,
+    NOT_SUPPORTED,
+    Handle,
+    LtRefusal,
+    Object,
+    Registry,
+    Use,
+    read_host,
+    set_attribute,
+    write_attribute,
+)
+from cuda.software.problem import Problem, problem, validate
+from cuda.software.recorder import Part, Recorder, function
+from cuda.software.runtime import Refusal, Runtime
+
+_STATUS_NAMES = {
+    0: "SUCCESS", 1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH",
+    11: "MAPPING_ERROR", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
+}  # fmt: skip
+
+#: Bytes that a handle keeps on its device.
+_HANDLE_BYTES = 4096
+_WORKSPACE_ALIGNMENT = 256
+_DESCRIPTOR, _LAYOUT, _PREFERENCE = "matmul descriptor", "matrix layout", "preference"
+
+
+class SoftwareLtError(real.cuBLASLtError):
+    """The bindings' error, which asks a library for its words; this one brings its own."""
+
+    def __init__(self, status: int, why: str = "") -> None:
+        self.status = status
+        name = f"CUBLAS_STATUS_{_STATUS_NAMES.get(int(status), '?')}"
+        Exception.__init__(self, f"{name} ({int(status)})" + (f": {why}" if why else ""))
+
+
+class CublasLt(Part):
+    """Stands for ``nvmath.bindings.cublasLt``.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    runtime : Runtime
+    version : int
+
+    Attributes
+    ----------
+    times : dict
+        Simulated time of an algorithm relative to the others, by its id and the name of its tile (``"64x64"``).
+    workspaces_race : bool
+        Whether a product that has a workspace is two pieces of work, between which others may run.
+    """
+
+    cuBLASLtError = real.cuBLASLtError
+    harmless = frozenset(
+        f"get_{x}_attribute_dtype"
+        for x in (
+            "matmul_desc",
+            "matrix_layout",
+            "matmul_preference",
+            "matmul_algo_config",
+            "matmul_algo_cap",
+        )
+    )
+
+    def __init__(self, recorder: Recorder, runtime: Runtime, version: int = 130100) -> None:
+        super().__init__("cublas_lt", real, recorder)
+        self.runtime = runtime
+        self.version = version
+        self.objects = Registry(recorder)
+        self.times: dict[tuple[int, str], float] = {}
+        self.workspaces_race = True
+        self._tf32_forbidden: bool | None = None
+        self._handle_memory: dict[int, int] = {}
+
+    def failed(self, function: str, status: Any) -> Any:
+        raise SoftwareLtError(int(status or INTERNAL_ERROR), f"{function} was made to fail")
+
+    def live(self) -> dict[str, int]:
+        """Return how many objects of each kind there are."""
+        count = self.objects.count
+        return {
+            "handles": count("handle"),
+            "descriptors": count(_DESCRIPTOR),
+            "layouts": count(_LAYOUT),
+            "preferences": count(_PREFERENCE),
+        }
+
+    # -- handles ----------------------------------------------------------------------------------
+
+    @function
+    def get_version(self) -> int:
+        return self.version
+
+    @function
+    def get_status_name(self, status: int) -> str:
+        return f"CUBLAS_STATUS_{_STATUS_NAMES[int(status)]}"
+
+    @function
+    def create(self) -> int:
+        if self._tf32_forbidden is None:  # once per process, at the first handle
+            self._tf32_forbidden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+        status, address = self.runtime.cudaMalloc(_HANDLE_BYTES)
+        if not address:
+            raise SoftwareLtError(ALLOC_FAILED, f"no memory for a handle: {status!r}")
+        made = Handle("handle", self.runtime.device)
+        self._handle_memory[made.number] = address
+        return self.objects.add(made)
+
+    @function
+    def destroy(self, handle: int) -> None:
+        found = self._get(handle, "handle")
+        if found.device != self.runtime.device:
+            raise SoftwareLtError(INVALID_VALUE, "the handle is another device's")
+        self.objects.remove(handle, "handle")
+        self.runtime.cudaFree(self._handle_memory.pop(handle))
+
+    def _get(self, number: int, kind: str) -> Any:
+        try:
+            return self.objects.get(number, kind)
+        except LtRefusal as refusal:
+            raise SoftwareLtError(refusal.status, refusal.why) from None
+
+    def _handle(self, handle: int) -> Handle:
+        found: Handle = self._get(handle, "handle")
+        if found.device != self.runtime.device:
+            self.recorder.faults.append(
+                f"a handle of device {found.device} is used on {self.runtime.device}"
+            )
+            raise SoftwareLtError(INVALID_VALUE, "the handle is another device's")
+        return found
+
+    # -- descriptors ------------------------------------------------------------------------------
+
+    def _destroy(self, number: int, kind: str) -> None:
+        self._get(number, kind)
+        self.objects.remove(number, kind)
+
+    def _set(self, kind: str, dtype_of: Any, arguments: tuple[int, ...]) -> None:
+        number, *rest = arguments
+        found = self._get(number, kind)
+        with Use(found, self.recorder):
+            self._let_others_run()
+            try:
+                set_attribute(found, dtype_of, *rest)
+            except LtRefusal as refusal:
+                raise SoftwareLtError(refusal.status, refusal.why) from None
+
+    @function
+    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
+        made = Object(_DESCRIPTOR)
+        names = real.MatmulDescAttribute
+        made.attributes[int(names.COMPUTE_TYPE)] = np.int32(compute_type).tobytes()
+        made.attributes[int(names.SCALE_TYPE)] = np.int32(scale_type).tobytes()
+        return self.objects.add(made)
+
+    @function
+    def matmul_desc_destroy(self, number: int) -> None:
+        self._destroy(number, _DESCRIPTOR)
+
+    @function
+    def matmul_desc_set_attribute(self, *arguments: int) -> None:
+        self._set(_DESCRIPTOR, real.get_matmul_desc_attribute_dtype, arguments)
+
+    @function
+    def matmul_desc_get_attribute(
+        self, number: int, attribute: int, buffer: int, nbytes: int, written: int
+    ) -> None:
+        found = self._get(number, _DESCRIPTOR)
+        dtype = np.dtype(real.get_matmul_desc_attribute_dtype(attribute))
+        data = found.attributes.get(int(attribute), bytes(dtype.itemsize))
+        self._write(data, buffer, nbytes, written)
+
+    @function
+    def matrix_layout_create(self, data_type: int, rows: int, cols: int, ld: int) -> int:
+        made = Object(_LAYOUT)
+        names = real.MatrixLayoutAttribute
+        for name, value in (("TYPE", data_type), ("ROWS", rows), ("COLS", cols), ("LD", ld)):
+            dtype = np.dtype(real.get_matrix_layout_attribute_dtype(names[name]))
+            made.attributes[int(names[name])] = np.array(value, dtype).tobytes()
+        return self.objects.add(made)
+
+    @function
+    def matrix_layout_destroy(self, number: int) -> None:
+        self._destroy(number, _LAYOUT)
+
+    @function
+    def matrix_layout_set_attribute(self, *arguments: int) -> None:
+        self._set(_LAYOUT, real.get_matrix_layout_attribute_dtype, arguments)
+
+    @function
+    def matmul_preference_create(self) -> int:
+        return self.objects.add(Object(_PREFERENCE))
+
+    @function
+    def matmul_preference_destroy(self, number: int) -> None:
+        self._destroy(number, _PREFERENCE)
+
+    @function
+    def matmul_preference_set_attribute(self, *arguments: int) -> None:
+        self._set(_PREFERENCE, real.get_matmul_preference_attribute_dtype, arguments)
+
+    # -- algorithms -------------------------------------------------------------------------------
+
+    def _device_name(self) -> str:
+        model = self.runtime.devices[self.runtime.device]
+        return f"{model.name} {model.capability} {self.version}"
+
+    def _problem(self, operation: int, *layouts: int) -> Problem:
+        """Return a product that this device can compute."""
+        a, b, c, d = (self._get(x, _LAYOUT) for x in layouts)
+        found = problem(self._get(operation, _DESCRIPTOR), (a, b, c, d))
+        validate(found, self.runtime.devices[self.runtime.device].capability)
+        return found
+
+    @function
+    def matmul_algo_get_heuristic(
+        self,
+        handle: int,
+        operation: int,
+        a: int,
+        b: int,
+        c: int,
+        d: int,
+        preference: int,
+        requested: int,
+        results: int,
+        returned: int,
+    ) -> None:
+        wanted = self._get(preference, _PREFERENCE)
+        if requested <= 0:
+            raise SoftwareLtError(INVALID_VALUE, f"{requested} algorithms were asked for")
+        with Use(self._handle(handle), self.recorder):
+            try:
+                asked = self._problem(operation, a, b, c, d)
+                found = search(
+                    asked,
+                    wanted,
+                    self._device_name(),
+                    tf32_forbidden=bool(self._tf32_forbidden),
+                )[:requested]
+            except LtRefusal as refusal:
+                raise SoftwareLtError(refusal.status, refusal.why) from None
+        for i, algorithm in enumerate(found):
+            self._write_result(results, i, algorithm)
+        ctypes.c_int.from_address(returned).value = len(found)
+
+    def _write_result(self, address: int, index: int, algorithm: Algorithm) -> None:
+        result = np.zeros(1, real.matmul_heuristic_result_dtype)
+        result["algo"] = np.frombuffer(algorithm.pack(), real.matmul_algo_dtype)
+        result["workspace_size"] = algorithm.workspace
+        result["waves_count"] = 1.0
+        ctypes.memmove(address + index * result.nbytes, result.ctypes.data, result.nbytes)
+
+    @function
+    def matmul_algo_check(
+        self, handle: int, operation: int, a: int, b: int, c: int, d: int, algo: int, result: int
+    ) -> None:
+        with Use(self._handle(handle), self.recorder):
+            try:
+                asked = self._problem(operation, a, b, c, d)
+                algorithm = self._algorithm(algo, asked)
+            except LtRefusal as refusal:
+                raise SoftwareLtError(refusal.status, refusal.why) from None
+        self._write_result(result, 0, algorithm)
+
+    def _algorithm(self, address: int, asked: Problem) -> Algorithm:
+        found = Algorithm.unpack(read_host(address, real.matmul_algo_dtype.itemsize))
+        if found.made_for != made_for(asked, self._device_name()):
+            raise LtRefusal(NOT_SUPPORTED, "the algorithm is for other types or another device")
+        if not fits_shape(found, asked):
+            raise LtRefusal(NOT_SUPPORTED, f"the algorithm wants steps of {found.alignment} bytes")
+        return found
+
+    def _write(self, data: bytes, buffer: int, nbytes: int, written: int) -> None:
+        try:
+            write_attribute(data, buffer, nbytes, written)
+        except LtRefusal as refusal:
+            raise SoftwareLtError(refusal.status, refusal.why) from None
+
+    def _read_algorithm(
+        self, values: dict[int, int], dtype_of: Any, attribute: int, rest: tuple[int, ...]
+    ) -> None:
+        if attribute not in values:
+            raise SoftwareLtError(NOT_SUPPORTED, f"attribute {attribute} is not modelled")
+        self._write(np.array(values[attribute], dtype_of(attribute)).tobytes(), *rest)
+
+    @function
+    def matmul_algo_config_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
+        found = Algorithm.unpack(read_host(algo, 64))
+        dtype_of = real.get_matmul_algo_config_attribute_dtype
+        self._read_algorithm(found.config(), dtype_of, attribute, rest)
+
+    @function
+    def matmul_algo_cap_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
+        found = Algorithm.unpack(read_host(algo, 64))
+        dtype_of = real.get_matmul_algo_cap_attribute_dtype
+        self._read_algorithm(found.capabilities(), dtype_of, attribute, rest)
+
+    # -- the product ------------------------------------------------------------------------------
+
+    def _let_others_run(self) -> None:
+        if threading.active_count() > 1:
+            time.sleep(0)
+
+    @function
+    def matmul(
+        self,
+        handle: int,
+        operation: int,
+        alpha: int,
+        a: int,
+        a_layout: int,
+        b: int,
+        b_layout: int,
+        beta: int,
+        c: int,
+        c_layout: int,
+        d: int,
+        d_layout: int,
+        algo: int,
+        workspace: int,
+        workspace_bytes: int,
+        stream: int,
+    ) -> None:
+        used = self._handle(handle)
+        described = self._get(operation, _DESCRIPTOR)
+        with Use(used, self.recorder), Use(described, self.recorder):
+            self._let_others_run()
+            try:
+                asked = self._problem(operation, a_layout, b_layout, c_layout, d_layout)
+                if not algo:
+                    raise NotImplementedError("the software cuBLASLt wants an algorithm")
+                algorithm = self._algorithm(algo, asked)
+                scale = tables.DTYPES[asked.scale]
+                factors = [np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)]
+                call = Call(asked, algorithm, *factors, a, b, c, d, used.device)
+                self._check_call(call)
+                self._check_workspace(algorithm, workspace, workspace_bytes)
+                with self.runtime.lock:
+                    self._queue(call, workspace, stream)
+            except LtRefusal as refusal:
+                raise SoftwareLtError(refusal.status, refusal.why) from None
+
+    def _check_call(self, call: Call) -> None:
+        x, wanted = call.problem, call.algorithm.alignment
+        pointers = {"A": call.a, "B": call.b, "D": call.d}
+        if call.beta != 0:
+            pointers["C"] = call.c
+        if x.has_bias:
+            pointers["bias"] = x.bias_pointer
+        for name, pointer in pointers.items():
+            if not pointer:
+                raise LtRefusal(INVALID_VALUE, f"{name} is null")
+            if pointer % wanted:
+                raise LtRefusal(
+                    INVALID_VALUE, f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}"
+                )
+        if x.scale == tables.R_32I and not {int(call.alpha), int(call.beta)} <= {0, 1}:
+            raise LtRefusal(NOT_SUPPORTED, "alpha and beta are 0 or 1 for integers")
+        if call.beta != 0 and call.c == call.d and x.c.strides != x.d.strides:
+            raise LtRefusal(INVALID_VALUE, "C is D, with another layout")
+        self._check_overlap(call)
+
+    def _check_overlap(self, call: Call) -> None:
+        """Note that D overwrites what is read, which has no defined result."""
+        x = call.problem
+        others = [(x.a, call.a), (x.b, call.b)]
+        if call.beta != 0 and call.c != call.d:
+            others.append((x.c, call.c))
+        d = _extent(x.d, call.d)
+        for matrix, pointer in others:
+            other = _extent(matrix, pointer)
+            if other[0] < d[1] and d[0] < other[1] and self._shares(x.d, call.d, matrix, pointer):
+                self.recorder.faults.append(f"D overlaps {matrix.name}")
+
+    def _shares(self, d: Matrix, d_pointer: int, other: Matrix, pointer: int) -> bool:
+        try:
+            first = strided(self.runtime.memory, d, d_pointer, self.runtime.device)
+            second = strided(self.runtime.memory, other, pointer, self.runtime.device)
+            return np.shares_memory(first, second, max_work=10000)
+        except (np.exceptions.TooHardError, Exception):  # noqa: BLE001 - told when it runs
+            return False
+
+    def _check_workspace(self, algorithm: Algorithm, address: int, nbytes: int) -> None:
+        if nbytes < algorithm.workspace:
+            raise LtRefusal(
+                INVALID_VALUE, f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}"
+            )
+        if algorithm.workspace and (not address or address % _WORKSPACE_ALIGNMENT):
+            raise LtRefusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
+
+    def _queue(self, call: Call, workspace: int, stream: int) -> None:
+        runtime, x = self.runtime, call.problem
+        try:
+            found = runtime.stream(stream, current=True)
+            time_ms = self._time_ms(call)
+            if not call.algorithm.workspace or not self.workspaces_race:
+                runtime.enqueue(found, "matmul", _whole(call, runtime.memory), time_ms)
+                return
+            halves = _Halves(call, runtime.memory, workspace, self.recorder)
+            runtime.enqueue(found, "matmul", halves.begin, time_ms / 2)
+            runtime.enqueue(found, "matmul, second half", halves.end, time_ms / 2)
+        except Refusal as refusal:
+            raise LtRefusal(EXECUTION_FAILED, f"{x.signature}: {refusal.status!r}") from None
+
+    def _time_ms(self, call: Call) -> float:
+        x, algorithm = call.problem, call.algorithm
+        tile = real.MatmulTile(algorithm.tile).name.removeprefix("TILE_")
+        factor = self.times.get((algorithm.id, tile), relative_time(algorithm))
+        return (0.02 + x.m * x.n * x.k * x.d.batch_count / 1e10) * factor
+
+
+def _whole(call: Call, memory: Memory) -> Any:
+    return lambda: call.write(memory, call.multiply(memory))
+
+
+def _extent(x: Matrix, pointer: int) -> tuple[int, int]:
+    first, end = x.span()
+    return pointer + first, pointer + end
+
+
+class _Halves:
+    """A product that leaves something in its workspace and finds it later, if nobody else wrote there."""
+
+    def __init__(self, call: Call, memory: Memory, workspace: int, recorder: Recorder) -> None:
+        self._call = call
+        self._memory = memory
+        self._workspace = workspace
+        self._recorder = recorder
+        self._value: Any = None
+        self._mark = 0
+
+    def _bytes(self) -> Any:
+        size = self._call.algorithm.workspace
+        return self._memory.at(self._workspace, size, self._call.device, "cublasLtMatmul, workspace")
+
+    def begin(self) -> None:
+        self._value = self._call.multiply(self._memory)
+        self._mark = 1 + id(self) // 16 % 251
+        self._bytes()[:] = self._mark
+
+    def end(self) -> None:
+        if (self._bytes() == self._mark).all():
+            self._call.write(self._memory, self._value)
+        else:
+            self._recorder.faults.append("other work wrote to the workspace of a running product")
+            self._call.poison(self._memory)
+        self._value = None

@@ -1,0 +1,269 @@
+"""What the kernels must write, in NumPy; and the arrays that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda.convert import Packing
+from lowprec.backends.cuda.finish import Finish
+from lowprec.backends.cuda.stacks import Source
+from lowprec.formats import DType
+
+_CANARY = 0xA5
+_MARGIN = 64
+
+
+def stack_of(array: np.ndarray, dtype: DType) -> Source:
+    """Describe a stack of matrices, shape (..., rows, cols)."""
+    strides = [s // array.itemsize for s in array.strides]
+    return Source(dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2]))
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def random_bits(rng: np.random.Generator, dtype: DType, size: int) -> np.ndarray:
+    """Return numbers of every kind: any bits at all, NaN and infinities among them."""
+    return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
+
+
+def random_numbers(rng: np.random.Generator, dtype: DType, size: int) -> np.ndarray:
+    """Return finite numbers of ordinary size."""
+    if dtype.format is None:
+        return rng.integers(-100, 100, size).astype(NUMPY_DTYPES[dtype])
+    values = rng.standard_normal(size)
+    if dtype.is_complex:
+        values = values + 1j * rng.standard_normal(size)
+    return values.astype(NUMPY_DTYPES[dtype])
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def aligned(size: int, dtype: Any, offset: int = 0) -> np.ndarray:
+    """Return memory that begins ``offset`` elements after a multiple of 64 bytes."""
+    dtype = np.dtype(dtype)
+    memory = np.zeros((size + offset) * dtype.itemsize + 64, np.uint8)
+    start = -address(memory) % 64 + offset * dtype.itemsize
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+#: How a stack may lie: the order of its axes in memory, outermost first by their place (b is the batch), the step
+#: that widens each, and whether it runs backwards.
+LAYOUTS: dict[str, tuple[str, int, int, bool]] = {
+    "rows": ("brc", 1, 1, False),
+    "rows apart": ("brc", 4, 1, False),
+    "columns": ("bcr", 1, 1, False),
+    "columns apart": ("bcr", 4, 1, False),
+    "columns first": ("crb", 1, 1, False),
+    "every third": ("brc", 1, 3, False),
+    "every third, columns": ("bcr", 1, 3, False),
+    "backwards": ("brc", 1, 1, True),
+    "backwards, columns": ("bcr", 1, 1, True),
+}
+
+
+def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int = 0) -> np.ndarray:
+    """Return an array of this shape, (..., rows, cols), on flat memory, filled with ``values``."""
+    order, pad, step, backwards = LAYOUTS[layout]
+    places = {"b": range(len(shape) - 2), "r": [len(shape) - 2], "c": [len(shape) - 1]}
+    axes = [axis for letter in order for axis in places[letter]]
+    strides, reach = [0] * len(shape), step
+    for number, axis in enumerate(reversed(axes)):
+        strides[axis] = reach
+        reach *= max(1, shape[axis])
+        if number == 0 and pad > 1:
+            reach += -reach % 16 + 16
+    memory = aligned(reach, values.dtype, offset)
+    sign, start = 1, 0
+    if backwards:
+        sign = -1
+        start = sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if n)
+    itemsize = values.itemsize
+    steps = [sign * s * itemsize for s in strides]
+    view = np.ndarray(shape, values.dtype, memory, start * itemsize, steps)
+    view[...] = np.resize(values, shape) if values.size else 0
+    return view
+
+
+@dataclass
+class Guarded:
+    """Memory with canaries on both sides."""
+
+    memory: np.ndarray
+    inside: np.ndarray
+
+    @classmethod
+    def of(cls, size: int, dtype: Any, offset: int = 0) -> Guarded:
+        memory = aligned((size + 2 * _MARGIN) * np.dtype(dtype).itemsize, np.uint8)
+        memory[:] = _CANARY
+        whole = memory.view(dtype)
+        return cls(memory, whole[_MARGIN + offset : _MARGIN + offset + size])
+
+    def check(self) -> None:
+        """Fail if anything beside the inside was written."""
+        first = address(self.inside) - address(self.memory)
+        last = first + self.inside.nbytes
+        outside = np.concatenate([self.memory[:first], self.memory[last:]])
+        assert (outside == _CANARY).all(), "something beside the destination was written"
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Return the bits of real numbers, with one NaN for all."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.kind == "c":
+        array = array.view(array.real.dtype)
+    found = array.view(f"u{array.itemsize}").copy()
+    if array.dtype.kind not in "iu":
+        with np.errstate(invalid="ignore"):  # a signaling NaN
+            found[np.isnan(array.astype(np.float64))] = np.iinfo(found.dtype).max
+    return found
+
+
+def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
+    """Compare bit by bit, but for the kind of NaN; names the first differing element."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    different = np.argwhere(np.atleast_1d(bits(got) != bits(want)))
+    if len(different):
+        where = tuple(different[0])
+        a, b = bits(got)[where], bits(want)[where]
+        raise AssertionError(f"{len(different)} differ, first {where}: {a:#x}, expected {b:#x}")
+
+
+# -- packing --------------------------------------------------------------------------------------
+
+
+def converted(array: np.ndarray, dtype: DType) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        target = NUMPY_DTYPES[dtype]
+        if array.dtype == target:
+            return array
+        # What ml_dtypes does not convert directly goes by float32, which holds all 16-bit numbers.
+        narrow = (np.float16, ml_dtypes.bfloat16)
+        return (array.astype(np.float32) if array.dtype in narrow else array).astype(target)
+
+
+def exponents_of(array: np.ndarray) -> np.ndarray:
+    """Return e, shape (..., rows): the largest finite magnitude times 2^e lies in [2^14, 2^15)."""
+    parts = _parts(array)
+    magnitude = np.abs(np.where(np.isfinite(parts), parts, 0))
+    largest = magnitude.max((-1, -2), initial=0)
+    return np.where(largest > 0, 15 - np.frexp(largest)[1], 0).astype(np.int32)
+
+
+def _parts(array: np.ndarray) -> np.ndarray:
+    """Return real and imaginary part in float64, along a new last axis."""
+    if array.dtype.kind == "c":
+        with np.errstate(invalid="ignore"):
+            return np.stack([array.real, array.imag], -1).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wide = array.astype(np.float64)
+    return np.stack([wide, np.zeros_like(wide)], -1)
+
+
+def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a packing writes, shape (..., padded_rows, leading_dimension), and the exponents."""
+    exponents = exponents_of(array) if packing.scale == "rows" else np.zeros(0, np.int32)
+    batch, target = array.shape[:-2], NUMPY_DTYPES[packing.dtype]
+    out = np.zeros((*batch, packing.padded_rows, packing.leading_dimension), target)
+    rows, cols = array.shape[-2:]
+    if packing.scale == "none" and packing.complex_as == "no":
+        out[..., :rows, :cols] = converted(array, packing.dtype)
+        return out, exponents
+    parts = _parts(array)
+    if packing.scale == "rows":
+        with np.errstate(all="ignore"):
+            parts = np.ldexp(parts, exponents[..., None, None])
+    with np.errstate(all="ignore"):
+        parts = parts.astype(target)  # exact products, rounded once
+    if packing.complex_as == "no":
+        out[..., :rows, :cols] = parts[..., 0]
+    elif packing.complex_as == "pairs":
+        out[..., :rows, : 2 * cols] = parts.reshape(*batch, rows, 2 * cols)
+    else:
+        re, im = parts[..., 0], parts[..., 1]
+        out[..., 0 : 2 * rows : 2, 0 : 2 * cols : 2] = re
+        out[..., 0 : 2 * rows : 2, 1 : 2 * cols : 2] = np.where(im == 0, im, -im)
+        out[..., 1 : 2 * rows : 2, 0 : 2 * cols : 2] = im
+        out[..., 1 : 2 * rows : 2, 1 : 2 * cols : 2] = re
+    return out, exponents
+
+
+# -- finishing ------------------------------------------------------------------------------------
+
+
+def _times(x: np.ndarray, by: complex) -> np.ndarray:
+    """Multiply as the kernel does, each operation rounded to the type of ``x``."""
+    if x.dtype.kind != "c":
+        return x * x.dtype.type(by.real)
+    part = x.real.dtype.type
+    re, im = part(by.real), part(by.imag)
+    result = np.empty_like(x)
+    if im == 0:
+        result.real, result.imag = x.real * re, x.imag * re
+    else:
+        result.real = x.real * re - x.imag * im
+        result.imag = x.real * im + x.imag * re
+    return result
+
+
+def finished(
+    spec: Finish,
+    product: np.ndarray,
+    c: np.ndarray | None,
+    bias: np.ndarray | None,
+    exponents: np.ndarray | None,
+    alpha: complex,
+    beta: complex,
+) -> np.ndarray:
+    """Return ``activation(alpha * product / 2^exponents + beta * c + bias)`` in the product's type."""
+    dtype = product.dtype
+    x = product
+    with np.errstate(all="ignore"):
+        if exponents is not None:
+            alpha = complex(np.complex64(alpha))
+            wide = product.astype(np.complex128 if dtype.kind == "c" else np.float64)
+            wide = _times(wide, alpha)
+            power = np.ldexp(1.0, -exponents)
+            x = _times_real(wide, power).astype(dtype)
+        elif alpha != 1 and dtype.kind != "i":
+            x = _times(product, alpha)
+        if c is not None and beta != 0:
+            addend = c.astype(np.float32) if c.dtype == ml_dtypes.bfloat16 else c
+            addend = addend.astype(dtype)
+            x = x + (addend if beta == 1 else _times(addend, beta))
+        if bias is not None:
+            addend = bias.astype(np.float32) if bias.dtype == ml_dtypes.bfloat16 else bias
+            x = x + addend.astype(dtype)
+        if spec.activation == "relu":
+            x = np.where(x < 0, dtype.type(0), x)
+        elif spec.activation == "gelu":
+            inner = (x * x * dtype.type(0.044715) + dtype.type(1)) * x
+            inner = np.tanh(inner * dtype.type(np.sqrt(2 / np.pi)))
+            x = x * ((inner + dtype.type(1)) * dtype.type(0.5))
+        return x.astype(NUMPY_DTYPES[spec.out.dtype])
+
+
+def _times_real(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    if x.dtype.kind != "c":
+        return x * by
+    return (x.view(np.float64).reshape(*x.shape, 2) * by[..., None]).view(np.complex128)[..., 0]
+
+
+def every_rounding() -> Iterator[np.ndarray]:
+    """Yield all upper halves of a float32, each with lower halves at and beside what decides a rounding."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    ties = (0x1000, 0x3000, 0x5000, 0x8000)
+    for lower in (0, 1, *(tie + beside for tie in ties for beside in (-1, 0, 1)), 0x2000, 0xFFFF):
+        yield (upper | np.uint32(lower)).view(np.float32)

@@ -1,0 +1,666 @@
+"""The report of a GPU: sections that hang, crash or print garbage; merging; what it says about the claims."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+Load = Callable[[str], ModuleType]
+Result = dict[str, Any]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import a module of the benchmarks by name, and leave neither it nor its variable behind."""
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
+    """Run some Python as a section; it finds the path of its part in ``sys.argv[1]``."""
+    running = load("gpu.running")
+
+    def run(code: str, limit_s: float = 20.0) -> Result:
+        path = tmp_path / "part.json"
+        command = [sys.executable, "-c", code, str(path)]
+        return running.execute(command, path, tmp_path / "log", limit_s, dict(os.environ))
+
+    return run
+
+
+def _part(**values: Any) -> str:
+    """Code that writes a part."""
+    part = {"available": True, "why": "", "complete": True, "facts": {}, "rows": [], **values}
+    return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
+
+
+# -- sections that end well, and otherwise --------------------------------------------------------
+
+
+def test_a_section_that_ends_well(load: Load, execute: Callable[..., Result]) -> None:
+    found = execute(_part(rows=[{"ok": True}]) + "print('on the way')")
+    assert (found["exit"], found["error"], found["output"]) == (0, "", [])
+    assert load("gpu.running").state(found) == "1 rows, all well"
+
+
+def test_a_crash_keeps_what_was_found(load: Load, execute: Callable[..., Result]) -> None:
+    code = _part(rows=[{"ok": True}], complete=False) + "raise RuntimeError('the driver is gone')"
+    found = execute(code)
+    assert found["rows"] == [{"ok": True}]
+    assert found["error"] == "exit status 1"
+    assert "the driver is gone" in found["output"][-1]
+    assert load("gpu.running").state(found) == "exit status 1"
+
+
+def test_a_signal_is_told(execute: Callable[..., Result]) -> None:
+    found = execute("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert found["error"] == "exit status -11; the section wrote nothing"
+
+
+def test_a_section_that_hangs_is_stopped_with_its_children(
+    execute: Callable[..., Result], tmp_path: Path
+) -> None:
+    alive = tmp_path / "alive"
+    child = f"import time\nwhile True: open({str(alive)!r}, 'a').write('x'); time.sleep(0.02)"
+    code = _part(rows=[{"ok": None}], complete=False) + (
+        f"import subprocess, time; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "time.sleep(600)"
+    )
+    begin = time.monotonic()
+    found = execute(code, 1.5)
+    assert time.monotonic() - begin < 30
+    assert found["exit"] is None
+    assert found["error"].startswith("stopped after 2 s")
+    assert found["rows"] == [{"ok": None}]
+    size = alive.stat().st_size
+    assert size > 0
+    time.sleep(0.3)
+    assert alive.stat().st_size == size, "what the section had started lives on"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('hello')", "the section wrote nothing"),
+        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": [')", "is no JSON"),
+        ("import sys; open(sys.argv[1], 'w').write('[1, 2]')", "is no part of a report"),
+        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": 3}')", "is no part of a report"),
+        (_part(complete=False), "ended before it was done"),
+    ],
+)
+def test_garbage_is_told(execute: Callable[..., Result], code: str, said: str) -> None:
+    found = execute(code)
+    assert said in found["error"]
+    assert isinstance(found["rows"], list)
+
+
+def test_bytes_that_are_no_text_do_not_matter(execute: Callable[..., Result]) -> None:
+    found = execute("import sys; sys.stdout.buffer.write(bytes(range(256))); raise SystemExit(3)")
+    assert found["error"].startswith("exit status 3")
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_is_not_available_is_no_error(load: Load, execute: Callable[..., Result]) -> None:
+    found = execute(_part(available=False, complete=False, why="no driver"))
+    assert found["error"] == ""
+    assert load("gpu.running").state(found) == "not run: no driver"
+
+
+def test_failed_rows_are_counted(load: Load, execute: Callable[..., Result]) -> None:
+    found = execute(_part(rows=[{"ok": True}, {"ok": False}, {"ok": None}]))
+    assert load("gpu.running").state(found) == "3 rows, 1 of 2 FAILED"
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
+    parts = load("gpu.parts")
+    part = parts.Part(tmp_path / "part.json", "gpu")
+    part.fact("side", np.int64(3))
+    part.row(ok=True, error=math.inf, value=np.float32(0.5), array=np.float64("nan"))
+    found = parts.read(tmp_path / "part.json")
+    assert found["facts"] == {"side": 3}
+    assert found["rows"] == [
+        {"device": "gpu", "error": None, "value": 0.5, "array": None, "ok": True}
+    ]
+    assert found["complete"] is False
+    part.finish()
+    assert parts.read(tmp_path / "part.json")["complete"] is True
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options() -> types.SimpleNamespace:
+    return types.SimpleNamespace(quick=True, seed=3, limit=100.0)
+
+
+def test_sections_run_in_order_within_what_is_left(
+    load: Load, options: types.SimpleNamespace, tmp_path: Path
+) -> None:
+    report = load("gpu_report")
+    limits = {}
+
+    def execute(command: list[str], path: Path, log: Path, limit: float, _: Any) -> Result:
+        name = command[command.index("--child") + 1]
+        limits[name] = limit
+        return report.running.skipped("")
+
+    # 90 of the 100 seconds are gone.
+    report.run_all(
+        ["accuracy", "rounding"], options, tmp_path, begin=time.monotonic() - 90, execute=execute
+    )
+    assert list(limits) == ["accuracy", "rounding"]
+    assert limits["accuracy"] == pytest.approx(10, abs=1)
+    assert limits["rounding"] == pytest.approx(10, abs=1)
+    results = report.run_all(
+        ["device"], options, tmp_path, begin=time.monotonic() - 99.5, execute=execute
+    )
+    assert results["device"]["why"] == "no time was left"
+    assert "device" not in limits
+
+
+def test_all_limits_fit_into_the_whole(load: Load) -> None:
+    sections = load("gpu.sections")
+    assert sum(s.limit_s for s in sections.SECTIONS.values()) <= sections.TOTAL_S <= 480
+    for section in sections.SECTIONS.values():
+        assert callable(load(section.module).run)
+
+
+def test_the_report_is_merged(load: Load, options: types.SimpleNamespace) -> None:
+    report = load("gpu_report")
+    device = {**report.running.skipped(""), "facts": {"name": "h200", "gpu": {"cublas": "13.1"}}}
+    content = report.merge({"device": device, "speed": report.running.skipped("none")}, options)
+    assert set(content) == {"benchmark", "claims", "machine", "results", "settings"}
+    assert content["machine"]["name"] == "h200"
+    assert content["settings"]["sections"] == ["device", "speed"]
+    assert content["settings"]["quick"] is True
+    json.dumps(content, allow_nan=False)
+    # A machine that could not even be described still has a report.
+    assert report.merge({}, options)["machine"]["name"] == "unknown"
+
+
+def test_sections_are_named(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = load("gpu_report")._parser()
+    assert parser.parse_args(["--sections", "speed, host,speed"]).sections == ["speed", "host"]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--sections", "sped"])
+    assert "choose of device, accuracy" in capsys.readouterr().err
+
+
+def test_it_runs_to_its_end_here(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(BENCHMARKS / "gpu_report.py"), "--quick", "--out", str(tmp_path),
+        "--sections", "device,accuracy,graphs",
+    ]  # fmt: skip
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("gpu-none-*.json")
+    content = json.loads(path.read_text())
+    results = content["results"]
+    assert (results["graphs"]["available"], results["graphs"]["rows"]) == (False, [])
+    assert results["graphs"]["why"]
+    assert all(r["error"] == "" for r in results.values())
+    rows = results["accuracy"]["rows"]
+    assert {r["device"] for r in rows} == {"cpu"}
+    assert {r["mode"] for r in rows} >= {"fp32", "tf32", "bf16", "fp16"}
+    assert all(r["ok"] for r in rows if "float8" not in r["dtypes"][0])
+    # What was seen on a CPU says nothing about a GPU.
+    assert {c["met"] for c in content["claims"]} == {None}
+    assert "not measured" in done.stdout
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+
+def _speed(
+    kind: str, n: int, ratio: float, *, tuned: bool = False, other: str = "torch"
+) -> dict[str, Any]:
+    speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
+    return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
+
+
+def _claims(load: Load, **rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    results = {name: {"rows": found} for name, found in rows.items()}
+    return {c["what"]: c for c in load("gpu.verdicts").claims(results)}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "value", "met"),
+    [
+        ((0.99, 1.0, 0.98, 1.2, 1.0), 0.98, True),
+        ((0.99, 1.0, 0.97, 1.2, 1.0), 0.97, False),
+        # A miss is a miss; that nothing is missed takes all sizes.
+        ((0.99, 1.0), None, None),
+        ((0.99, 0.5), 0.5, False),
+        ((), None, None),
+    ],
+)
+def test_speed_is_judged_at_its_worst_size(
+    load: Load, ratios: tuple[float, ...], value: float | None, met: bool | None
+) -> None:
+    sizes = load("gpu.verdicts").SIZES
+    rows = [_speed("bfloat16", n, r) for n, r in zip(sizes, ratios, strict=False)]
+    # Smaller sizes and other kinds do not count.
+    rows += [_speed("bfloat16", 256, 0.1), _speed("float64", 1024, 0.1)]
+    found = _claims(load, speed=rows)
+    claim = found["bfloat16: speed over torch.matmul, worst size, without autotuning"]
+    assert (claim["value"], claim["met"], claim["limit"]) == (value, met, 0.98)
+    tuned = found["bfloat16: speed over torch.matmul, worst size, with autotuning"]
+    assert (tuned["met"], tuned["limit"]) == (None, 1.0)
+
+
+def test_a_cpu_proves_nothing(load: Load) -> None:
+    sizes = load("gpu.verdicts").SIZES
+    rows = [{**_speed("bfloat16", n, 2.0), "device": "cpu"} for n in sizes]
+    found = _claims(load, speed=rows, graphs=[{"device": "cpu", "ok": True}])
+    assert {c["met"] for c in found.values()} == {None}
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.3, True), (1.29, False)])
+def test_the_conversion_must_pay(load: Load, ratio: float, met: bool) -> None:
+    rows = [_speed("float32 bf16", 8192, ratio, other="lowprec tf32")]
+    found = _claims(load, speed=rows)
+    assert found["float32 in mode bf16, conversion included, over mode tf32 at 8192"]["met"] is met
+
+
+def test_host_time_is_judged_at_its_worst_type(load: Load) -> None:
+    rows = [
+        {"device": "gpu", "name": "lowprec", "over_torch": 1.2, "ok": None},
+        {"device": "gpu", "name": "lowprec", "over_torch": 1.6, "ok": None},
+        {"device": "gpu", "name": "nvmath", "over_torch": 90.0, "ok": None},
+    ]
+    claim = _claims(load, host=rows)["host time of a small product over torch.matmul's, worst type"]
+    assert (claim["value"], claim["met"]) == (1.6, False)
+
+
+def test_flags_are_judged_by_mode(load: Load) -> None:
+    def row(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
+        real = ["float32", "float32"]
+        return {
+            "device": "gpu", "dtypes": real, "mode": mode, "tensor_cores": tensor_cores, "ok": True,
+        }  # fmt: skip
+
+    rows = [row("tf32", True), row("tf32", False), row("fp32", False), row("fp32", None)]
+    found = _claims(load, accuracy=rows)
+    assert found["tf32: algorithms on tensor cores, share"]["value"] == 0.5
+    assert found["tf32: algorithms on tensor cores, share"]["met"] is False
+    assert found["fp32: algorithms without tensor cores, share"]["met"] is True
+
+
+def test_one_replay_that_differs_is_a_miss(load: Load) -> None:
+    rows = [{"device": "gpu", "ok": ok} for ok in (True, True, False)]
+    claim = _claims(load, graphs=rows)["captured products replay bit by bit, share"]
+    assert (claim["value"], claim["met"]) == (pytest.approx(2 / 3), False)
+
+
+# -- measurements ---------------------------------------------------------------------------------
+
+
+class _Clock:
+    """A device that takes as long as each call says, and a host that is never waited for."""
+
+    def __init__(self) -> None:
+        self.taken = 0.0
+        self.behind: list[float] = []
+
+    def wait(self) -> None:
+        pass
+
+    def time(self, work: Callable[[], None], behind_s: float) -> float:
+        self.behind.append(behind_s)
+        before = self.taken
+        work()
+        return self.taken - before
+
+
+def test_a_contest_takes_turns_and_rotates_operands(load: Load) -> None:
+    clock = load("gpu.clock")
+    ticks, seen = _Clock(), []
+
+    def variant(name: str, cost: float) -> Any:
+        def call(number: int) -> None:
+            seen.append((name, number))
+            ticks.taken += cost
+
+        return clock.Variant(call)
+
+    def broken(_: int) -> None:
+        raise TypeError("no such\ntype")
+
+    variants = {
+        "fast": variant("fast", 1e-3), "slow": variant("slow", 4e-3), "never": clock.Variant(broken),
+    }  # fmt: skip
+    found = clock.contest(variants, ticks, sets=3, rounds=6, budget_s=100, seed=1)
+    assert {name: len(taken) for name, taken in found.device_s.items()} == {"fast": 6, "slow": 6}
+    assert found.speed("fast")["slow"]["median"] == pytest.approx(4.0)
+    assert found.errors == {"never": "TypeError: no such type"}
+    assert found.speed("never") == {}
+    assert {number for _, number in seen} == {0, 1, 2}
+    # The device is far slower than the host: nothing needs to be queued behind a pause.
+    assert set(ticks.behind) == {0.0}
+
+
+def test_short_calls_are_queued_behind_a_pause(load: Load) -> None:
+    clock = load("gpu.clock")
+    ticks = _Clock()
+
+    def call(_: int) -> None:
+        time.sleep(1e-4)
+        ticks.taken += 1e-6
+
+    found = clock.contest(
+        {"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0
+    )
+    assert len(found.device_s["tiny"]) == clock.MIN_ROUNDS
+    assert found.device_s["tiny"] == pytest.approx([1e-6] * 3)
+    assert found.host_s["tiny"] > 1e-4
+    # Each sample is taken twice: hidden behind a pause of the device, and as a caller meets it.
+    assert any(b > 100 * 1e-4 for b in ticks.behind)
+    assert ticks.behind[1:].count(0.0) == 3
+
+
+def test_switches_are_set_around_each_sample(load: Load) -> None:
+    clock = load("gpu.clock")
+    events: list[str] = []
+
+    class Switch:
+        def __enter__(self) -> None:
+            events.append("set")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("back")
+
+    variant = clock.Variant(lambda _: events.append("call"), Switch)
+    clock.contest({"x": variant}, clock.HostClock(), sets=1, rounds=3, budget_s=0.0)
+    assert events[0] == "set"
+    assert events[-1] == "back"
+    assert events.count("set") == events.count("back")
+    assert all(a != b or a == "call" for a, b in itertools.pairwise(events))
+
+
+def test_host_times_tell_what_does_not_run(load: Load) -> None:
+    host = load("gpu.host")
+    waits: list[int] = []
+
+    def broken() -> None:
+        raise OSError("gone")
+
+    found, errors = host.seconds_per_call(
+        {"a": lambda: None, "b": lambda: sum(range(2000)), "c": broken},
+        lambda: waits.append(1),
+        count=20,
+        rounds=3,
+    )
+    assert errors == {"c": "OSError: gone"}
+    assert {name: len(taken) for name, taken in found.items()} == {"a": 3, "b": 3}
+    assert min(found["b"]) > min(found["a"]) > 0
+    # Once per call that was warmed up, and before each sample.
+    assert len(waits) == 2 + 2 * 3
+
+
+def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generator) -> None:
+    import lowprec
+
+    accuracy = load("gpu.accuracy")
+    a, b = rng.standard_normal((2, 32, 32), dtype=np.float32)
+    bound = lowprec.plan(a, b).bound
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    fine = accuracy.judge(exact.astype(np.float32), a, b, bound)
+    assert fine["ok"] is True
+    assert 0 < fine["error"] <= fine["bound"]
+    assert accuracy.judge(exact * (1 + 1e-2), a, b, bound)["ok"] is False
+    exact[0, 0] = np.nan
+    assert accuracy.judge(exact, a, b, bound)["ok"] is False
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_wide_products_are_checked_in_a_wider_type(
+    load: Load, rng: np.random.Generator, dtype: str
+) -> None:
+    import lowprec
+
+    accuracy = load("gpu.accuracy")
+    case = accuracy.Case((dtype, dtype), "normal", 64)
+    a, b = accuracy.operands(case, 32, 0)
+    found = accuracy.judge(a @ b, a, b, lowprec.plan(a, b).bound)
+    # Not zero, as it would be against float64 itself.
+    assert found["ok"] is True
+    assert 0 < found["error"] < 1e-15
+
+
+class _Plans:
+    """lowprec, except that it computes something else."""
+
+    def __init__(self, wrong: Callable[[Any], Any]) -> None:
+        import lowprec
+
+        self._real, self._wrong = lowprec, wrong
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def matmul(self, a: Any, b: Any, **asked: Any) -> Any:
+        return self._wrong(self._real.matmul(a, b, **asked))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_one_wrong_element_is_noticed(load: Load, mode: str) -> None:
+    accuracy, libraries = load("gpu.accuracy"), load("gpu.libraries")
+
+    def wrong(result: Any) -> Any:
+        result[3, 5] += 1000
+        return result
+
+    case = accuracy.Case(("float32", "float32"), "normal", 64, mode)
+    arrays = libraries.NumpyArrays()
+    assert accuracy.check(_Plans(lambda x: x), arrays, case, 32, 0)["ok"] is True
+    assert accuracy.check(_Plans(wrong), arrays, case, 32, 0)["ok"] is False
+
+
+def test_rules_of_rounding_are_told_apart(load: Load) -> None:
+    rounding = load("gpu.rounding")
+    values = rounding.patterns(0)
+    for name, rule in rounding.RULES.items():
+        found = rounding.classify(values, rule(values))
+        assert found["rule"] == name
+        assert sorted(found["shares"].values())[-2] < 1, "two rules look the same"
+    assert rounding.classify(values, -values)["rule"] == "none of these"
+    # By hand: 1 + 2^-11 lies between 1 and 1 + 2^-10, 1 + 3 * 2^-11 between that and 1 + 2^-9.
+    ties = np.array([1 + 2**-11, 1 + 3 * 2**-11], np.float32)
+    even, away = (rounding.RULES[f"to nearest, ties {x}"] for x in ("to even", "away from zero"))
+    np.testing.assert_array_equal(even(ties), [1, 1 + 2**-9])
+    np.testing.assert_array_equal(away(ties), [1 + 2**-10, 1 + 2**-9])
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("k", [1, 16])
+def test_operands_repeat_the_patterns(load: Load, side: str, k: int) -> None:
+    rounding = load("gpu.rounding")
+    values = rounding.patterns(0, 64)
+    a, b = rounding.operands(values, k, side)
+    product = a @ b
+    assert a.shape[1] == b.shape[0] == k
+    np.testing.assert_array_equal(product[:, 0] if side == "a" else product[0], values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_of_a_sum_is_told(load: Load, dtype: str) -> None:
+    beta = load("gpu.beta")
+    a, b, c = beta.sum_operands(0, dtype)
+    product = a.astype(np.float64) @ b.astype(np.float64)
+    # The product itself is exact in FP32, so that only the sum is rounded.
+    np.testing.assert_array_equal(product.astype(np.float32), product)
+    exact = product + c
+    nearest = exact.astype(np.float32)
+    found = beta.classify_sum(a, b, c, nearest)
+    assert (found["rule"], found["shares"]["toward zero"]) == ("to nearest", 0.0)
+    assert found["telling"] > 1000
+    toward = np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest)
+    assert beta.classify_sum(a, b, c, toward)["rule"] == "toward zero"
+    assert beta.classify_sum(a, b, c, nearest + 1)["rule"] == "neither"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_split_sums_are_exact_in_fp32_alone(load: Load, dtype: str) -> None:
+    beta = load("gpu.beta")
+    a, b = (x.astype(np.float64) for x in beta.split_operands(0, dtype))
+    exact = a @ b
+    assert exact.max() < 2**24
+    assert exact.max() < np.finfo(np.float16).max
+    half = a.shape[1] // 2
+    parts = [a[:, :half] @ b[:half], a[:, half:] @ b[half:]]
+    kind = load("gpu.libraries").numpy_dtype(dtype)
+    short = sum(p.astype(kind).astype(np.float64) for p in parts)
+    assert (short != exact).mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("value", "what", "wanted"),
+    [
+        (None, "COMPUTE_32F", "float32"),
+        (None, "COMPUTE_32F_FAST_TF32", None),
+        ("0", "COMPUTE_32F_FAST_TF32", "float32"),
+        ("0", "handle, TF32_TENSOR_OP_MATH", "float32"),
+        ("0", "COMPUTE_32F_FAST_16F", None),
+        ("1", "COMPUTE_32F", None),
+        ("1", "COMPUTE_32F_PEDANTIC", "float32"),
+    ],
+)
+def test_what_the_override_must_do(
+    load: Load, value: str | None, what: str, wanted: str | None
+) -> None:
+    assert load("gpu.override").expected(value, what) == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")],
+)
+def test_levels_are_those_of_the_modes(
+    load: Load, rng: np.random.Generator, mode: str, words: str
+) -> None:
+    import lowprec
+
+    a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    result = lowprec.matmul(a, b, math_mode=mode)
+    error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+    assert load("gpu.override").level(error) == words
+    assert load("gpu.override").level(math.nan) == "not finite"
+
+
+def test_first_choice_beside_the_best(load: Load) -> None:
+    entry = types.SimpleNamespace
+    timed = [
+        entry(rank=4, median_ms=1.0, algorithm="id 4"),
+        entry(rank=0, median_ms=1.5, algorithm="id 0"),
+        entry(rank=1, median_ms=0.9, algorithm="id 1"),
+    ]
+    found = load("gpu.heuristics").compare(timed)
+    assert found["first_over_best"] == pytest.approx(1.5 / 0.9)
+    assert (found["best_rank"], found["taken_rank"], found["candidates"]) == (1, 4, 3)
+
+
+# -- tests and the machine ------------------------------------------------------------------------
+
+_TESTS = """
+import pytest
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "so it is"
+@pytest.mark.skip(reason="no GPU")
+def test_skipped(): pass
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("the end is bad")
+def test_teardown(broken): pass
+"""
+
+
+def _outcomes(load: Load, folder: Path, **files: str) -> list[dict[str, str]]:
+    """Run pytest on some modules with the plugin; return what it wrote."""
+    recorder, tests = load("gpu.recorder"), load("gpu.tests")
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    path = folder / "outcomes.jsonl"
+    environment = {
+        **os.environ, "PYTHONPATH": str(BENCHMARKS), recorder.VARIABLE: str(path)
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "gpu.recorder", "-p", "no:cacheprovider", "--rootdir", str(folder),
+        "--continue-on-collection-errors", str(folder),
+    ]  # fmt: skip
+    subprocess.run(command, env=environment, cwd=folder, check=False, capture_output=True)
+    found: list[dict[str, str]] = tests.outcomes(path)
+    return found
+
+
+def test_tests_are_counted_by_module(load: Load, tmp_path: Path) -> None:
+    tests, parts = load("gpu.tests"), load("gpu.parts")
+    found = _outcomes(
+        load, tmp_path, test_a=_TESTS, test_b="def test_fine(): pass", test_c="import nothing_at_all",
+        test_d="import pytest; pytest.skip('not here', allow_module_level=True)",
+    )  # fmt: skip
+    part = parts.Part(tmp_path / "part.json", "gpu")
+    tests.keep(part, found, stopped=False)
+    assert part.facts["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
+    assert {r["module"]: r["ok"] for r in part.rows} == {
+        "test_a.py": False, "test_b.py": True, "test_c.py": False, "test_d.py": None,
+    }  # fmt: skip
+    said = {f["id"]: f["message"] for f in part.facts["failures"]}
+    assert set(said) == {"test_a.py::test_fails", "test_a.py::test_teardown", "test_c.py"}
+    assert "so it is" in said["test_a.py::test_fails"]
+    assert "the end is bad" in said["test_a.py::test_teardown"]
+    assert "nothing_at_all" in said["test_c.py"]
+
+
+def test_a_test_that_hangs_is_named(load: Load, tmp_path: Path) -> None:
+    tests, parts = load("gpu.tests"), load("gpu.parts")
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text(
+        '{"id": "test_a.py::one", "kind": "begun", "message": ""}\n'
+        '{"id": "test_a.py::one", "kind": "passed", "message": ""}\n'
+        '{"id": "test_a.py::two", "kind": "begun", "message": ""}\n{"id": "test_a'
+    )
+    part = parts.Part(tmp_path / "part.json", "gpu")
+    tests.keep(part, tests.outcomes(path), stopped=True)
+    assert part.facts["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
+    assert part.facts["failures"][0]["id"] == "test_a.py::two"
+    assert "when the tests were stopped" in part.facts["failures"][0]["message"]
+
+
+def test_the_machine_has_no_owner(load: Load, tmp_path: Path) -> None:
+    parts = load("gpu.parts")
+    part = parts.Part(tmp_path / "part.json")
+    load("gpu.device").run(part, parts.Options(quick=True, seed=0))
+    assert part.facts["name"].startswith("none-")
+    assert part.facts["gpu"] is None
+    assert part.facts["why_no_gpu"]
+    assert str(BENCHMARKS.parent) not in (tmp_path / "part.json").read_text()

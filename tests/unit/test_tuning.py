@@ -1,0 +1,47 @@
+"""``autotune`` where there is nothing to choose, and how it tells what it found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends import Timed
+from lowprec.tuning import Tuning
+
+A = np.ones((8, 8), np.float32)
+
+
+def test_a_cpu_leaves_nothing_to_choose() -> None:
+    found = lowprec.autotune(A, A, math_mode="bf16")
+    assert (found.timed, found.speedup) == ((), 1.0)
+    assert "nothing to choose" in str(found)
+    assert "float32 (8, 8) @ float32 (8, 8)" in str(found)
+
+
+@pytest.mark.parametrize("candidates", [0, 257, -1, True])
+def test_the_number_of_candidates_is_checked(candidates: int) -> None:
+    with pytest.raises(lowprec.UnsupportedError, match="candidates must be from 1 to 256"):
+        lowprec.autotune(A, A, candidates=candidates)
+
+
+def test_mistakes_are_those_of_matmul() -> None:
+    with pytest.raises(lowprec.ShapeError, match="mismatch"):
+        lowprec.autotune(A, A[:3])
+
+
+def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own() -> None:
+    found = Tuning(
+        "a product", "cuda:0: a GPU", (Timed(3, 0.8, "id 9"), Timed(0, 1.0, "id 1"), Timed(1, 2.0, "id 2"))
+    )  # fmt: skip
+    assert found.speedup == pytest.approx(1.25)
+    lines = str(found).splitlines()
+    assert lines[0] == "a product on cuda:0: a GPU"
+    assert lines[2].split() == ["3", "0.800", "id", "9", "(taken)"]
+    assert lines[3].split() == ["0", "1.000", "id", "1"]
+
+
+def test_a_profile_does_not_see_tuning() -> None:
+    with lowprec.profile() as profile:
+        lowprec.autotune(A, A)
+    assert len(profile.records) == 0
