@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import _verified
+
 from lowprec import errors, modes
 from lowprec.planning import kernels
 from lowprec.policy import environment
@@ -96,6 +98,25 @@ def guard_table() -> str:
     return table(["library", "reaches", "switches, and what they act on", "modes"], rows)
 
 
+def verified_table() -> str:
+    """Return what was seen to work on a GPU, where and when, and which test covers it without one."""
+    header = ["feature", "seen to work on", "test with the software CUDA"]
+    return table(header, _verified.rows(_verified.reports()))
+
+
+def verified_claims() -> str:
+    """Return the figures of each report that was made on a GPU."""
+    header = ["claim", "measured", "by size", "limit", ""]
+    parts = [
+        f"{_verified.conditions(report)}\n\n{table(header, _verified.claim_rows(report))}"
+        for report in _verified.reports()
+    ]
+    return (
+        "\n".join(parts)
+        or "None yet: run `python benchmarks/gpu_report.py` on a machine with a GPU.\n"
+    )
+
+
 def error_table() -> str:
     """Return the exception classes with their built-in bases."""
     rows = []
@@ -116,6 +137,8 @@ def snippets() -> dict[Path, str]:
         "kernels.md": kernel_table(),
         "guard.md": guard_table(),
         "errors.md": error_table(),
+        "verified.md": verified_table(),
+        "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
     files[README] = _filled(README.read_text(encoding="utf-8"), mode_table(only_available=True))

@@ -15,8 +15,11 @@ _OTHERS = {
     "CUPY_TF32",
     "MLX_ENABLE_TF32",
 }
+#: What the tests of the CUDA backend run on is not lowprec's variable but theirs.
+_KEPT = {"LOWPREC_TEST_DEVICE"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
-    del os.environ[_name]
+    if _name not in _KEPT:
+        del os.environ[_name]
 
 import numpy as np
 import pytest

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda import driver
 from lowprec.backends.cuda.convert import Packing
 from lowprec.backends.cuda.finish import Finish
 from lowprec.backends.cuda.stacks import Source
@@ -93,6 +94,44 @@ def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int
     return view
 
 
+class DeviceCopies:
+    """Copies of arrays in the memory of the current device, aligned to 64 bytes as in the host's."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self._copies: dict[int, tuple[np.ndarray, int, int]] = {}
+
+    def __enter__(self) -> DeviceCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _, block, _ in self._copies.values():
+            driver.free(block)
+
+    def put(self, view: np.ndarray | None) -> int:
+        """Copy all memory of which this is a view, and return the address of the view's first element; 0 for None."""
+        if view is None:
+            return 0
+        root = view
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start = address(root)
+        if start not in self._copies:
+            block = driver.allocate(root.nbytes + 64)
+            copy = block + start % 64
+            if root.nbytes:
+                driver.copy_async(copy, start, root.nbytes, self._stream)
+            self._copies[start] = (root, block, copy)
+        return self._copies[start][2] + address(view) - start
+
+    def fetch(self) -> None:
+        """Copy everything back."""
+        for start, (root, _, copy) in self._copies.items():
+            if root.nbytes:
+                driver.copy_async(start, copy, root.nbytes, self._stream)
+        driver.synchronize_stream(self._stream)
+
+
 @dataclass
 class Guarded:
     """Memory with canaries on both sides."""
@@ -104,8 +143,7 @@ class Guarded:
     def of(cls, size: int, dtype: Any, offset: int = 0) -> Guarded:
         memory = aligned((size + 2 * _MARGIN) * np.dtype(dtype).itemsize, np.uint8)
         memory[:] = _CANARY
-        whole = memory.view(dtype)
-        return cls(memory, whole[_MARGIN + offset : _MARGIN + offset + size])
+        return cls(memory, memory.view(dtype)[_MARGIN + offset : _MARGIN + offset + size])
 
     def check(self) -> None:
         """Fail if anything beside the inside was written."""

@@ -189,6 +189,7 @@ def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second, copy=True, max_version=(1, 0)))
     gpu.write(address_of(array), numbers(9), producer)
+    driver.synchronize_stream(producer)
     assert view.copied
     np.testing.assert_array_equal(gpu.read(view.address, gpu.second), numbers(5))
 
@@ -319,13 +320,36 @@ def test_a_product_that_fails_half_way_has_read_what_it_read(
     np.testing.assert_array_equal(gpu.read(out.address, gpu.first, 2 * N), both)
 
 
-@pytest.mark.parametrize("at", range(1, 40))
-def test_any_call_may_fail(gpu: Gpu, streamed: StreamedLibrary, at: int) -> None:
-    """Whichever call of the runtime fails, the operands of what was queued are held, and the next call works."""
-    a = Streamed(gpu, numbers(0), gpu.first)
-    b = Foreign(gpu, numbers(100), gpu.second)
+#: How many calls of the runtime a product makes that joins two streams and holds an operand, and one that only holds.
+CALLS = {Streamed: 16, Foreign: 10}
+
+
+def failures() -> Iterator[Any]:
+    for kind, count in CALLS.items():
+        for at in range(1, count + 1):
+            yield pytest.param(kind, at, id=f"{kind.__name__}-{at}")
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_the_calls_that_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type[Foreign]) -> None:
+    a, b = kind(gpu, numbers(0), gpu.first), Foreign(gpu, numbers(100), gpu.second)
     x, y = library_of(a).view(a), library_of(b).view(b)
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
+    gpu.recorder.calls.clear()
+    arrays = (a, b, None, None, None, None, None)
+    streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+    assert len(gpu.recorder.calls) == CALLS[kind], gpu.recorder.calls
+
+
+@pytest.mark.parametrize(("kind", "at"), list(failures()))
+def test_any_call_may_fail(
+    gpu: Gpu, streamed: StreamedLibrary, kind: type[Foreign], at: int
+) -> None:
+    """Whichever call of the runtime fails, the operands of what was queued are held, and the next call works."""
+    a, b = kind(gpu, numbers(0), gpu.first), Foreign(gpu, numbers(100), gpu.second)
+    x, y = library_of(a).view(a), library_of(b).view(b)
+    result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
+    stream = library_of(a).current_stream(GPU) or 0
     arrays = (a, b, None, None, None, None, None)
     both = np.concatenate([numbers(0), numbers(100)])
     with gpu.recorder.fail("*", at=at) as failure:
@@ -335,10 +359,10 @@ def test_any_call_may_fail(gpu: Gpu, streamed: StreamedLibrary, at: int) -> None
         except BackendError:
             raised = True
     assert failure.happened
-    del b, y
+    del arrays, b, y
     gc.collect()
     driver.synchronize_stream(gpu.second)
-    found = gpu.read(address_of(result), gpu.first, 2 * N)
+    found = gpu.read(address_of(result), stream, 2 * N)
     if raised:
         # Each half was read in time, or never.
         assert set(found[~np.isnan(found)]) <= set(both)

@@ -304,7 +304,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
         LowprecWarning, match="cannot write to its cache .*LOWPREC_CACHE_DIR"
     ) as found:
         kernel(A=1)
-        kernel(A=2)
+    kernel(A=2)
     assert len(found) == 1
     assert len(core.loaded) == 2
 

@@ -5,6 +5,8 @@ The very sources that a GPU runs are executed here, compiled for the host.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,8 +17,8 @@ from hypothesis import strategies as st
 
 from kernel_oracles import (
     LAYOUTS,
+    DeviceCopies,
     Guarded,
-    address,
     aligned,
     assert_same_bits,
     every_rounding,
@@ -29,10 +31,10 @@ from kernel_oracles import (
     stack_of,
 )
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import compiling, libraries
+from lowprec.backends.cuda import compiling, driver, libraries
 from lowprec.backends.cuda.convert import Packing, Source, pack
 from lowprec.backends.cuda.finish import Finish, finish
-from lowprec.errors import DTypeError
+from lowprec.errors import DTypeError, LowprecError
 from lowprec.formats import DType
 
 STREAM = 1
@@ -40,8 +42,24 @@ D = DType
 
 
 @pytest.fixture(scope="module", autouse=True)
-def host(one_host: None) -> None:
-    """Kernels run on the host."""
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        try:
+            libraries.libraries()
+        except LowprecError:
+            software = pytest.importorskip(
+                "cuda.software", reason="the CUDA bindings are not installed"
+            )
+            if software.compiler() is None:
+                pytest.skip("g++ is not installed")
+            installed = software.install(1, multiprocessors=1)
+            yield
+            software.uninstall()
+            assert not installed.faults
+        else:
+            yield
 
 
 REAL = (D.FLOAT16, D.BFLOAT16, D.FLOAT32)
@@ -84,7 +102,10 @@ def check_pack(array: np.ndarray, packing: Packing, offset: int = 0) -> None:
     out = Guarded.of(want.size, want.dtype, offset)
     exponents = Guarded.of(want_exponents.size, np.int32)
     before = array.copy()
-    pack(packing, 0)(address(array), address(out.inside), address(exponents.inside), STREAM)
+    with DeviceCopies(STREAM) as device:
+        addresses = [device.put(x) for x in (array, out.inside, exponents.inside)]
+        pack(packing, 0)(*addresses, STREAM)
+        device.fetch()
     out.check()
     exponents.check()
     assert_same_bits(array.copy(), before)
@@ -179,16 +200,22 @@ def test_any_shape_and_strides(data: st.DataObject) -> None:
 
 
 def test_distances_beyond_32_bits() -> None:
-    """The second row begins 2^31 elements after the first; memory that is not touched costs nothing."""
-    step = (1 << 31) + 16
-    memory = np.zeros(step + 32, np.int8)
-    memory[:32], memory[step:] = np.arange(32), -np.arange(32)
-    for col_stride in (1, 2):
-        source = Source(D.INT8, 2, 16, step, col_stride)
-        out = np.zeros((2, 16), np.int8)
-        pack(Packing(source, D.INT8, 16, 2), 0)(address(memory), address(out), 0, STREAM)
-        np.testing.assert_array_equal(out[0], memory[: 16 * col_stride : col_stride])
-        np.testing.assert_array_equal(out[1], memory[step:][: 16 * col_stride : col_stride])
+    """Two rows in two allocations, between which the process reserves 4 GiB of addresses."""
+    near, far = np.zeros(1 << 26, np.int8), np.zeros(1 << 26, np.int8)
+    near[:32], far[:32] = np.arange(32), -np.arange(32)
+    with DeviceCopies(STREAM) as device:
+        first = device.put(near)
+        with mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ):
+            second = device.put(far)
+        if abs(second - first) < 1 << 31:
+            pytest.skip("the device's memory lies close together whatever the host's does")
+        for col_stride in (1, 2):
+            source = Source(D.INT8, 2, 16, second - first, col_stride)
+            out = np.zeros((2, 16), np.int8)
+            pack(Packing(source, D.INT8, 16, 2), 0)(first, device.put(out), 0, STREAM)
+            device.fetch()
+            np.testing.assert_array_equal(out[0], near[: 16 * col_stride : col_stride])
+            np.testing.assert_array_equal(out[1], far[: 16 * col_stride : col_stride])
 
 
 def test_division_of_large_indices() -> None:
@@ -201,14 +228,18 @@ def test_division_of_large_indices() -> None:
     )
     core = libraries.libraries().core
     source = compiling.source_text() + program
-    code = core.Program(source, "c++", core.ProgramOptions(arch="sm_90", std="c++17"))
+    major, minor = driver.properties(0).capability
+    options = core.ProgramOptions(arch=f"sm_{major}{minor}", std="c++17")
+    code = core.Program(source, "c++", options)
     kernel = core.ObjectCode.from_cubin(code.compile("cubin").code).get_kernel("split")
     edges = [0, 1, 6, 7, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 45) + 12345]
     numbers = np.array([(a, b) for a in edges for b in edges if b], np.int64)
     results = np.zeros_like(numbers)
     config = core.LaunchConfig(grid=(1,), block=(8,))
-    arguments = (address(numbers), address(results), np.int64(len(numbers)))
-    core.launch(compiling.Stream(STREAM), config, kernel, *arguments)
+    with DeviceCopies(STREAM) as device:
+        arguments = (device.put(numbers), device.put(results), np.int64(len(numbers)))
+        core.launch(compiling.Stream(STREAM), config, kernel, *arguments)
+        device.fetch()
     quotients, remainders = np.divmod(numbers[:, 0], numbers[:, 1])
     np.testing.assert_array_equal(results[:, 0], quotients)
     np.testing.assert_array_equal(results[:, 1], remainders)
@@ -304,6 +335,16 @@ def test_what_is_written_must_fit(leading: int, lines: int, how: str) -> None:
 # -- finishing ------------------------------------------------------------------------------------
 
 
+def run_finish(
+    spec: Finish, arrays: Sequence[np.ndarray | None], alpha: complex, beta: complex
+) -> None:
+    """Run it on product, out, c, bias and exponents, of which the last may be missing."""
+    with DeviceCopies(STREAM) as device:
+        addresses = [device.put(x) for x in (*arrays, *[None] * (6 - len(arrays)))]
+        finish(spec, 0)(*addresses, alpha, beta, STREAM)
+        device.fetch()
+
+
 def check_finish(
     rng: np.random.Generator,
     product: DType,
@@ -328,7 +369,6 @@ def check_finish(
     values[...] = random_numbers(rng, product, values.size).reshape(values.shape)
     memory = aligned(values.size, values.dtype)
     memory[:] = values.reshape(-1)
-    guarded = Guarded.of(0, np.uint8)
     target = lay_out(np.zeros(1, NUMPY_DTYPES[out]), shape, out_layout, offset)
     whole, before = _whole(target)
     addend = lay_out(random_numbers(rng, c, 1 << 12), shape, c_layout, offset) if c else None
@@ -340,18 +380,7 @@ def check_finish(
         stack_of(addend, c) if addend is not None and c else None, bias, bias_stride, activation, scaled,
     )  # fmt: skip
     exponents = row[..., :, None] + col[..., None, :] if scaled else None
-    finish(spec, 0)(
-        address(memory),
-        address(target),
-        address(addend) if addend is not None else 0,
-        address(added) if added is not None else 0,
-        address(row) if scaled else 0,
-        address(col) if scaled else 0,
-        alpha,
-        beta,
-        STREAM,
-    )
-    guarded.check()
+    run_finish(spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta)
     want = finished(spec, values[..., :rows, :cols], addend, added, exponents, alpha, beta)
     if activation == "gelu":
         # Two units in the last place of the result, and of 1 where 1 + tanh cancels.
@@ -428,7 +457,7 @@ def test_an_addend_that_is_broadcast(rng: np.random.Generator) -> None:
         )
         out = np.zeros_like(product)
         spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack_of(out, D.FLOAT32), stack_of(c, D.FLOAT32))
-        finish(spec, 0)(address(product), address(out), address(c), 0, 0, 0, 1.0, 2.0, STREAM)
+        run_finish(spec, [product, out, c], 1.0, 2.0)
         assert_same_bits(out, product + c * np.float32(2))
 
 
@@ -436,7 +465,7 @@ def test_c_is_not_read_where_beta_is_zero(rng: np.random.Generator) -> None:
     product = random_numbers(rng, D.FLOAT32, 128).reshape(8, 16)
     c, out = np.full_like(product, np.nan), np.zeros_like(product)
     spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack_of(out, D.FLOAT32), stack_of(c, D.FLOAT32))
-    finish(spec, 0)(address(product), address(out), address(c), 0, 0, 0, 1.0, 0.0, STREAM)
+    run_finish(spec, [product, out, c], 1.0, 0.0)
     assert_same_bits(out, product)
 
 
@@ -446,7 +475,7 @@ def test_c_may_be_the_result(rng: np.random.Generator) -> None:
     want = (product + out.astype(np.float32)).astype(np.float16)
     stack = stack_of(out, D.FLOAT16)
     spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack, stack)
-    finish(spec, 0)(address(product), address(out), address(out), 0, 0, 0, 1.0, 1.0, STREAM)
+    run_finish(spec, [product, out, out], 1.0, 1.0)
     assert_same_bits(out, want)
 
 
@@ -490,14 +519,14 @@ def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
         for dtype in (D.FLOAT32, D.FLOAT16, D.BFLOAT16):
             out = np.zeros(product.shape, NUMPY_DTYPES[dtype])
             spec = Finish(D.FLOAT32, 1, 8, 8, 1, stack_of(out, dtype), activation=activation)
-            finish(spec, 0)(address(product), address(out), 0, 0, 0, 0, 1.0, 0.0, STREAM)
+            run_finish(spec, [product, out, None], 1.0, 0.0)
             want = np.where(product < 0, np.float32(0), product) if activation else product
             with np.errstate(all="ignore"):
                 assert_same_bits(out, want.astype(out.dtype))
     complex_product = np.array([[complex(np.inf, 0), complex(1, -np.inf)]], np.complex64)
     out = np.zeros_like(complex_product)
     spec = Finish(D.COMPLEX64, 1, 2, 2, 1, stack_of(out, D.COMPLEX64))
-    finish(spec, 0)(address(complex_product), address(out), 0, 0, 0, 0, 2.0, 0.0, STREAM)
+    run_finish(spec, [complex_product, out, None], 2.0, 0.0)
     np.testing.assert_array_equal(out.real, [[np.inf, 2]])
     np.testing.assert_array_equal(out.imag, [[0, -np.inf]])
 
@@ -512,9 +541,7 @@ def test_results_of_many_dimensions(rng: np.random.Generator) -> None:
         out = base[::2, ::2, ::2, ::2, ::2]
         out[...] = 0
         spec = Finish(D.FLOAT32, 5, 8, 8, 5, stack_of(out, D.FLOAT32), scaled=scaled)
-        finish(spec, 0)(
-            address(product), address(out), 0, 0, address(row), address(col), 1.0, 0.0, STREAM
-        )
+        run_finish(spec, [product, out, None, None, row, col], 1.0, 0.0)
         exponents = row[..., None] + col[..., None, :]
         assert_same_bits(out.copy(), np.ldexp(product, -exponents) if scaled else product)
 

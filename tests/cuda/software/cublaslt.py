@@ -7,6 +7,7 @@ What real cuBLASLt refuses is refused, with its status; the message also says wh
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -311,15 +312,13 @@ class CublasLt(Part):
 
     @function
     def matmul_algo_config_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
-        found = Algorithm.unpack(read_host(algo, 64))
         dtype_of = real.get_matmul_algo_config_attribute_dtype
-        self._read_algorithm(found.config(), dtype_of, attribute, rest)
+        self._read_algorithm(_unpacked(algo).config(), dtype_of, attribute, rest)
 
     @function
     def matmul_algo_cap_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
-        found = Algorithm.unpack(read_host(algo, 64))
         dtype_of = real.get_matmul_algo_cap_attribute_dtype
-        self._read_algorithm(found.capabilities(), dtype_of, attribute, rest)
+        self._read_algorithm(_unpacked(algo).capabilities(), dtype_of, attribute, rest)
 
     # -- the product ------------------------------------------------------------------------------
 
@@ -357,7 +356,9 @@ class CublasLt(Part):
                     raise NotImplementedError("the software cuBLASLt wants an algorithm")
                 algorithm = self._algorithm(algo, asked)
                 scale = tables.DTYPES[asked.scale]
-                factors = [np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)]
+                factors = [
+                    np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)
+                ]
                 call = Call(asked, algorithm, *factors, a, b, c, d, used.device)
                 self._check_call(call)
                 self._check_workspace(algorithm, workspace, workspace_bytes)
@@ -378,7 +379,8 @@ class CublasLt(Part):
                 raise LtRefusal(INVALID_VALUE, f"{name} is null")
             if pointer % wanted:
                 raise LtRefusal(
-                    INVALID_VALUE, f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}"
+                    INVALID_VALUE,
+                    f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}",
                 )
         if x.scale == tables.R_32I and not {int(call.alpha), int(call.beta)} <= {0, 1}:
             raise LtRefusal(NOT_SUPPORTED, "alpha and beta are 0 or 1 for integers")
@@ -409,7 +411,8 @@ class CublasLt(Part):
     def _check_workspace(self, algorithm: Algorithm, address: int, nbytes: int) -> None:
         if nbytes < algorithm.workspace:
             raise LtRefusal(
-                INVALID_VALUE, f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}"
+                INVALID_VALUE,
+                f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}",
             )
         if algorithm.workspace and (not address or address % _WORKSPACE_ALIGNMENT):
             raise LtRefusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
@@ -435,6 +438,13 @@ class CublasLt(Part):
         return (0.02 + x.m * x.n * x.k * x.d.batch_count / 1e10) * factor
 
 
+def _unpacked(address: int) -> Algorithm:
+    try:
+        return Algorithm.unpack(read_host(address, real.matmul_algo_dtype.itemsize))
+    except LtRefusal as refusal:
+        raise SoftwareLtError(refusal.status, refusal.why) from None
+
+
 def _whole(call: Call, memory: Memory) -> Any:
     return lambda: call.write(memory, call.multiply(memory))
 
@@ -442,6 +452,9 @@ def _whole(call: Call, memory: Memory) -> Any:
 def _extent(x: Matrix, pointer: int) -> tuple[int, int]:
     first, end = x.span()
     return pointer + first, pointer + end
+
+
+_marks = itertools.count()
 
 
 class _Halves:
@@ -457,11 +470,13 @@ class _Halves:
 
     def _bytes(self) -> Any:
         size = self._call.algorithm.workspace
-        return self._memory.at(self._workspace, size, self._call.device, "cublasLtMatmul, workspace")
+        return self._memory.at(
+            self._workspace, size, self._call.device, "cublasLtMatmul, workspace"
+        )
 
     def begin(self) -> None:
         self._value = self._call.multiply(self._memory)
-        self._mark = 1 + id(self) // 16 % 251
+        self._mark = 1 + next(_marks) % 251
         self._bytes()[:] = self._mark
 
     def end(self) -> None:

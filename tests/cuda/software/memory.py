@@ -19,7 +19,7 @@ ALIGNMENT = 256
 #: Bytes on either side that belong to nobody, so that stepping over an end is noticed.
 _MARGIN = 512
 #: Freed memory that is kept away from the host's allocator, so that a late use of it is noticed.
-_QUARANTINE_BYTES = 128 << 20
+_QUARANTINE_BYTES, _QUARANTINE_BLOCKS = 64 << 20, 2000
 
 
 class Allocation:
@@ -59,8 +59,6 @@ class Memory:
         self._bases: list[int] = []
         self._blocks: list[Allocation] = []
         self._quarantine: deque[Allocation] = deque()
-        #: Counts changes, for those who keep a copy of the list.
-        self.version = 0
 
     @property
     def blocks(self) -> list[Allocation]:
@@ -75,12 +73,12 @@ class Memory:
         """Return the address of new memory, 0 if there is not that much left."""
         if self.used[device] + nbytes > self.limits[device]:
             return 0
+        self._forget_old()
         block = Allocation(device, nbytes)
         self.used[device] += nbytes
         place = bisect_right(self._bases, block.address)
         self._bases.insert(place, block.address)
         self._blocks.insert(place, block)
-        self.version += 1
         return block.address
 
     def free(self, address: int) -> bool:
@@ -88,18 +86,23 @@ class Memory:
         block = self.find(address)
         if block is None or not block.alive or block.address != address:
             return False
+        self.drop(block)
+        return True
+
+    def drop(self, block: Allocation) -> None:
+        """Free an allocation; a finaliser may do so in the midst of any other call."""
         block.alive = False
         block.memory.fill(POISON)
         self.used[block.device] -= block.nbytes
         self._quarantine.append(block)
-        while sum(x.nbytes for x in self._quarantine) > _QUARANTINE_BYTES:
-            self._forget(self._quarantine.popleft())
-        self.version += 1
-        return True
 
-    def _forget(self, block: Allocation) -> None:
-        place = bisect_right(self._bases, block.address) - 1
-        del self._bases[place], self._blocks[place]
+    def _forget_old(self) -> None:
+        kept = sum(x.nbytes for x in list(self._quarantine))
+        while kept > _QUARANTINE_BYTES or len(self._quarantine) > _QUARANTINE_BLOCKS:
+            block = self._quarantine.popleft()
+            kept -= block.nbytes
+            place = bisect_right(self._bases, block.address) - 1
+            del self._bases[place], self._blocks[place]
 
     def find(self, address: int) -> Allocation | None:
         """Return the allocation, freed ones included, in which an address lies."""

@@ -18,7 +18,7 @@ import numpy as np
 from cuda.bindings import runtime as real
 
 from cuda.software.memory import Memory
-from cuda.software.recorder import Fault, Part, Recorder
+from cuda.software.recorder import Fault, Part, Recorder, gives_back
 from cuda.software.streams import Capture, Event, Op, Policy, Scheduler, Stream
 
 Status = real.cudaError_t
@@ -78,6 +78,8 @@ def api(
                 self.scheduler.clock_ms += _HOST_CALL_MS
                 try:
                     if plan is not None:
+                        if gives_back(name):
+                            method(self, *arguments)
                         raise Refusal(plan.status or _FAILURES.get(name, Status.cudaErrorUnknown))
                     if not always:
                         self.check_sticky()
@@ -130,6 +132,7 @@ class Runtime(Part):
         self._thread = threading.local()
         self._handles = itertools.count(0x51000000, 0x40)
         self._streams: dict[int, Stream] = {}
+        self._foreign: dict[int, Stream] = {}
         self._defaults: dict[tuple[int, int, int], Stream] = {}
         self._events: dict[int, Event] = {}
         for device in range(len(devices)):
@@ -185,7 +188,7 @@ class Runtime(Part):
         number = int(handle)
         if number in (0, 1, 2):
             return self._default_stream(self.device, number or 1)
-        found = self._streams.get(number)
+        found = self._streams.get(number) or self._foreign.get(number)
         if found is None:
             self.recorder.faults.append(f"{number:#x} is no stream")
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
@@ -243,6 +246,35 @@ class Runtime(Part):
         self.scheduler.drain(targets)
         finish = max((x.finish_ms for x in targets), default=0.0)
         self.scheduler.clock_ms = max(self.scheduler.clock_ms, finish)
+
+    def stream_of(self, device: int, handle: int) -> Stream:
+        """Return a stream by its handle; 1 is the legacy default stream of the device."""
+        return self._default_stream(device, 1) if handle in (0, 1) else self.stream(handle)
+
+    def give_handle(self, stream: Stream) -> int:
+        """Make another library's stream known by a handle; it is not counted among those that are alive."""
+        with self.lock:
+            stream.handle = next(self._handles)
+            self._foreign[stream.handle] = stream
+            return stream.handle
+
+    def take_handle(self, handle: int) -> None:
+        """Forget a handle that was given."""
+        self._foreign.pop(handle, None)
+
+    def join(self, before: Stream, after: Stream) -> None:
+        """Have a stream wait for what another holds now, as another library would with an event."""
+        with self.lock:
+            if before is after:
+                return
+            mark = self.enqueue(before, "record", _nothing)
+            self.enqueue(after, "wait", _nothing, after=[mark])
+
+    def wait_for(self, stream: Stream) -> None:
+        """Wait for the work of a stream and for nothing else, as another library would."""
+        with self.lock:
+            if stream.tail is not None:
+                self._wait([stream.tail])
 
     def drain(self) -> None:
         """Run everything that is queued on all devices."""
@@ -371,7 +403,9 @@ class Runtime(Part):
         return self.memory.limits[self.device] - self.memory.used[self.device]
 
     @api()
-    def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: Any) -> None:
+    def cudaMemcpyAsync(
+        self, target: int, source: int, nbytes: int, kind: Any, stream: Any
+    ) -> None:
         found = self.stream(stream)
         to_host = self.memory.find(int(target)) is None
         from_host = self.memory.find(int(source)) is None

@@ -80,7 +80,9 @@ class Stream:
         Whether it waits for the legacy default stream, and that for it.
     """
 
-    def __init__(self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False) -> None:
+    def __init__(
+        self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False
+    ) -> None:
         self.handle = handle
         self.device = device
         self.blocking = blocking

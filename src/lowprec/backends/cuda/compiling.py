@@ -182,14 +182,15 @@ def _load(
 
 def _file_name(core: Any, arch: str, name: str, source: str) -> str:
     """Return the name under which a kernel is kept: everything that decides what the compiler makes of it."""
-    maker = f"{core.__name__} {getattr(core, '__version__', '')}, NVRTC {_nvrtc_version()}"
+    # A stand-in for cuda.core is no module.
+    maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
     return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
 
 
 @functools.cache
 def _nvrtc_version() -> str:
-    """Return the compiler's version, empty if it is not here: kernels on disk may have come from another machine."""
+    """Return the compiler's version, empty if it cannot be asked."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         _, major, minor = nvrtc.nvrtcVersion()

@@ -201,7 +201,6 @@ class _Queue:
     def __init__(
         self, packing: Packing, shape: _Shape, walk: Walk, index: int, device: int
     ) -> None:
-        self.count = walk.count
         self._packing, self._shape, self._walk, self._device = packing, shape, walk, device
         self._source_bytes = packing.source.dtype.itemsize
         self._out_bytes = packing.dtype.itemsize * (1 if packing.complex_as == "no" else 2)

@@ -129,7 +129,11 @@ def driver_version() -> tuple[int, int]:
 
 def current_device() -> int:
     """Return the device of this thread."""
-    return int(_call("cudaGetDevice"))
+    # Every product asks, so it is asked without a detour.
+    status, index = libraries().runtime.cudaGetDevice()
+    if status != 0:
+        raise _error(libraries().runtime, "cudaGetDevice", status)
+    return index  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ __all__ = ["devices", "versions"]
 def devices() -> list[dict[str, Any]]:
     """Return the GPUs that this process sees.
 
-    Each with ``device``, ``name``, ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz`` (0
-    where the driver does not tell the highest), ``peak_tflops`` (by format, where the data sheet of the model is known) and
-    ``workspace_bytes`` (what cuBLASLt may use per handle and stream).
+    Each with ``device``, ``name``, ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz`` (the
+    highest; 0 where the driver does not tell), ``peak_tflops`` (by format, where the data sheet of the model is known)
+    and ``workspace_bytes`` (what cuBLASLt may use per handle and stream).
     """
     return [_device(index) for index in range(driver.device_count())]
 

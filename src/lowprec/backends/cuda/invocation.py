@@ -124,6 +124,7 @@ class Invocation:
         self._lock = threading.Lock()
         self._varies = bool(operands.bias or operands.scale_first or operands.scale_second)
         self._offsets = _byte_offsets(call)
+        self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.product = _descriptors(call, operands)
             try:
@@ -162,6 +163,33 @@ class Invocation:
                 self._queue(handle, stream, operands)
         except LowprecError:
             raise
+        except RuntimeError as error:
+            raise bindings.translate(error, f"run {self._describe()}") from error
+
+    def run_plain(self, handle: int, stream: int, first: int, second: int, d: int) -> None:
+        """Queue the product with alpha = 1 and beta = 0, at offset 0."""
+        algorithm, workspace_bytes, _ = self._chosen
+        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
+        workspace = handles.workspace(handle, stream, workspace_bytes) if workspace_bytes else 0
+        try:
+            libraries().cublas_lt.matmul(
+                handle,
+                operation,
+                self._one.address,
+                first,
+                first_layout,
+                second,
+                second_layout,
+                self._zero.address,
+                d,
+                c_layout,
+                d,
+                d_layout,
+                algorithm,
+                workspace,
+                workspace_bytes,
+                stream,
+            )
         except RuntimeError as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 

@@ -112,7 +112,8 @@ class _Pool:
         self._shared_bytes = 0
         self._events: list[Any] = []
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
-        self._kept_for_ever: list[Sequence[Any]] = []
+        # What is in use, without an event that will tell how long: for good, unless one comes.
+        self.held: dict[int, Sequence[Any]] = {}
         self.stream: int | None = None
 
     # -- memory -----------------------------------------------------------------------------------
@@ -228,19 +229,15 @@ class _Pool:
     # -- what is held -----------------------------------------------------------------------------
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
-        try:
-            if driver.is_capturing(stream):  # the graph reads them whenever it runs
-                self._kept_for_ever.append(owners)
-                return
-            event = self._recorded(stream)
-        except BaseException:
-            # Nothing will tell when the work is done, and it may be under way.
-            self._kept_for_ever.append(owners)
-            raise
+        """Hold what :attr:`held` holds already until the work of a stream is done."""
+        if driver.is_capturing(stream):  # the graph reads them whenever it runs
+            return
+        event = self._recorded(stream)
         with self._lock:
             queue = self._kept.setdefault(stream, deque())
             queue.append((event, owners))
             first = queue[0][0] if len(queue) > _MAX_KEPT else None
+        self.held.pop(id(owners), None)
         if first is not None:
             driver.synchronize_event(first)
         self.release_finished()
@@ -354,7 +351,8 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     """Hold objects until the work that a stream holds now is done.
 
     They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
-    still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
+    still at work make the host wait for the first. While the stream is being captured, the objects stay for good; so
+    they do if this raises, because nothing tells then when the work is done.
 
     Parameters
     ----------
@@ -364,6 +362,7 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
         Whose stream it is.
     """
     pool = _pool(device)
+    pool.held[id(owners)] = owners
     with driver.on_device(device.index):
         pool.keep(owners, stream)
 

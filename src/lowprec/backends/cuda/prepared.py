@@ -14,7 +14,7 @@ from operator import or_
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import autotune, driver, handles
 from lowprec.backends.cuda.bindings import Algorithm
-from lowprec.backends.cuda.invocation import Invocation, Operands, alignment_of
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands, alignment_of
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmPlan
@@ -25,7 +25,7 @@ from lowprec.planning.rendering import title
 __all__ = ["PreparedProduct"]
 
 #: Pointers of types with ``K_CONTIGUOUS`` must be multiples of this.
-_ALIGNMENT_BYTES = 16
+_STEP_BYTES = 16
 
 
 class PreparedProduct:
@@ -42,22 +42,30 @@ class PreparedProduct:
         self._routes: dict[bool, _Route] = {}
         self._lock = threading.Lock()
         self._last = threading.local()
+        self._plain: _Route | None = None
 
     def __call__(self, arguments: Arguments) -> None:
         """Queue the product on the stream of its arguments."""
         device = arguments.a.device
         if driver.current_device() == device.index:
-            self._run(device, arguments)
+            route = self._plain
+            if route is None or not route.run_plain(device.index, arguments):
+                self._run(device, arguments)
             return
         with driver.on_device(device.index):
             self._run(device, arguments)
 
     def _run(self, device: Device, arguments: Arguments) -> None:
-        self._last.invocation = self.route(arguments).run(device, arguments)
+        route = self.route(arguments)
+        self._last.invocation = route.run(device, arguments)
+        if route.is_plain:
+            self._plain = route
 
     @property
     def last(self) -> Invocation | None:
         """What this thread ran last, None if it has run nothing, or nothing of cuBLASLt's."""
+        if self._plain is not None:
+            return self._plain.last
         return getattr(self._last, "invocation", None)
 
     def prepared(self, arguments: Arguments) -> Invocation:
@@ -79,7 +87,7 @@ class PreparedProduct:
         aligned = True
         if self.plan.compute_dtype in K_CONTIGUOUS:
             pointers = (arguments.a.address, arguments.b.address, arguments.out.address)
-            aligned = alignment_of(*pointers) >= _ALIGNMENT_BYTES
+            aligned = alignment_of(*pointers) >= _STEP_BYTES
         found = self._routes.get(aligned)
         if found is None:
             with self._lock:
@@ -100,6 +108,30 @@ class _Route:
             self.call.aside or self.call.pack_a or self.call.pack_b
         )
         self._fuses_bias = self.call is not None and "BIAS" in self.call.epilogue
+        #: Whether operands, result and nothing else are what a call is about, at any alignment.
+        self.is_plain = (
+            self.call is not None
+            and not self._is_staged
+            and self.call.c is None
+            and not self._fuses_bias
+            and not plan.problem.has_alpha
+            and len(self.call.offsets) == 1
+            and plan.compute_dtype not in K_CONTIGUOUS
+        )
+        self._swapped = self.call is not None and self.call.swapped
+        self.last: Invocation | None = None
+
+    def run_plain(self, device: int, arguments: Arguments) -> bool:
+        """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
+        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
+        bits = ALIGNMENT_BYTES | a | b | d
+        invocation = self._invocations.get(bits & -bits)
+        if invocation is None:
+            return False
+        self.last = invocation
+        first, second = (b, a) if self._swapped else (a, b)
+        invocation.run_plain(handles.handle(device), arguments.stream, first, second, d)
+        return True
 
     def run(self, device: Device, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""

@@ -89,8 +89,8 @@ def walks(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Walk]:
 
     Examples
     --------
-    >>> [w.offsets for w in walks([(2, (9,)), (1, (0,)), (2, (5,)), (2, (3,)), (3, (1,))], 1)]
-    [(0,), (9,)]
+    >>> [w.offsets for w in walks([(2, (20,)), (2, (9,)), (2, (5,)), (2, (2,))], 1)]
+    [(0,), (20,)]
     """
     dimensions = merged(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]

@@ -1,0 +1,108 @@
+"""lowprec's own cuBLAS handles: one per thread and device, and their math mode under the guard."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from device_fixture import Gpu
+
+import lowprec
+from lowprec.backends.cuda import bindings, cublas
+
+DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
+
+
+def test_a_thread_has_one_handle(software: Gpu) -> None:
+    mine = lowprec.cublas_handle()
+    assert mine == lowprec.cublas_handle() == lowprec.cublas_handle(0)
+    barrier = threading.Barrier(2)
+
+    def other() -> int:
+        found = lowprec.cublas_handle()
+        barrier.wait()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        theirs = [task.result() for task in [pool.submit(other), pool.submit(other)]]
+    assert len({mine, *theirs}) == 3
+    # Threads that ended leave theirs to the next.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lowprec.cublas_handle).result() in theirs
+
+
+def test_the_device_is_the_current_one(software: Gpu) -> None:
+    with pytest.raises(lowprec.DeviceError, match="cuda:1 is not the current device"):
+        lowprec.cublas_handle(1)
+    with pytest.raises(lowprec.DeviceError, match="there is no device cuda:7"):
+        lowprec.cublas_handle(7)
+
+
+@pytest.mark.parametrize("raw", [DEFAULT, PEDANTIC, TF32, TF32 | FLAG, FLAG, 4, 8 | FLAG])
+def test_the_guard_saves_sets_and_restores_the_raw_mode(software: Gpu, raw: int) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, raw)
+    with lowprec.fp32_guard() as guard:
+        assert bindings.math_mode(handle) == raw & FLAG
+        assert guard.report()["cublas"].startswith("protected") or "cublas" in guard.report()
+        with lowprec.math_mode("tf32", frameworks=True):
+            assert bindings.math_mode(handle) == raw & FLAG
+    assert bindings.math_mode(handle) == raw
+
+
+def test_a_mode_for_the_libraries(software: Gpu) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, FLAG)
+    with lowprec.math_mode("tf32", frameworks=True):
+        assert bindings.math_mode(handle) == TF32 | FLAG
+        with lowprec.fp32_guard():
+            assert bindings.math_mode(handle) == FLAG
+        assert bindings.math_mode(handle) == TF32 | FLAG
+    assert bindings.math_mode(handle) == FLAG
+
+
+def test_a_handle_that_is_made_inside(software: Gpu) -> None:
+    lowprec.cublas_handle()
+    found = []
+
+    def make() -> None:
+        found.append(lowprec.cublas_handle())
+        found.append(bindings.math_mode(found[0]))
+
+    with lowprec.math_mode("tf32", frameworks=True):
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        assert found[1] == TF32
+    assert bindings.math_mode(found[0]) == DEFAULT
+
+
+def test_products_see_it(software: Gpu) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 32, 32)).astype(np.float32)
+    true = a.astype(float) @ b
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, TF32)
+    rough = np.linalg.norm(software.sgemm(handle, a, b) - true) / np.linalg.norm(true)
+    with lowprec.fp32_guard():
+        fine = np.linalg.norm(software.sgemm(handle, a, b) - true) / np.linalg.norm(true)
+    assert fine < 1e-6 < 1e-4 < rough
+
+
+def test_a_failing_setter_is_reported(software: Gpu) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, TF32)
+    with software.failing_call("cublas.set_math_mode"), lowprec.fp32_guard() as guard:
+        assert "set_math_mode" in str(guard.report()["cublas"]) or "math mode" in str(
+            guard.report()["cublas"]
+        )
+    software.forgive()
+    assert bindings.math_mode(handle) == TF32
+
+
+def test_the_controller_is_there_once_a_handle_may_be() -> None:
+    from lowprec.policy.controllers import controllers
+
+    assert cublas.CublasController.name in [c.name for c in controllers()]

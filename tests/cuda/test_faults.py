@@ -1,0 +1,169 @@
+"""Every call of every library made to fail, one by one: a typed error, nothing left over, the next call right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device_fixture import Gpu
+
+import lowprec
+import oracles
+from lowprec import prepared
+from lowprec.backends import cuda
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+
+
+def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
+STACK = draw(4, 3, 2, 16, 16).swapaxes(0, 1)
+TRUE = oracles.product(A, B)
+
+
+class Route(NamedTuple):
+    """A product that goes one way through the backend: its arrays, their device, the call, and what it gives."""
+
+    arrays: tuple[Any, ...]
+    call: Callable[..., Any]
+    true: Any
+    device: int = 0
+
+    def put(self, gpu: Gpu) -> list[Any]:
+        return [gpu.put(x, self.device) for x in self.arrays]
+
+
+def plain(x: Any, y: Any) -> Any:
+    return lowprec.matmul(x, y)
+
+
+def fused(x: Any, y: Any, bias: Any, c: Any) -> Any:
+    return lowprec.matmul(x, y, bias=bias, activation="relu", c=c, beta=2.0)
+
+
+ROUTES = {
+    "as they lie": Route((A, B), plain, TRUE),
+    "fused epilogue": Route((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
+    "rounded": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
+    "scaled, made aside": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
+    "several calls": Route((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
+    "int8": Route((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
+    "no inner dimension": Route(
+        (A[:, :0], B[:0], BIAS),
+        lambda x, y, z: lowprec.matmul(x, y, bias=z),
+        np.broadcast_to(BIAS, (16, 16)),
+    ),
+    "another device": Route((A, B), plain, TRUE, device=1),
+    "out over an operand": Route((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
+}
+
+
+def start_anew() -> None:
+    """Forget prepared products, and give back all that the backend keeps."""
+    prepared._prepared.clear()
+    cuda.reset()
+
+
+def right(gpu: Gpu, found: Any, route: Route) -> bool:
+    return np.array_equal(oracles.widen(gpu.get(found)), route.true)
+
+
+def run(gpu: Gpu, route: Route) -> int:
+    """Run a product, which must be right; return how many calls of the libraries it made."""
+    arrays = route.put(gpu)
+    before = gpu.calls_made()
+    found = route.call(*arrays)
+    made = gpu.calls_made() - before
+    assert right(gpu, found, route)
+    return made
+
+
+def run_with_a_fault(gpu: Gpu, route: Route, position: int) -> lowprec.LowprecError | None:
+    """Run a product of which one call fails; return the error. Without one, the product must be right."""
+    arrays = route.put(gpu)
+    try:
+        with gpu.failing(position) as fault:
+            found = route.call(*arrays)
+    except lowprec.LowprecError as error:
+        return error
+    finally:
+        assert fault.happened
+        gpu.forgive()
+    assert right(gpu, found, route)
+    return None
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_every_call_may_fail(software: Gpu, name: str) -> None:
+    route = ROUTES[name]
+    run(software, route)  # compiles the kernels
+    start_anew()
+    empty = software.live()
+    number = run(software, route)
+    failures = 0
+    for position in range(1, number + 1):
+        start_anew()
+        error = run_with_a_fault(software, route, position)
+        failures += error is not None
+        # The very next call is right, and nothing of either is left.
+        run(software, route)
+        start_anew()
+        assert software.live() == empty, f"after a fault in call {position}: {error}"
+    # Few calls are such that it makes no difference whether they worked.
+    assert failures >= number * 2 // 3
+
+
+@pytest.mark.parametrize("name", ["as they lie", "fused epilogue", "scaled, made aside"])
+def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None:
+    route = ROUTES[name]
+    start_anew()
+    run(software, route)
+    for position in range(1, run(software, route) + 1):
+        run_with_a_fault(software, route, position)
+        run(software, route)
+
+
+def test_errors_name_the_product(software: Gpu) -> None:
+    start_anew()
+    with (
+        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=13),
+        pytest.raises(
+            lowprec.BackendError,
+            match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @",
+        ),
+    ):
+        run(software, ROUTES["as they lie"])
+    software.forgive()
+    with (
+        software.failing_call("cublas_lt.matmul", status=14),
+        pytest.raises(
+            lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"
+        ),
+    ):
+        run(software, ROUTES["as they lie"])
+    software.forgive()
+    with (
+        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
+        pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for int8"),
+    ):
+        run(software, ROUTES["int8"])
+    software.forgive()
+
+
+def test_too_little_memory(software: Gpu) -> None:
+    start_anew()
+    x, y = software.put(A), software.put(B)
+    with (
+        software.failing_call("runtime.cudaMalloc"),
+        pytest.raises(MemoryError, match=r"cuda:0 has no .* MiB of memory left"),
+    ):
+        lowprec.matmul(x, y)
+    software.forgive()
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y)), TRUE)

@@ -1,0 +1,254 @@
+"""Arrays on a GPU for tests: on the software CUDA, and the very same tests on a real device where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cuda.software import Software
+from cuda.software.runtime import host_bytes
+from lowprec.arrays import Device, library_of
+from lowprec.arrays.dlpack import export
+from lowprec.arrays.view import NUMPY_DTYPES, memory_at
+from lowprec.formats import dtype_from_name
+
+Array = np.ndarray[Any, Any]
+
+#: Bytes before and after what an array touches, so that nothing lies at an address that all kernels like.
+_MARGIN_BYTES = 64
+
+
+def span(array: Array) -> tuple[int, int]:
+    """Bytes from the lowest element of an array to its first one, and to the end of the highest."""
+    below = sum(-s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s < 0)
+    above = sum(s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s > 0)
+    return below, above + array.itemsize
+
+
+class Gpu:
+    """What a test needs of a GPU, whichever it is."""
+
+    def put(self, host: Array, device: int = 0) -> Any:
+        """Return an array on the device with these elements and, where the device's library can, these strides."""
+        return self.put_with_memory(host, device)[0]
+
+    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+        """Return an array, and all the memory in which it lies as a flat array of bytes."""
+        raise NotImplementedError
+
+    def get(self, array: Any) -> Array:
+        """Return the elements, once they are there."""
+        raise NotImplementedError
+
+    def transpose(self, array: Any) -> Any:
+        """Return the transpose, on the same memory."""
+        raise NotImplementedError
+
+    def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
+        """Whether of all that memory only the elements of the array differ from before."""
+        raise NotImplementedError
+
+
+class SoftwareArray:
+    """An array in the memory of a software device, of which nothing is known but DLPack."""
+
+    def __init__(self, address: int, like: Array, device: int, owner: Any) -> None:
+        self.address = address
+        self.like = like
+        self.device = device
+        self.owner = owner
+
+    def view(self) -> Array:
+        """The elements, where they lie."""
+        dtype = NUMPY_DTYPES[dtype_from_name(self.like.dtype.name)]
+        if 0 in self.like.shape:
+            return np.empty(self.like.shape, dtype)
+        below, _ = span(self.like)
+        memory = memory_at(self.address - below, self.owner)
+        return np.ndarray(self.like.shape, dtype, memory, below, self.like.strides)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self.device)
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+        dtype = dtype_from_name(self.like.dtype.name)
+        return export(self.view(), dtype, max_version, device=Device(2, self.device), copied=False)
+
+
+class _Block:
+    """Memory of a software device, given back with this object."""
+
+    def __init__(self, software: Software, nbytes: int, device: int) -> None:
+        runtime = software.runtime
+        before = runtime.cudaGetDevice()[1]
+        runtime.cudaSetDevice(device)
+        status, self.address = runtime.cudaMalloc(nbytes)
+        runtime.cudaSetDevice(before)
+        assert status == 0, status
+        self.nbytes = nbytes
+        self.device = device
+        self._runtime = runtime
+
+    def __del__(self) -> None:
+        self._runtime.drain()
+        self._runtime.cudaFree(self.address)
+
+
+class SoftwareGpu(Gpu):
+    """The software CUDA, with a hand on its parts."""
+
+    def __init__(self, software: Software) -> None:
+        self.software = software
+
+    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+        below, above = span(host)
+        offset = (below + _MARGIN_BYTES) // host.itemsize * host.itemsize
+        block = _Block(self.software, offset + above + _MARGIN_BYTES, device)
+        made = SoftwareArray(block.address + offset, host, device, block)
+        made.view()[...] = host
+        return made, block
+
+    def get(self, array: Any) -> Array:
+        self.software.drain()
+        if isinstance(array, _Block):
+            return host_bytes(array.address, array.nbytes).copy()
+        if isinstance(array, SoftwareArray):
+            return array.view().copy()
+        view = library_of(array).view(array)
+        dtype = NUMPY_DTYPES[view.dtype]
+        if not view.size:
+            return np.empty(view.shape, dtype)
+        return host_bytes(view.address, view.nbytes).view(dtype).reshape(view.shape).copy()
+
+    def transpose(self, array: SoftwareArray) -> SoftwareArray:
+        return SoftwareArray(array.address, array.like.T, array.device, array.owner)
+
+    def untouched_outside(self, array: SoftwareArray, memory: _Block, before: Array) -> bool:
+        now = self.get(memory)
+        below, above = span(array.like)
+        start = array.address - memory.address - below
+        touched = np.zeros(len(now), bool)
+        inside = np.ndarray(
+            (*array.like.shape, array.like.itemsize), bool, touched.data, start + below, (*array.like.strides, 1)
+        )  # fmt: skip
+        inside[...] = True
+        assert start >= 0
+        assert start + below + above <= len(now)
+        return np.array_equal(now[~touched], before[~touched])
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def calls_made(self) -> int:
+        return len(self.software.calls)
+
+    def failing(self, position: int) -> Any:
+        """Make the call of this number fail, of all calls of all libraries."""
+        return self.software.fail("*", at=position)
+
+    def failing_call(self, function: str, *, at: int = 1, status: Any = None) -> Any:
+        return self.software.fail(function, at=at, status=status)
+
+    def forgive(self) -> None:
+        """Forget what was done wrong: the test has seen to it."""
+        self.software.drain()
+        self.software.faults.clear()
+        self.software.runtime.sticky.clear()
+
+    def live(self) -> dict[str, int]:
+        self.software.drain()
+        return self.software.live()
+
+    def same_speed(self) -> None:
+        """Make no algorithm faster than another."""
+        self.software.cublas_lt.times = _Always(1.0)  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def any_warning(self) -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+
+    @contextlib.contextmanager
+    def captured(self, stream: int = 1) -> Iterator[list[Any]]:
+        """Capture the work of a stream; the list holds the graph afterwards."""
+        graphs: list[Any] = []
+        self.software.runtime.begin_capture(stream)
+        try:
+            yield graphs
+        finally:
+            graphs.append(self.software.runtime.end_capture(stream))
+
+
+class _Always(dict):  # type: ignore[type-arg]
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.value
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+
+class TorchGpu(Gpu):
+    """A real device, with arrays of PyTorch's."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def _tensor(self, host: Array, device: int) -> Any:
+        torch = self.torch
+        name = host.dtype.name
+        if hasattr(torch, name) and name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            return torch.as_tensor(host, device=f"cuda:{device}")
+        bits = host.view(np.int16 if host.itemsize == 2 else np.uint8)
+        return torch.as_tensor(bits, device=f"cuda:{device}").view(getattr(torch, name))
+
+    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+        torch = self.torch
+        if any(s < 0 for s in host.strides):  # which torch has not
+            host = np.ascontiguousarray(host)
+        flat = np.ascontiguousarray(host)
+        _, above = span(host)
+        count = max(above // host.itemsize, 1)
+        memory = self._tensor(np.zeros(count, host.dtype), device)
+        strides = [s // host.itemsize for s in host.strides]
+        array = torch.as_strided(memory, host.shape, strides)
+        if 0 not in host.shape:
+            array.copy_(self._tensor(flat, device).reshape(host.shape))
+        return array, memory
+
+    def get(self, array: Any) -> Array:
+        array = array.detach().contiguous().cpu()
+        name = str(array.dtype).removeprefix("torch.")
+        dtype = NUMPY_DTYPES[dtype_from_name(name)]
+        if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            bits = self.torch.int16 if dtype.itemsize == 2 else self.torch.uint8
+            array = array.view(bits)
+        found: Array = array.numpy().view(dtype)
+        return found
+
+    def transpose(self, array: Any) -> Any:
+        return array.T
+
+    def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
+        mask = self.torch.ones(memory.shape, dtype=self.torch.bool)
+        self.torch.as_strided(mask, array.shape, array.stride())[...] = False
+        outside = mask.numpy()
+        return bool(np.array_equal(self.get(memory)[outside], before[outside]))
+
+
+def has_real_gpu() -> bool:
+    """Whether to test on a device: where the caller says so."""
+    return os.environ.get("LOWPREC_TEST_DEVICE") == "gpu"
