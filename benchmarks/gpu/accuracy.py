@@ -89,7 +89,7 @@ def operands(case: Case, side: int, seed: int) -> tuple[Any, Any]:
     """Return the operands as NumPy arrays of their own types."""
     rng = np.random.default_rng([seed, case.k, *case.distribution.encode()])
     shapes = ((side, case.k), (case.k, side))
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         _operand(rng, shape, dtype, case.distribution, axis)
         for axis, (shape, dtype) in enumerate(zip(shapes, case.dtypes, strict=True))
     )

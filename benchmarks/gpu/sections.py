@@ -33,15 +33,14 @@ class Section:
         return f"gpu.{self.name}"
 
 
-#: In the order in which they run: what matters most comes first, because time may run out. Together they fit into
-#: eight minutes.
+#: In the order in which they run: what matters most comes first, because time may run out. All but the last fit into
+#: eight minutes even if each takes all of its own.
 SECTIONS = {
     section.name: section
     for section in (
-        Section("device", 25, False, "Which machine, which versions?"),
+        Section("device", 40, False, "Which machine, which versions?"),
         Section("accuracy", 50, False, "Is every error within the plan's bound?"),
-        Section("tests", 90, False, "Do the tests of the CUDA backend pass?"),
-        Section("features", 25, True, "Does each feature work on torch tensors?"),
+        Section("features", 30, True, "Does each feature work on torch tensors?"),
         Section("graphs", 20, True, "Does a captured product replay bit by bit?"),
         Section("streams", 25, True, "Are results right on any library's streams?"),
         Section("host", 20, True, "How long is the host busy with a small product?"),
@@ -51,6 +50,8 @@ SECTIONS = {
         Section("rounding", 10, True, "How does FAST_TF32 round its operands?"),
         Section("beta", 15, True, "Is C added in FP32, to nearest? Does split-K keep FP32?"),
         Section("heuristics", 25, True, "How far is the first choice from the best of 32?"),
+        # Takes what the others have left.
+        Section("tests", 200, False, "Do the tests of the CUDA backend pass?"),
     )
 }
 

@@ -37,7 +37,7 @@ def run(part: Part, options: Options) -> None:
         part.fact("variable", f"{VARIABLE}={environment[VARIABLE]}")
         # Other versions of the libraries may warn of other things; that is not what is asked here.
         command = [
-            sys.executable, "-m", "pytest", str(folder), "-q", "-W", "default", "-p", "gpu.recorder",
+            sys.executable, "-m", "pytest", *files(folder), "-q", "-W", "default", "-p", "gpu.recorder",
             "-p", "no:cacheprovider", *(["-x"] if options.quick else []),
         ]  # fmt: skip
         status = _status(command, environment, options.left())
@@ -45,6 +45,12 @@ def run(part: Part, options: Options) -> None:
         keep(part, outcomes(path), stopped=status is None)
     if not part.rows:
         part.row(ok=False, module="tests/cuda", message=f"no test ran; exit status {status}")
+
+
+def files(folder: Path) -> list[str]:
+    """Return the test modules; those that use the device by the fixture `gpu` come first, as time may run out."""
+    found = sorted(folder.glob("test_*.py"))
+    return [str(p) for p in sorted(found, key=lambda p: "gpu: Gpu" not in p.read_text("utf-8"))]
 
 
 def _status(command: list[str], environment: Mapping[str, str], limit_s: float) -> int | None:
@@ -71,12 +77,8 @@ def outcomes(path: Path) -> list[dict[str, str]]:
 
 def keep(part: Part, found: Iterable[Mapping[str, str]], *, stopped: bool) -> None:
     """Keep one row per module, and what failed; a test that was running when all was stopped has failed."""
-    latest: dict[str, Mapping[str, str]] = {}
-    for outcome in found:
-        before = latest.get(outcome["id"])
-        # A teardown that fails comes after a test that passed.
-        if before is None or before["kind"] != "failed":
-            latest[outcome["id"]] = outcome
+    # The last word on a test counts: that it has begun, what became of it, a teardown that failed.
+    latest = {outcome["id"]: outcome for outcome in found}
     modules: dict[str, dict[str, int]] = {}
     failures = []
     for test, outcome in latest.items():

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_fixture import Gpu
 
 import lowprec
 import oracles
+from device_fixture import Gpu
 from lowprec import prepared
 from lowprec.backends import cuda
 from lowprec.backends.cuda import autotune
@@ -21,7 +21,7 @@ TRUE = oracles.product(A, A)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     restart()
@@ -178,21 +178,6 @@ def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
     assert sorted(map(len, devices.values())) == [1, 2]
 
 
-def test_a_product_that_is_captured_is_not_measured(
-    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = software.put(A)
-    out = software.put(np.zeros_like(A))
-    lowprec.matmul(x, x, out=out)
-    restart()
-    lowprec.matmul(x[:] if hasattr(x, "__getitem__") else x, x, out=out)
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    prepared._prepared.clear()
-    with software.captured():
-        lowprec.matmul(x, x, out=out)
-    assert not (cache / "autotune.json").exists()
-
-
 def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     x = software.put(A)
     prepared._prepared.clear()
@@ -212,7 +197,8 @@ def test_a_failure_in_the_midst_leaves_the_old_choice(software: Gpu) -> None:
         software.failing_call("runtime.cudaEventElapsedTime", at=9),
         pytest.raises(lowprec.BackendError, match="cudaEventElapsedTime failed"),
     ):
-        lowprec.autotune(x, x)
+        # Two measurements of each candidate come first; those that fail there are passed over.
+        lowprec.autotune(x, x, candidates=3)
     software.forgive()
     assert chosen(x) == first
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)

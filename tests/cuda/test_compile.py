@@ -235,6 +235,17 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     assert [type(x) for x in arguments] == [int] * 2 + [np.int64] * 12
 
 
+def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
+    forget()
+    source = Source(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
+    convert.pack(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
+    out = Source(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
+    finish.finish(Finish(D.FLOAT32, 5, 7, 7, 5, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
+    packs, finishes = core.launched
+    assert packs[2][0] == "pack_groups"
+    assert packs[5:7] == finishes[5:7] == (1, 105)
+
+
 # -- the cache on disk ----------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuda.software import compiler, install, uninstall
+from device_fixture import has_real_gpu
 from kernel_oracles import (
     LAYOUTS,
     DeviceCopies,
@@ -34,7 +36,7 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling, driver, libraries
 from lowprec.backends.cuda.convert import Packing, Source, pack
 from lowprec.backends.cuda.finish import Finish, finish
-from lowprec.errors import DTypeError, LowprecError
+from lowprec.errors import DTypeError
 from lowprec.formats import DType
 
 STREAM = 1
@@ -42,24 +44,17 @@ D = DType
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def device() -> Iterator[None]:
     """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        try:
-            libraries.libraries()
-        except LowprecError:
-            software = pytest.importorskip(
-                "cuda.software", reason="the CUDA bindings are not installed"
-            )
-            if software.compiler() is None:
-                pytest.skip("g++ is not installed")
-            installed = software.install(1, multiprocessors=1)
-            yield
-            software.uninstall()
-            assert not installed.faults
-        else:
-            yield
+    if has_real_gpu():
+        yield
+        return
+    if compiler() is None:
+        pytest.skip("g++ is not installed")
+    software = install(1, multiprocessors=1)
+    yield
+    uninstall()
+    assert not software.faults
 
 
 REAL = (D.FLOAT16, D.BFLOAT16, D.FLOAT32)
@@ -153,6 +148,8 @@ def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Ge
         check_pack(array, packing_of(array, *variant, (0, 0)))
         turned = np.swapaxes(array, -1, -2)
         check_pack(turned, packing_of(turned, *variant, (1, 4)))
+    windows = np.lib.stride_tricks.sliding_window_view(row[0], 16)  # both strides are 1
+    check_pack(windows, packing_of(windows, *variant, (0, 0)))
     matrix = lay_out(random_bits(rng, variant[0], 400), (16, 24), "columns")
     check_pack(m := np.broadcast_to(matrix, (2, 3, 16, 24)), packing_of(m, *variant, (0, 0)))
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda import software as installer
+import lowprec
+from device_fixture import Gpu
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -24,21 +25,16 @@ Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a module of the report on a fresh software CUDA, which must have found nothing wrong at the end."""
+def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import a module of the report on a fresh software CUDA."""
     monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "4")
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
-    software = installer.install(1, capability=(9, 0))
-    try:
-        yield importlib.import_module
-        assert software.faults == []
-    finally:
-        installer.uninstall()
-        # They keep handles of this software.
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
-                del sys.modules[name]
+    yield importlib.import_module
+    # They keep handles of this software.
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -125,3 +121,38 @@ def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) 
     pair = next(p for p in epilogues.PAIRS if p.out == "bfloat16")
     assert epilogues.raw(pair, "GELU", (), 0)["ok"] is False
     assert epilogues.raw(pair, "RELU", (), 0)["ok"] is True
+
+
+# -- through lowprec ------------------------------------------------------------------------------
+
+
+def test_accuracy(load: Load, software: Gpu) -> None:
+    accuracy = load("gpu.accuracy")
+    found = [
+        accuracy.check(lowprec, software, case, 32, 0) for case in accuracy.cases((64,), "gpu")
+    ]
+    assert [r for r in found if r["ok"] is not True] == []
+    kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
+    assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds
+    # The flags that the claims are about.
+    by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
+    assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)
+
+
+def test_epilogues_of_lowprec(load: Load, software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    epilogues, libraries = load("gpu.epilogues"), load("gpu.libraries")
+    monkeypatch.setattr(libraries, "arrays", lambda _: software)
+    found = [epilogues.by_lowprec(p, e, 0) for p in epilogues.PAIRS for e in epilogues.EPILOGUES]
+    assert [r for r in found if r["ok"] is False] == []
+    assert {r["fused"] for r in found if r.get("epilogue") == "RELU_BIAS" and r["ok"]} == {
+        True,
+        False,
+    }
+
+
+def test_heuristics(load: Load, software: Gpu, rng: np.random.Generator) -> None:
+    a = software.put(rng.standard_normal((64, 64), dtype=np.float32))
+    tuning = lowprec.autotune(a, a, math_mode="tf32", candidates=8)
+    found = load("gpu.heuristics").compare(tuning.timed)
+    assert found["candidates"] > 1
+    assert found["first_over_best"] >= 1

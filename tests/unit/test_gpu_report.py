@@ -187,7 +187,10 @@ def test_sections_run_in_order_within_what_is_left(
 
 def test_all_limits_fit_into_the_whole(load: Load) -> None:
     sections = load("gpu.sections")
-    assert sum(s.limit_s for s in sections.SECTIONS.values()) <= sections.TOTAL_S <= 480
+    *others, last = sections.SECTIONS.values()
+    # The last one takes what is left, at least a minute.
+    assert sum(s.limit_s for s in others) <= sections.TOTAL_S - 60
+    assert (last.name, sections.TOTAL_S <= 480) == ("tests", True)
     for section in sections.SECTIONS.values():
         assert callable(load(section.module).run)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,7 @@ class Call:
         b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
         cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
         parts = [
-            np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator)
-            for i, j in zip(cuts[:-1], cuts[1:], strict=True)
+            np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)
         ]
         passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator
         total = parts[0].astype(passes).astype(accumulator)

@@ -95,7 +95,9 @@ class DeviceArray:
         values = np.asarray(values)
         self.runtime = runtime
         self.device = device
-        self.producer = new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
+        self.producer = (
+            new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
+        )
         self.memory = _on_device(runtime, values, device, offset_bytes)
         self.memory.flags.writeable = not read_only
         fill(runtime, self.producer, self.memory, values)
@@ -159,7 +161,11 @@ def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) ->
 
 
 def _on_device(
-    runtime: Runtime, values: NDArray[Any], device: int, offset_bytes: int = 0, stream: Stream | None = None
+    runtime: Runtime,
+    values: NDArray[Any],
+    device: int,
+    offset_bytes: int = 0,
+    stream: Stream | None = None,
 ) -> NDArray[Any]:
     """Return an array like this one on memory of a device."""
     first, end = span(values)
@@ -218,10 +224,13 @@ def read(runtime: Runtime, array: Any) -> NDArray[Any]:
     reader = _Reader(runtime, index)
     view = import_array(array, reader.handle)
     runtime.wait_for(reader.stream)
-    itemsize = view.dtype.itemsize
-    strides = [s * itemsize for s in view.strides]
-    memory = np.ndarray(view.shape, NUMPY_DTYPES[view.dtype], memory_at(view.address, view), 0, strides)
-    return checked(runtime, memory, index).copy()
+    if not view.size:
+        return np.empty(view.shape, NUMPY_DTYPES[view.dtype])
+    first, end = view.extent()
+    data = runtime.memory.at(first, end - first, index, "array")
+    strides = [s * view.dtype.itemsize for s in view.strides]
+    dtype = NUMPY_DTYPES[view.dtype]
+    return np.ndarray(view.shape, dtype, data, view.address - first, strides).copy()
 
 
 class _Reader:

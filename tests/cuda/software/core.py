@@ -19,11 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import cuda.core as real
 import numpy as np
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from numpy.typing import NDArray
 
-import cuda.core as real
 from cuda.software.recorder import Fault, Part, Recorder, function
 from cuda.software.runtime import Refusal, Runtime
 
@@ -31,7 +31,8 @@ _SHIM = Path(__file__).with_name("host_cuda.h")
 _MAGIC = b"software cubin "
 _KERNEL = re.compile(r"__attribute__\s*\(\(used\)\)\s*void\s+(\w+)\s*\(")
 _COMPILE = (
-    "-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE",
+    "-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
     "-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-fsanitize=kernel-address",
     "--param=asan-stack=0", "--param=asan-globals=0", "--param=asan-instrumentation-with-call-threshold=0",
 )  # fmt: skip

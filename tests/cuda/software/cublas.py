@@ -1,6 +1,7 @@
 """A software cuBLAS: handles, their math modes and workspaces, and one product that shows what a handle's mode does.
 
-Source: the cuBLAS documentation, ``cublasSetMathMode()``, ``cublasSetStream()``, ``cublasSetWorkspace()``, ``cublasSgemm()``.
+Source: the cuBLAS documentation, ``cublasSetMathMode()``, ``cublasSetStream()``, ``cublasSetWorkspace()`` and
+``cublasSgemm()``.
 """
 
 from __future__ import annotations

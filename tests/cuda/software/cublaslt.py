@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -18,48 +15,25 @@ from nvmath.bindings import cublasLt as real
 
 from cuda.software import tables
 from cuda.software.algorithms import Algorithm, fits_shape, made_for, relative_time, search
-from cuda.software.arithmetic import Call, Matrix, strided
+from cuda.software.arithmetic import Call, strided
+from cuda.software.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects, SoftwareLtError
 from cuda.software.memory import Memory
 from cuda.software.objects import (
-    ALLOC_FAILED,
     EXECUTION_FAILED,
-    INTERNAL_ERROR,
     INVALID_VALUE,
     NOT_SUPPORTED,
-    Handle,
     LtRefusal,
-    Object,
-    Registry,
     Use,
     read_host,
-    set_attribute,
-    write_attribute,
 )
-from cuda.software.problem import Problem, problem, validate
-from cuda.software.recorder import Part, Recorder, function
+from cuda.software.problem import Matrix, Problem, problem, validate
+from cuda.software.recorder import Fault, Recorder, function
 from cuda.software.runtime import Refusal, Runtime
 
-_STATUS_NAMES = {
-    0: "SUCCESS", 1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH",
-    11: "MAPPING_ERROR", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
-}  # fmt: skip
-
-#: Bytes that a handle keeps on its device.
-_HANDLE_BYTES = 4096
 _WORKSPACE_ALIGNMENT = 256
-_DESCRIPTOR, _LAYOUT, _PREFERENCE = "matmul descriptor", "matrix layout", "preference"
 
 
-class SoftwareLtError(real.cuBLASLtError):
-    """The bindings' error, which asks a library for its words; this one brings its own."""
-
-    def __init__(self, status: int, why: str = "") -> None:
-        self.status = status
-        name = f"CUBLAS_STATUS_{_STATUS_NAMES.get(int(status), '?')}"
-        Exception.__init__(self, f"{name} ({int(status)})" + (f": {why}" if why else ""))
-
-
-class CublasLt(Part):
+class CublasLt(Objects):
     """Stands for ``nvmath.bindings.cublasLt``.
 
     Parameters
@@ -76,154 +50,10 @@ class CublasLt(Part):
         Whether a product that has a workspace is two pieces of work, between which others may run.
     """
 
-    cuBLASLtError = real.cuBLASLtError
-    harmless = frozenset(
-        f"get_{x}_attribute_dtype"
-        for x in (
-            "matmul_desc",
-            "matrix_layout",
-            "matmul_preference",
-            "matmul_algo_config",
-            "matmul_algo_cap",
-        )
-    )
-
     def __init__(self, recorder: Recorder, runtime: Runtime, version: int = 130100) -> None:
-        super().__init__("cublas_lt", real, recorder)
-        self.runtime = runtime
-        self.version = version
-        self.objects = Registry(recorder)
+        super().__init__(recorder, runtime, version)
         self.times: dict[tuple[int, str], float] = {}
         self.workspaces_race = True
-        self._tf32_forbidden: bool | None = None
-        self._handle_memory: dict[int, int] = {}
-
-    def failed(self, function: str, status: Any) -> Any:
-        raise SoftwareLtError(int(status or INTERNAL_ERROR), f"{function} was made to fail")
-
-    def live(self) -> dict[str, int]:
-        """Return how many objects of each kind there are."""
-        count = self.objects.count
-        return {
-            "handles": count("handle"),
-            "descriptors": count(_DESCRIPTOR),
-            "layouts": count(_LAYOUT),
-            "preferences": count(_PREFERENCE),
-        }
-
-    # -- handles ----------------------------------------------------------------------------------
-
-    @function
-    def get_version(self) -> int:
-        return self.version
-
-    @function
-    def get_status_name(self, status: int) -> str:
-        return f"CUBLAS_STATUS_{_STATUS_NAMES[int(status)]}"
-
-    @function
-    def create(self) -> int:
-        if self._tf32_forbidden is None:  # once per process, at the first handle
-            self._tf32_forbidden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-        status, address = self.runtime.cudaMalloc(_HANDLE_BYTES)
-        if not address:
-            raise SoftwareLtError(ALLOC_FAILED, f"no memory for a handle: {status!r}")
-        made = Handle("handle", self.runtime.device)
-        self._handle_memory[made.number] = address
-        return self.objects.add(made)
-
-    @function
-    def destroy(self, handle: int) -> None:
-        found = self._get(handle, "handle")
-        if found.device != self.runtime.device:
-            raise SoftwareLtError(INVALID_VALUE, "the handle is another device's")
-        self.objects.remove(handle, "handle")
-        self.runtime.cudaFree(self._handle_memory.pop(handle))
-
-    def _get(self, number: int, kind: str) -> Any:
-        try:
-            return self.objects.get(number, kind)
-        except LtRefusal as refusal:
-            raise SoftwareLtError(refusal.status, refusal.why) from None
-
-    def _handle(self, handle: int) -> Handle:
-        found: Handle = self._get(handle, "handle")
-        if found.device != self.runtime.device:
-            self.recorder.faults.append(
-                f"a handle of device {found.device} is used on {self.runtime.device}"
-            )
-            raise SoftwareLtError(INVALID_VALUE, "the handle is another device's")
-        return found
-
-    # -- descriptors ------------------------------------------------------------------------------
-
-    def _destroy(self, number: int, kind: str) -> None:
-        self._get(number, kind)
-        self.objects.remove(number, kind)
-
-    def _set(self, kind: str, dtype_of: Any, arguments: tuple[int, ...]) -> None:
-        number, *rest = arguments
-        found = self._get(number, kind)
-        with Use(found, self.recorder):
-            self._let_others_run()
-            try:
-                set_attribute(found, dtype_of, *rest)
-            except LtRefusal as refusal:
-                raise SoftwareLtError(refusal.status, refusal.why) from None
-
-    @function
-    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
-        made = Object(_DESCRIPTOR)
-        names = real.MatmulDescAttribute
-        made.attributes[int(names.COMPUTE_TYPE)] = np.int32(compute_type).tobytes()
-        made.attributes[int(names.SCALE_TYPE)] = np.int32(scale_type).tobytes()
-        return self.objects.add(made)
-
-    @function
-    def matmul_desc_destroy(self, number: int) -> None:
-        self._destroy(number, _DESCRIPTOR)
-
-    @function
-    def matmul_desc_set_attribute(self, *arguments: int) -> None:
-        self._set(_DESCRIPTOR, real.get_matmul_desc_attribute_dtype, arguments)
-
-    @function
-    def matmul_desc_get_attribute(
-        self, number: int, attribute: int, buffer: int, nbytes: int, written: int
-    ) -> None:
-        found = self._get(number, _DESCRIPTOR)
-        dtype = np.dtype(real.get_matmul_desc_attribute_dtype(attribute))
-        data = found.attributes.get(int(attribute), bytes(dtype.itemsize))
-        self._write(data, buffer, nbytes, written)
-
-    @function
-    def matrix_layout_create(self, data_type: int, rows: int, cols: int, ld: int) -> int:
-        made = Object(_LAYOUT)
-        names = real.MatrixLayoutAttribute
-        for name, value in (("TYPE", data_type), ("ROWS", rows), ("COLS", cols), ("LD", ld)):
-            dtype = np.dtype(real.get_matrix_layout_attribute_dtype(names[name]))
-            made.attributes[int(names[name])] = np.array(value, dtype).tobytes()
-        return self.objects.add(made)
-
-    @function
-    def matrix_layout_destroy(self, number: int) -> None:
-        self._destroy(number, _LAYOUT)
-
-    @function
-    def matrix_layout_set_attribute(self, *arguments: int) -> None:
-        self._set(_LAYOUT, real.get_matrix_layout_attribute_dtype, arguments)
-
-    @function
-    def matmul_preference_create(self) -> int:
-        return self.objects.add(Object(_PREFERENCE))
-
-    @function
-    def matmul_preference_destroy(self, number: int) -> None:
-        self._destroy(number, _PREFERENCE)
-
-    @function
-    def matmul_preference_set_attribute(self, *arguments: int) -> None:
-        self._set(_PREFERENCE, real.get_matmul_preference_attribute_dtype, arguments)
 
     # -- algorithms -------------------------------------------------------------------------------
 
@@ -233,8 +63,8 @@ class CublasLt(Part):
 
     def _problem(self, operation: int, *layouts: int) -> Problem:
         """Return a product that this device can compute."""
-        a, b, c, d = (self._get(x, _LAYOUT) for x in layouts)
-        found = problem(self._get(operation, _DESCRIPTOR), (a, b, c, d))
+        a, b, c, d = (self.get(x, LAYOUT) for x in layouts)
+        found = problem(self.get(operation, DESCRIPTOR), (a, b, c, d))
         validate(found, self.runtime.devices[self.runtime.device].capability)
         return found
 
@@ -252,17 +82,17 @@ class CublasLt(Part):
         results: int,
         returned: int,
     ) -> None:
-        wanted = self._get(preference, _PREFERENCE)
+        wanted = self.get(preference, PREFERENCE)
         if requested <= 0:
             raise SoftwareLtError(INVALID_VALUE, f"{requested} algorithms were asked for")
-        with Use(self._handle(handle), self.recorder):
+        with Use(self.handle(handle), self.recorder):
             try:
                 asked = self._problem(operation, a, b, c, d)
                 found = search(
                     asked,
                     wanted,
                     self._device_name(),
-                    tf32_forbidden=bool(self._tf32_forbidden),
+                    tf32_forbidden=bool(self.tf32_forbidden),
                 )[:requested]
             except LtRefusal as refusal:
                 raise SoftwareLtError(refusal.status, refusal.why) from None
@@ -281,7 +111,7 @@ class CublasLt(Part):
     def matmul_algo_check(
         self, handle: int, operation: int, a: int, b: int, c: int, d: int, algo: int, result: int
     ) -> None:
-        with Use(self._handle(handle), self.recorder):
+        with Use(self.handle(handle), self.recorder):
             try:
                 asked = self._problem(operation, a, b, c, d)
                 algorithm = self._algorithm(algo, asked)
@@ -297,18 +127,12 @@ class CublasLt(Part):
             raise LtRefusal(NOT_SUPPORTED, f"the algorithm wants steps of {found.alignment} bytes")
         return found
 
-    def _write(self, data: bytes, buffer: int, nbytes: int, written: int) -> None:
-        try:
-            write_attribute(data, buffer, nbytes, written)
-        except LtRefusal as refusal:
-            raise SoftwareLtError(refusal.status, refusal.why) from None
-
     def _read_algorithm(
         self, values: dict[int, int], dtype_of: Any, attribute: int, rest: tuple[int, ...]
     ) -> None:
         if attribute not in values:
             raise SoftwareLtError(NOT_SUPPORTED, f"attribute {attribute} is not modelled")
-        self._write(np.array(values[attribute], dtype_of(attribute)).tobytes(), *rest)
+        self.write(np.array(values[attribute], dtype_of(attribute)).tobytes(), *rest)
 
     @function
     def matmul_algo_config_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
@@ -321,10 +145,6 @@ class CublasLt(Part):
         self._read_algorithm(_unpacked(algo).capabilities(), dtype_of, attribute, rest)
 
     # -- the product ------------------------------------------------------------------------------
-
-    def _let_others_run(self) -> None:
-        if threading.active_count() > 1:
-            time.sleep(0)
 
     @function
     def matmul(
@@ -346,10 +166,10 @@ class CublasLt(Part):
         workspace_bytes: int,
         stream: int,
     ) -> None:
-        used = self._handle(handle)
-        described = self._get(operation, _DESCRIPTOR)
+        used = self.handle(handle)
+        described = self.get(operation, DESCRIPTOR)
         with Use(used, self.recorder), Use(described, self.recorder):
-            self._let_others_run()
+            self.let_others_run()
             try:
                 asked = self._problem(operation, a_layout, b_layout, c_layout, d_layout)
                 if not algo:
@@ -405,7 +225,7 @@ class CublasLt(Part):
             first = strided(self.runtime.memory, d, d_pointer, self.runtime.device)
             second = strided(self.runtime.memory, other, pointer, self.runtime.device)
             return np.shares_memory(first, second, max_work=10000)
-        except (np.exceptions.TooHardError, Exception):  # noqa: BLE001 - told when it runs
+        except (np.exceptions.TooHardError, Fault):  # a fault is told when it runs
             return False
 
     def _check_workspace(self, algorithm: Algorithm, address: int, nbytes: int) -> None:

@@ -19,6 +19,10 @@ import numpy as np
 Policy = Literal["lazy", "all"] | int
 
 
+def nothing() -> None:
+    """Do nothing, when its turn comes."""
+
+
 class Op:
     """A piece of work on a stream.
 
@@ -221,7 +225,8 @@ class Scheduler:
         start_ms = max([op.enqueued_ms, *(x.finish_ms for x in op.after)])
         op.finish_ms = start_ms + op.cost_ms
         op.done, op.after = True, ()
-        op.run()
+        run, op.run = op.run, nothing  # which lets go of what it holds
+        run()
 
     def replay(self, ops: Sequence[Op], stream: Stream) -> None:
         """Queue a captured graph on a stream; what the graph leaves open comes last first."""

@@ -18,6 +18,7 @@ from lowprec.arrays import Device
 from lowprec.backends.cuda import bindings, disk, driver, memory
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
+from lowprec.errors import LowprecError
 from lowprec.planning.calls import LtMatrix
 from lowprec.policy import environment
 
@@ -171,7 +172,7 @@ class _Contest:
         try:
             self._measure(events, algorithm, 1)  # loads the kernel
             once = self._measure(events, algorithm, 1)
-        except RuntimeError:
+        except LowprecError:
             return 0
         return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
 

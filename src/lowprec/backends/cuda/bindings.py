@@ -68,7 +68,7 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
         yield
     except LowprecError:
         raise
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:
         raise translate(error, doing()) from error
 
 

@@ -107,9 +107,12 @@ class Launch:
         """Queue the kernel; ``numbers`` follow what never changes."""
         if self._kernel is None:
             self._kernel = kernel(*self._made_of)
-        self._core.launch(
-            Stream(stream), self._config, self._kernel, *addresses, *self._constants, *numbers
-        )
+        try:
+            self._core.launch(
+                Stream(stream), self._config, self._kernel, *addresses, *self._constants, *numbers
+            )
+        except Exception as error:
+            raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {error}") from error
 
 
 def pick_blocks(wanted: int, device: int) -> int:

@@ -18,7 +18,7 @@ from lowprec.modes import MathMode
 from lowprec.policy import register_controller
 from lowprec.policy.protocol import Tier
 
-__all__ = ["CublasController", "cublas_handle", "reset"]
+__all__ = ["CublasController", "cublas_handle"]
 
 #: ``cublasMath_t`` by math mode.
 _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
@@ -107,11 +107,6 @@ class CublasController:
 
 def _name(handle: int) -> str:
     return f"math_mode of handle {handle:#x}"
-
-
-def reset() -> None:
-    """Destroy all handles; nobody may be using one."""
-    _pool.reset()
 
 
 register_controller(CublasController())

@@ -50,6 +50,14 @@ def _call(function: str, *arguments: Any) -> Any:
     return values[0] if values else None
 
 
+def _put_back(function: str, before: Any) -> None:
+    """Put a setting of the thread back, if need be at the second try: work of others would run under it."""
+    try:
+        _call(function, before)
+    except BackendError:
+        _call(function, before)
+
+
 def _error(runtime: Any, function: str, status: Any) -> BackendError:
     name = getattr(status, "name", str(status))
     _, text = runtime.cudaGetErrorString(status)
@@ -147,7 +155,7 @@ def on_device(index: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _call("cudaSetDevice", before)
+        _put_back("cudaSetDevice", before)
 
 
 @contextlib.contextmanager
@@ -158,7 +166,7 @@ def relaxed_capture() -> Iterator[None]:
     try:
         yield
     finally:
-        _call("cudaThreadExchangeStreamCaptureMode", mode)
+        _put_back("cudaThreadExchangeStreamCaptureMode", mode)
 
 
 def synchronize_device() -> None:

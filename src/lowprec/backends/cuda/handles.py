@@ -15,6 +15,10 @@ from lowprec.backends.cuda import bindings, driver
 __all__ = ["HandlePool", "handle", "reset", "workspace"]
 
 
+#: Of all libraries.
+_pools: list[HandlePool] = []
+
+
 class _Lease:
     """The handles of one thread, given back when it ends."""
 
@@ -54,6 +58,7 @@ class HandlePool:
         self._devices: dict[int, int] = {}
         #: Counts resets, so that a thread does not use what was destroyed.
         self.generation = 0
+        _pools.append(self)
 
     def handle(self, device: int) -> int:
         """Return this thread's handle on the current device, which is ``device``."""
@@ -126,8 +131,9 @@ def workspace(owner: int, stream: int, nbytes: int) -> int:
     found = _workspaces.get((owner, stream))
     if found is None or found[1] < nbytes:
         # One that is outgrown is not freed, for the same reason.
+        device = driver.current_device()
         found = (driver.allocate(nbytes), nbytes)
-        _allocated.append((driver.current_device(), found[0]))
+        _allocated.append((device, found[0]))
         _workspaces[owner, stream] = found
     return found[0]
 
@@ -140,4 +146,5 @@ def reset() -> None:
     for device, address in allocated:
         with driver.on_device(device):
             driver.free(address)
-    _cublas_lt.reset()
+    for pool in _pools:
+        pool.reset()

@@ -163,7 +163,7 @@ class Invocation:
                 self._queue(handle, stream, operands)
         except LowprecError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
     def run_plain(self, handle: int, stream: int, first: int, second: int, d: int) -> None:
@@ -190,7 +190,7 @@ class Invocation:
                 workspace_bytes,
                 stream,
             )
-        except RuntimeError as error:
+        except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
     def _queue(self, handle: int, stream: int, operands: Operands) -> None:

@@ -114,6 +114,7 @@ class _Pool:
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
         # What is in use, without an event that will tell how long: for good, unless one comes.
         self.held: dict[int, Sequence[Any]] = {}
+        self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
 
     # -- memory -----------------------------------------------------------------------------------
@@ -231,6 +232,8 @@ class _Pool:
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
         if driver.is_capturing(stream):  # the graph reads them whenever it runs
+            self._captured.append(owners)
+            self.held.pop(id(owners), None)
             return
         event = self._recorded(stream)
         with self._lock:
@@ -265,6 +268,9 @@ class _Pool:
     def release(self) -> None:
         """Give back all memory and events that nobody uses."""
         self.wait()
+        if self.held:  # by calls that failed, so that no event tells when their work is done
+            driver.synchronize_device()
+            self.held.clear()
         self._free_unused()
         while self._events:
             driver.destroy_event(self._events.pop())
@@ -351,8 +357,8 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     """Hold objects until the work that a stream holds now is done.
 
     They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
-    still at work make the host wait for the first. While the stream is being captured, the objects stay for good; so
-    they do if this raises, because nothing tells then when the work is done.
+    still at work make the host wait for the first. While the stream is being captured, the objects stay for good. If
+    this raises, nothing tells when the work is done, and they stay until :func:`release`.
 
     Parameters
     ----------

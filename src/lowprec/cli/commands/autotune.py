@@ -29,7 +29,7 @@ EXAMPLES = """\
 examples:
   lowprec autotune --shapes 4096x4096 4096x4096 --dtype bfloat16
   lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
-  LOWPREC_CACHE_DIR=/shared/lowprec lowprec autotune --shapes 4096x4096 4096x4096 --json
+  LOWPREC_CACHE_DIR=choices lowprec autotune --shapes 4096x4096 4096x4096 --json
 """
 
 #: Steps of the progress bar per product.
