@@ -30,6 +30,11 @@ def span(array: Array) -> tuple[int, int]:
     return below, above + array.itemsize
 
 
+def beyond_alignment(array: Array) -> int:
+    """Bytes by which a view begins after a multiple of 16, at which NumPy's own arrays begin."""
+    return array.ctypes.data % 16 if array.size else 0
+
+
 class Gpu:
     """What a test needs of a GPU, whichever it is."""
 
@@ -107,7 +112,7 @@ class SoftwareGpu(Gpu):
 
     def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
         below, above = span(host)
-        offset = (below + _MARGIN_BYTES) // host.itemsize * host.itemsize
+        offset = (below + _MARGIN_BYTES) // 16 * 16 + beyond_alignment(host)
         block = _Block(self.software, offset + above + _MARGIN_BYTES, device)
         made = SoftwareArray(block.address + offset, host, device, block)
         made.view()[...] = host
@@ -231,10 +236,10 @@ class TorchGpu(Gpu):
             host = np.ascontiguousarray(host)
         flat = np.ascontiguousarray(host)
         _, above = span(host)
-        count = max(above // host.itemsize, 1)
-        memory = self._tensor(np.zeros(count, host.dtype), device)
+        offset = beyond_alignment(host) // host.itemsize
+        memory = self._tensor(np.zeros(offset + max(above // host.itemsize, 1), host.dtype), device)
         strides = [s // host.itemsize for s in host.strides]
-        array = torch.as_strided(memory, host.shape, strides)
+        array = torch.as_strided(memory, host.shape, strides, offset)
         if 0 not in host.shape:
             array.copy_(self._tensor(flat, device).reshape(host.shape))
         return array, memory
@@ -254,7 +259,8 @@ class TorchGpu(Gpu):
 
     def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
         mask = self.torch.ones(memory.shape, dtype=self.torch.bool)
-        self.torch.as_strided(mask, array.shape, array.stride())[...] = False
+        where = array.storage_offset()
+        self.torch.as_strided(mask, array.shape, array.stride(), where)[...] = False
         outside = mask.numpy()
         return bool(np.array_equal(self.get(memory)[outside], before[outside]))
 

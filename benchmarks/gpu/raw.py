@@ -108,7 +108,7 @@ class LtProduct:
         self._second = upload(a)
         self._d = driver.allocate(m * n * self.out_dtype.itemsize)
         attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
-        attributes["EPILOGUE"] = int(libraries().cublas_lt.Epilogue[epilogue])
+        attributes["EPILOGUE"] = int(getattr(libraries().cublas_lt.Epilogue, epilogue))
         if bias is not None:
             attributes["BIAS_POINTER"] = upload(bias)
         # In cuBLASLt's order: its first operand is b.

@@ -358,6 +358,7 @@ def check_finish(
     alpha: complex = 1.0,
     beta: complex = 0.0,
     offset: int = 0,
+    c_offset: int = 0,
     bias_stride: int = 1,
 ) -> None:
     """Make a result and compare all that is written; GELU within the error of the hyperbolic tangent."""
@@ -368,7 +369,7 @@ def check_finish(
     memory[:] = values.reshape(-1)
     target = lay_out(np.zeros(1, NUMPY_DTYPES[out]), shape, out_layout, offset)
     whole, before = _whole(target)
-    addend = lay_out(random_numbers(rng, c, 1 << 12), shape, c_layout, offset) if c else None
+    addend = lay_out(random_numbers(rng, c, 1 << 12), shape, c_layout, c_offset) if c else None
     added = random_numbers(rng, bias, max(1, cols * bias_stride))[::bias_stride] if bias else None
     row = rng.integers(-113, 164, (*batch, rows), np.int32)
     col = rng.integers(-113, 164, (*batch, cols), np.int32)
@@ -436,13 +437,15 @@ def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.G
 
 
 @pytest.mark.parametrize("c_layout", LAYOUTS)
-@pytest.mark.parametrize("offset", [0, 1])
-def test_addends_lie_anyhow(c_layout: str, offset: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("offset", "c_offset"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_addends_lie_anyhow(
+    c_layout: str, offset: int, c_offset: int, rng: np.random.Generator
+) -> None:
     for out_layout in ("rows", "rows apart", "columns"):
         for shape in ((2, 19, 24), (1, 40), (40, 1), (3, 7, 5)):
             check_finish(
                 rng, D.FLOAT32, D.FLOAT16, D.FLOAT16, D.FLOAT16, shape=shape, out_layout=out_layout,
-                c_layout=c_layout, offset=offset, alpha=0.5, beta=0.25,
+                c_layout=c_layout, offset=offset, c_offset=c_offset, alpha=0.5, beta=0.25,
             )  # fmt: skip
 
 
@@ -566,6 +569,7 @@ def test_any_result(data: st.DataObject) -> None:
         alpha=data.draw(st.sampled_from([1.0, 0.3])),
         beta=data.draw(st.sampled_from([0.0, 1.0, -0.7])),
         offset=data.draw(st.integers(0, 3)),
+        c_offset=data.draw(st.integers(0, 3)),
     )
 
 

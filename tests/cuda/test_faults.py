@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from device_fixture import Gpu
 
 import lowprec
 import oracles
+from device_fixture import Gpu
 from lowprec import prepared
 from lowprec.backends import cuda
 

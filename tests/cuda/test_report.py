@@ -18,6 +18,7 @@ import pytest
 
 import lowprec
 from device_fixture import Gpu
+from lowprec.backends.cuda import bindings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -31,7 +32,10 @@ def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     yield importlib.import_module
-    # They keep handles of this software.
+    raw = sys.modules.get("gpu.raw")
+    if raw is not None and raw.handle.cache_info().currsize:
+        bindings.destroy_handle(raw.handle())
+    # They keep what belongs to this software.
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
             del sys.modules[name]

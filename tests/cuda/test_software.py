@@ -108,7 +108,9 @@ def test_an_illegal_address_is_an_error_that_stays(
 
 def test_freed_memory_is_noticed(cuda: Software) -> None:
     address = value(cuda.runtime.cudaMalloc(64))
+    write(cuda, address, 1.0, LEGACY)
     value(cuda.runtime.cudaFree(address))
+    assert np.isnan(host_bytes(address, 64).view(np.float32)).all()
     refused(cuda.runtime.cudaFree(address), "cudaErrorInvalidValue")
     assert "not allocated" in cuda.faults.pop()
     value(cuda.runtime.cudaMemsetAsync(address, 0, 64, LEGACY))
@@ -195,6 +197,8 @@ def test_the_legacy_stream_and_those_that_block_wait_for_each_other(
 ) -> None:
     a, b = value(cuda.runtime.cudaMalloc(16)), value(cuda.runtime.cudaMalloc(16))
     other = stream(cuda, flags)
+    write(cuda, b, 0.0, other)
+    value(cuda.runtime.cudaStreamSynchronize(other))  # now it is the other one's turn
     write(cuda, a, 1.0, other)
     copy(cuda, b, a, LEGACY)
     c = value(cuda.runtime.cudaMalloc(16))
@@ -486,7 +490,7 @@ def test_kernels_stay_on_their_device_and_off_freed_memory(cuda: Software) -> No
     value(cuda.runtime.cudaSetDevice(1))
     launch(cuda, kernel(cuda, "wide"), x, y, block=1)
     refused(cuda.runtime.cudaDeviceSynchronize(), "cudaErrorIllegalAddress")
-    assert "illegal read" in cuda.faults.pop()
+    assert "kernel wide: illegal" in cuda.faults.pop()
     value(cuda.runtime.cudaSetDevice(0))
     value(cuda.runtime.cudaFree(y))
     launch(cuda, kernel(cuda, "reversed"), x, y, np.int64(1), block=2)
@@ -574,9 +578,8 @@ def test_an_array_that_nobody_holds_is_somebody_elses(cuda: Software) -> None:
     copy(cuda, target, view.address, on)
     del array, view
     gc.collect()
-    value(cuda.runtime.cudaStreamSynchronize(on))
+    refused(cuda.runtime.cudaStreamSynchronize(on), "cudaErrorIllegalAddress")
     assert "was freed" in cuda.faults.pop()
-    cuda.forgive()
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -611,6 +614,7 @@ def test_cupys_memory_goes_back_in_the_order_of_its_stream(cuda: Software) -> No
         del array
     own.synchronize()
     assert peek(cuda, target) == [1.0] * 4
+    cuda.drain()
     assert cuda.live()["blocks"] == 1
 
 

@@ -168,7 +168,7 @@ class CublasLt(Objects):
     ) -> None:
         used = self.handle(handle)
         described = self.get(operation, DESCRIPTOR)
-        with Use(used, self.recorder), Use(described, self.recorder):
+        with Use(used, self.recorder), Use(described, self.recorder, reads=True):
             self.let_others_run()
             try:
                 asked = self._problem(operation, a_layout, b_layout, c_layout, d_layout)

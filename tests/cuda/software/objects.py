@@ -42,6 +42,7 @@ class Object:
         self.kind = kind
         self.number = next(_numbers)
         self.user: int | None = None
+        self.readers: set[int] = set()
         self.attributes: dict[int, bytes] = {}
 
     def get(self, member: Any, dtype: Any, default: int) -> int:
@@ -82,7 +83,7 @@ class Registry:
     def remove(self, number: int, kind: str) -> None:
         """Destroy an object."""
         found = self.get(number, kind)
-        if found.user is not None:
+        if found.user is not None or found.readers:
             self._recorder.faults.append(f"a {kind} was destroyed while it was in use")
         del self._alive[found.number]
 
@@ -92,22 +93,35 @@ class Registry:
 
 
 class Use:
-    """An object in use by this thread for the length of a block; two at a time are misuse."""
+    """An object in use by this thread for the length of a block.
 
-    def __init__(self, used: Object, recorder: Recorder) -> None:
+    Several threads may read one at a time. One that changes it, or uses a handle, must be alone.
+    """
+
+    def __init__(self, used: Object, recorder: Recorder, *, reads: bool = False) -> None:
         self._used = used
         self._recorder = recorder
+        self._reads = reads
         self._own = False
 
     def __enter__(self) -> None:
-        me, user = threading.get_ident(), self._used.user
-        if user not in (None, me):
-            self._recorder.faults.append(f"two threads use one {self._used.kind} at the same time")
-        self._own = user is None
-        self._used.user = me
+        me, used = threading.get_ident(), self._used
+        others = used.user not in (None, me) or (not self._reads and used.readers - {me})
+        if others:
+            self._recorder.faults.append(f"two threads use one {used.kind} at the same time")
+        if self._reads:
+            self._own = me not in used.readers
+            used.readers.add(me)
+        else:
+            self._own = used.user is None
+            used.user = me
 
     def __exit__(self, *_: object) -> None:
-        if self._own:
+        if not self._own:
+            return
+        if self._reads:
+            self._used.readers.discard(threading.get_ident())
+        else:
             self._used.user = None
 
 

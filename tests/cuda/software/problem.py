@@ -220,7 +220,7 @@ def _validate_extents(x: Problem) -> None:
     if x.d.batch_count > 1:
         # One matrix after another, or side by side within the leading dimension.
         (_, end), step = _alone(x.d).span(), abs(x.d.batch_stride)
-        interleaved = step * x.d.batch_count <= _gap(x.d)
+        interleaved = 0 < step * x.d.batch_count <= _gap(x.d)
         if step * x.d.dtype.itemsize < end and not interleaved:
             raise LtRefusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
 

@@ -155,6 +155,7 @@ class _Route:
         handle, stream = handles.handle(device.index), arguments.stream
         invocation = self._invocation(call, handle, stream, operands)
         invocation.run(handle, stream, operands)
+        self.last = invocation
         return invocation
 
     def prepared(self, device: Device, arguments: Arguments) -> Invocation:

@@ -1,0 +1,296 @@
+"""Whole products in the order of their arrays' libraries: nothing is read too early, nothing given back too soon.
+
+The software CUDA runs work only when somebody waits for it, and the memory of an array that nobody holds is poisoned at
+once: a join that is missing shows as a wrong number.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from cuda.software.arrays import DeviceArray, read
+from cuda.software.cupy import Cupy
+from device_fixture import SoftwareGpu
+from lowprec import prepared
+from lowprec.arrays import libraries as known
+
+MODES = ("fp32", "bf16", "fp16")
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
+TRUE = oracles.product(A, B)
+
+
+@pytest.fixture
+def cupy(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
+    """A CuPy on the software devices."""
+    made = Cupy(software.software.runtime)
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    before = known._INSTANCES.pop("cupy", None)
+    yield made
+    known._INSTANCES.pop("cupy", None)
+    known._BY_TYPE.pop(made.ndarray, None)
+    if before is not None:
+        known._INSTANCES["cupy"] = before
+
+
+# -- a library with current streams ---------------------------------------------------------------
+
+
+@every_mode
+def test_the_current_stream_of_the_library(cupy: Cupy, mode: str) -> None:
+    with cupy.cuda.Stream() as stream:
+        a, b = cupy.asarray(A), cupy.asarray(B)
+        found = lowprec.matmul(a, b, math_mode=mode)
+        assert type(found) is cupy.ndarray
+        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
+    assert not [op for op in stream.stream.queue if "matmul" in op.label]
+
+
+@every_mode
+def test_operands_may_go_while_the_product_waits(cupy: Cupy, mode: str) -> None:
+    with cupy.cuda.Stream():
+        a, b = cupy.asarray(A), cupy.asarray(B)
+        found = lowprec.matmul(a, b, math_mode=mode)
+        del a, b
+        gc.collect()
+        other = cupy.asarray(C)  # takes the memory, in the order of the stream
+        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
+        np.testing.assert_array_equal(cupy.asnumpy(other), C)
+
+
+def test_results_feed_the_next_product(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        x = cupy.asarray(A / 4)
+        for _ in range(5):
+            x = lowprec.matmul(x, cupy.asarray(np.eye(24, dtype=np.float32)), math_mode="bf16")
+        np.testing.assert_array_equal(cupy.asnumpy(x), A / 4)
+
+
+def test_out_and_addends_on_the_stream(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        a, b, c, out = (cupy.asarray(x) for x in (A, B, C, np.zeros_like(A)))
+        assert lowprec.matmul(a, b, c=c, beta=2.0, out=out) is out
+        np.testing.assert_array_equal(cupy.asnumpy(out), TRUE + 2 * C)
+
+
+# -- arrays of two libraries ----------------------------------------------------------------------
+
+
+@every_mode
+def test_another_library_s_operand_is_waited_for(
+    software: SoftwareGpu, cupy: Cupy, mode: str
+) -> None:
+    for swap in (False, True):
+        with cupy.cuda.Stream():
+            a = cupy.asarray(A)
+            b = DeviceArray(software.software.runtime, B)
+            pair, true = ((b, a), oracles.product(B, A)) if swap else ((a, b), TRUE)
+            found = lowprec.matmul(*pair, math_mode=mode)
+            del b, pair
+            gc.collect()  # its memory is held until the product is done
+            np.testing.assert_array_equal(read(software.software.runtime, found), true)
+
+
+@every_mode
+def test_arrays_known_by_dlpack_alone(software: SoftwareGpu, mode: str) -> None:
+    runtime = software.software.runtime
+    found = lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), math_mode=mode)
+    gc.collect()
+    assert found.device == (2, 0)
+    np.testing.assert_array_equal(read(runtime, found), TRUE)
+
+
+def test_out_of_a_library_that_tells_no_stream(software: SoftwareGpu) -> None:
+    runtime = software.software.runtime
+    out = DeviceArray(runtime, np.zeros_like(A))
+    assert lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), out=out) is out
+    np.testing.assert_array_equal(out.to_numpy(), TRUE)
+
+
+def test_an_array_of_the_host_among_them(software: SoftwareGpu) -> None:
+    x = DeviceArray(software.software.runtime, A)
+    with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cpu"):
+        lowprec.matmul(x, B)
+    y = DeviceArray(software.software.runtime, B, device=1)
+    with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cuda:1"):
+        lowprec.matmul(x, y)
+
+
+# -- devices and threads --------------------------------------------------------------------------
+
+
+@every_mode
+def test_a_device_that_is_not_current(software: SoftwareGpu, mode: str) -> None:
+    runtime = software.software.runtime
+    assert runtime.device == 0
+    x, y = DeviceArray(runtime, A, device=1), DeviceArray(runtime, B, device=1)
+    found = lowprec.matmul(x, y, math_mode=mode)
+    assert found.device == (2, 1)
+    assert runtime.device == 0
+    np.testing.assert_array_equal(read(runtime, found), TRUE)
+
+
+def test_threads_on_streams_of_their_own(cupy: Cupy) -> None:
+    def work(number: int) -> bool:
+        with cupy.cuda.Stream():
+            x = cupy.asarray(A + number)
+            right = True
+            for _ in range(10):
+                for mode in MODES:
+                    found = lowprec.matmul(x, cupy.asarray(B), math_mode=mode)
+                    right &= np.array_equal(cupy.asnumpy(found), oracles.product(A + number, B))
+            return bool(right)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6)))
+
+
+def test_threads_share_a_bias_product(cupy: Cupy) -> None:
+    """The pointer of a bias is part of a descriptor that all threads share."""
+
+    def work(number: int) -> bool:
+        with cupy.cuda.Stream():
+            bias = np.full(24, number, np.float32)
+            a, b, c = cupy.asarray(A), cupy.asarray(B), cupy.asarray(bias)
+            found = [lowprec.matmul(a, b, bias=c) for _ in range(20)]
+            return all(np.array_equal(cupy.asnumpy(x), TRUE + number) for x in found)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(12)))
+
+
+def test_a_thread_that_ends_leaves_its_handle(software: SoftwareGpu, cupy: Cupy) -> None:
+    def work() -> None:
+        cupy.asnumpy(lowprec.matmul(cupy.asarray(A), cupy.asarray(B)))
+
+    for _ in range(5):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert software.live()["handles"] == 1
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
+@every_mode
+def test_a_warm_product_can_be_captured(
+    software: SoftwareGpu, cupy: Cupy, mode: str, epilogue: bool
+) -> None:
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        a, b, bias = cupy.asarray(A), cupy.asarray(B), cupy.asarray(C[0])
+        out = cupy.asarray(np.zeros_like(A))
+        keywords: dict[str, Any] = {"math_mode": mode, "out": out}
+        if epilogue:
+            keywords |= {"bias": bias, "activation": "relu"}
+        lowprec.matmul(a, b, **keywords)
+        eager = cupy.asnumpy(out)
+        runtime.begin_capture(stream.ptr)
+        lowprec.matmul(a, b, **keywords)
+        graph = runtime.end_capture(stream.ptr)
+        # Other work before, between and after the replays takes whatever memory is free.
+        for number in range(1, 4):
+            a.memory[...] = A * number  # the device's own memory, written where no work is queued
+            lowprec.matmul(b, b, math_mode=mode)
+            graph.replay(stream.ptr)
+            stream.synchronize()
+            found = cupy.asnumpy(out)
+            true = oracles.product(A * number, B) + (C[0] if epilogue else 0)
+            np.testing.assert_array_equal(found, np.maximum(true, 0) if epilogue else true)
+            if number == 1:
+                np.testing.assert_array_equal(found, eager)
+
+
+def test_a_first_product_can_be_captured_too(software: SoftwareGpu, cupy: Cupy) -> None:
+    """Handles, workspaces and descriptors are made while capturing; kernels may be compiled, memory allocated."""
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        a, b, out = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.zeros_like(A))
+        lowprec.matmul(
+            a, a, math_mode="bf16"
+        )  # so that there is a handle: creating one may not be allowed
+        prepared._prepared.clear()
+        runtime.begin_capture(stream.ptr)
+        lowprec.matmul(a, b, out=out, math_mode="bf16")
+        graph = runtime.end_capture(stream.ptr)
+        graph.replay(stream.ptr)
+        np.testing.assert_array_equal(cupy.asnumpy(out), TRUE)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
+    a, b = cupy.asarray(A), cupy.asarray(B)
+    told = {
+        mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm)
+        for mode in ("fp32", "tf32", "bf16")
+    }
+    assert told["fp32"]["units"].endswith("no tensor cores")
+    assert told["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
+    assert told["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
+    shown = str(lowprec.plan(a, b, math_mode="tf32"))
+    assert "cuda:0: Software GPU" in shown
+    assert "split-K" in shown
+
+
+def test_info_shows_the_devices(software: SoftwareGpu) -> None:
+    lowprec.matmul(software.put(A), software.put(B))
+    found = lowprec.info()
+    gpus = [x for x in found["devices"] if x["device"].startswith("cuda")]
+    assert [x["device"] for x in gpus] == ["cuda:0", "cuda:1"]
+    assert gpus[0]["compute_capability"] == "9.0"
+    assert gpus[0]["peak_tflops"]["bfloat16"] > gpus[0]["peak_tflops"]["tf32"]
+    assert found["gpu"]["used"] is True
+    assert found["gpu"]["cublas"] == "13.1.0"
+
+
+def test_a_profile_takes_times_by_events(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        a, b = cupy.asarray(A), cupy.asarray(B)
+        with lowprec.profile() as profile:
+            for mode in ("fp32", "tf32"):
+                lowprec.matmul(a, b, math_mode=mode)
+        full, fast = profile.records
+    assert full.elapsed_ms is not None
+    assert full.elapsed_ms > 0
+    assert (full.units_used, fast.units_used) == (False, True)
+    assert "tile" in str(fast.algorithm)
+
+
+def test_rtol_chooses_among_the_gpu_s_modes(cupy: Cupy) -> None:
+    a, b = cupy.asarray(draw(0, 512, 512)), cupy.asarray(draw(1, 512, 512))
+    assert str(lowprec.plan(a, b, rtol=1e-2).mode) in ("tf32", "bf16")
+    assert str(lowprec.plan(a, b, rtol=1e-4).mode) == "fp32"
+
+
+def test_the_override_of_nvidia_holds(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.policy import environment
+
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    environment.refresh()
+    try:
+        plan = lowprec.plan(cupy.asarray(A), cupy.asarray(B), math_mode="tf32")
+        assert plan.compute_type == "COMPUTE_32F"
+        assert dict(plan.algorithm)["units"].endswith("no tensor cores")
+    finally:
+        monkeypatch.undo()
+        environment.refresh()
