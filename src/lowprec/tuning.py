@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowprec import policy
+from lowprec import policy, streams
 from lowprec.arrays import library_of
-from lowprec.backends import Timed, backend_of
+from lowprec.backends import Arguments, Timed, backend_of
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
@@ -132,12 +132,20 @@ def autotune(
         scale_b=scale_view(scale_b),
     )
     prepared = look_up(policy.resolve(math_mode), x, y, request, observed=False)
-    plan = prepared.plan
-    backend = backend_of(x.device)
-    stream = library.current_stream(x.device) or 0
+    plan, backend = prepared.plan, backend_of(x.device)
+    timed: list[Timed] = []
+
+    def measure(arguments: Arguments) -> None:
+        found = backend.tune(prepared.execute, arguments, candidates=candidates, progress=progress)
+        timed.extend(found)
+
     target = request.out
     if target is None:
+        stream = library.current_stream(x.device) or 0
         target = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device, stream)
-    arguments = request.arguments(x, y, target)._replace(stream=stream)
-    timed = backend.tune(prepared.execute, arguments, candidates=candidates, progress=progress)
-    return Tuning(title(plan), f"{plan.capabilities.device}: {plan.capabilities.name}", timed)
+    if x.device.is_host:
+        measure(request.arguments(x, y, target))
+    else:
+        streams.run(measure, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
+    device = f"{plan.capabilities.device}: {plan.capabilities.name}"
+    return Tuning(title(plan), device, tuple(timed))

@@ -102,13 +102,16 @@ def test_a_failing_setter_is_reported(software: Gpu) -> None:
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, TF32)
     guard = lowprec.fp32_guard()
-    with (
-        software.failing_call("cublas.set_math_mode"),
-        pytest.warns(lowprec.LowprecWarning, match="does not protect cublas .*math mode"),
-        guard,
-    ):
-        assert reported(guard).status == "not protected"
-        assert "cannot set the math mode 0 of a cuBLAS handle" in reported(guard).reason
+    told = []
+
+    def enter() -> None:
+        with software.failing_call("cublas.set_math_mode"), guard:
+            told.append(reported(guard))
+
+    with pytest.warns(lowprec.LowprecWarning, match=r"does not protect cublas .*math mode"):
+        enter()
+    assert told[0].status == "not protected"
+    assert "cannot set the math mode 0 of a cuBLAS handle" in told[0].reason
     software.forgive()
     assert bindings.math_mode(handle) == TF32
 

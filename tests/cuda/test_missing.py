@@ -100,6 +100,14 @@ def test_cublas_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+def test_an_old_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
+    old = SimpleNamespace(get_version=lambda: 111103)
+    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", old)
+    refuse(lowprec.BackendError, r"cuBLASLt 11\.11 is too old: lowprec needs 12\.0")
+
+
+@pytest.mark.usefixtures("fresh")
 def test_a_handle_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaErrorNoDevice"))
     with pytest.raises(lowprec.DeviceError, match="none is visible"):

@@ -15,6 +15,7 @@ import lowprec
 from cuda import software
 from lowprec import prepared
 from lowprec.arrays import libraries
+from lowprec.arrays.dlpack import import_array
 from lowprec.backends import cuda as backend
 
 ORDERS = ["lazy", "all", 0, 1, 2, 3]
@@ -117,6 +118,27 @@ def test_an_operand_that_is_overwritten_by_its_library_afterwards(
     own.synchronize()
     with own:
         np.testing.assert_array_equal(cupy.asnumpy(found), A @ B)
+
+
+def test_memory_that_another_library_still_reads_is_not_reused(cuda: software.Software) -> None:
+    """It has let go of the array on the host, while its stream has yet to read it."""
+    reader = int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
+    x, y = cuda.array(A), cuda.array(B)
+    found = lowprec.matmul(x, y)
+    view = import_array(found, reader)
+    nbytes = view.nbytes
+    target = cuda.runtime.cudaMalloc(nbytes)[1]
+    cuda.runtime.cudaMemcpyAsync(target, view.address, nbytes, 4, reader)
+    del found, view
+    gc.collect()
+    for _ in range(3):
+        again = lowprec.matmul(x, y, alpha=2.0)
+        cuda.runtime.cudaStreamSynchronize(1)
+        del again
+    cuda.runtime.cudaStreamSynchronize(reader)
+    read = cuda.runtime.memory.at(target, nbytes, 0, "").view(np.float32).reshape(16, 32)
+    np.testing.assert_array_equal(read, A @ B)
+    cuda.runtime.cudaFree(target)
 
 
 @pytest.mark.parametrize("mode", MODES)

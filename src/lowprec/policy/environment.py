@@ -172,12 +172,27 @@ def _thread_variable(name: str, readers: str) -> Variable[str]:
     return _library_variable(name, meaning, legal, "the library's own choice")
 
 
-_MLX_TF32 = _library_variable(
-    "MLX_ENABLE_TF32",
-    "0 keeps MLX from TF32, for which it has no other switch",
-    "0 or 1",
-    "MLX may use TF32",
-)
+#: Variables that other libraries read: name, meaning, legal values, default.
+_LIBRARIES = {
+    name: _library_variable(name, *rest)
+    for name, *rest in (
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 has PyTorch start with TF32 allowed in products on CUDA",
+         "0 or 1", "PyTorch starts with full FP32"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "The precision of products with which JAX starts",
+         "a word or the name of an algorithm, as JAX knows them", "JAX's own choice for the device"),
+        ("CUPY_TF32", "1 has CuPy use TF32 in products of float32", "0 or 1", "CuPy uses full FP32"),
+        ("MLX_ENABLE_TF32", "0 keeps MLX from TF32, for which it has no other switch",
+         "0 or 1", "MLX may use TF32"),
+        ("CUBLAS_EMULATE_SINGLE_PRECISION",
+         "1 lets cuBLAS compute FP32 by bfloat16 parts, on compute capability 10.0 and 10.3",
+         "0 or 1", "cuBLAS computes in FP32"),
+        ("CUBLAS_EMULATE_DOUBLE_PRECISION",
+         "1 lets cuBLAS compute FP64 by integers, from compute capability 8.0 on",
+         "0 or 1", "cuBLAS computes in FP64"),
+        ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or wherever it can",
+         "performant or eager", "performant"),
+    )
+}  # fmt: skip
 _AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
     "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 leaves "
@@ -210,25 +225,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _TF32_OVERRIDE,
     _AUTOTUNE,
     _CACHE_DIR,
-    _library_variable(
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-        "1 has PyTorch start with TF32 allowed in products on CUDA",
-        "0 or 1",
-        "PyTorch starts with full FP32",
-    ),
-    _library_variable(
-        "JAX_DEFAULT_MATMUL_PRECISION",
-        "The precision of products with which JAX starts",
-        "a word or the name of an algorithm, as JAX knows them",
-        "JAX's own choice for the device",
-    ),
-    _library_variable(
-        "CUPY_TF32",
-        "1 has CuPy use TF32 in products of float32",
-        "0 or 1",
-        "CuPy uses full FP32",
-    ),
-    _MLX_TF32,
+    *_LIBRARIES.values(),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
@@ -437,7 +434,11 @@ def child_environment(
     """
     found = dict(os.environ)
     if mode is None:
-        found |= {RUN_VARIABLE: RUN_GUARD, _GUARD.name: "1", _MLX_TF32.name: "0"}
+        found |= {
+            RUN_VARIABLE: RUN_GUARD,
+            _GUARD.name: "1",
+            _LIBRARIES["MLX_ENABLE_TF32"].name: "0",
+        }
     else:
         variable = _FORCE_MATH_MODE if force else _MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}

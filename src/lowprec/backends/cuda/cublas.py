@@ -51,6 +51,14 @@ def cublas_handle(device: int | None = None) -> int:
         If there is no driver or no such device, or it is not the current one.
     BackendError
         If cuBLAS or its Python bindings are missing.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> try:
+    ...     handle = lowprec.cublas_handle()
+    ... except (lowprec.DeviceError, lowprec.BackendError):
+    ...     handle = None  # there is no GPU here, or nothing to reach it by
     """
     current = driver.current_device()
     if device is not None and device != current:

@@ -94,9 +94,17 @@ def _check_devices(runtime: Any) -> None:
         )
 
 
+#: Before it there are no FP8 types, and descriptors lack attributes that are set here.
+_OLDEST_CUBLAS = 120000
+
+
 def _check_cublas(cublas_lt: Any) -> None:
     """Load cuBLASLt, which the bindings put off until the first call of a function."""
     try:
-        cublas_lt.get_version()
+        version = int(cublas_lt.get_version())
     except Exception as error:
         raise BackendError(f"cuBLASLt cannot be loaded: {error}; {_INSTALL}") from error
+    if version < _OLDEST_CUBLAS:
+        raise BackendError(
+            f"cuBLASLt {version // 10000}.{version // 100 % 100} is too old: lowprec needs 12.0 or later; {_INSTALL}"
+        )
