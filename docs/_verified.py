@@ -71,6 +71,7 @@ def _stored(dtype: str, **where: Any) -> tuple[Evidence, ...]:
 
 _PRODUCTS = "test_products.py::test_products"
 _EPILOGUES = "test_products.py::test_epilogues"
+_GRAPHS = "test_streams.py::test_a_warm_product_can_be_captured"
 _STREAMS = "test_arrays.py::test_another_librarys_stream_is_waited_for"
 
 #: By group, in the order of the page.
@@ -110,13 +111,21 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             + _see("features", name="fp16_range"),
             "test_products.py::test_float16_is_scaled_where_its_range_is_left",
         ),
-        Feature("scopes, guard and `rtol`", _see("features", name="mode_scopes")),
+        Feature(
+            "scopes, guard and `rtol`",
+            _see("features", name="mode_scopes"),
+            "test_streams.py::test_rtol_chooses_among_the_gpu_s_modes",
+        ),
         Feature(
             "Inf and NaN",
             _see("features", name="no_numbers"),
             "test_products.py::test_inf_and_nan_go_through_as_they_would",
         ),
-        Feature("`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS", _see("override", override="0")),
+        Feature(
+            "`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS",
+            _see("override", override="0"),
+            "test_streams.py::test_the_override_of_nvidia_holds",
+        ),
     ),
     "Shapes and layouts": (
         Feature(
@@ -175,7 +184,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             _see("features", name="dlpack"),
             "test_arrays.py::test_a_consumer_reads_a_result_once_it_is_there",
         ),
-        Feature("several devices", _see("streams", name="several devices")),
+        Feature(
+            "several devices",
+            _see("streams", name="several devices"),
+            "test_streams.py::test_a_device_that_is_not_current",
+        ),
         Feature(
             "memory does not grow",
             _see("features", name="memory"),
@@ -189,11 +202,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                 (
                     "operands as they lie",
                     "direct",
-                    "test_arrays.py::test_a_captured_product_can_be_run_again",
+                    _GRAPHS,
                 ),
-                ("operands rewritten", "packed", ""),
-                ("operands rewritten, result made aside", "packed and aside", ""),
-                ("result made aside", "aside", ""),
+                ("operands rewritten", "packed", _GRAPHS),
+                ("operands rewritten, result made aside", "packed and aside", _GRAPHS),
+                ("result made aside", "aside", _GRAPHS),
             )
         ),
     ),
@@ -208,7 +221,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             _see("features", name="modes") + _see("features", name="addends"),
             "test_convert.py::test_every_packing",
         ),
-        Feature("the plan names algorithm and units", _see("features", name="plans")),
+        Feature(
+            "the plan names algorithm and units",
+            _see("features", name="plans"),
+            "test_streams.py::test_a_plan_shows_what_cublaslt_chose",
+        ),
         Feature(
             "`autotune`",
             _see("features", name="autotune"),
@@ -222,7 +239,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature(
             "`profile`",
             _see("features", name="profile"),
-            "test_timing.py::test_time_is_that_between_the_events",
+            "test_streams.py::test_a_profile_takes_times_by_events",
         ),
         Feature(
             "`cublas_handle` and the guard",
