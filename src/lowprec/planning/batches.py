@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-__all__ = ["Batches", "contiguous_batch", "split_batches"]
+__all__ = ["Batches", "Dimension", "contiguous_batch", "merged", "split_batches"]
 
 Shape = tuple[int, ...]
+
+#: A number of steps, and the length of a step in elements for each array that is walked.
+Dimension = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,27 @@ class Batches:
     count: int
     strides: Shape
     offsets: tuple[Shape, ...]
+
+
+def merged(dimensions: Sequence[Dimension]) -> list[Dimension]:
+    """Make neighbours one where every array steps regularly from the end of the inner one to its next beginning.
+
+    Examples
+    --------
+    >>> merged([(2, (12, 0)), (3, (4, 0)), (4, (1, 1))])
+    [(6, (4, 0)), (4, (1, 1))]
+    """
+    result: list[Dimension] = []
+    for extent, steps in dimensions:
+        if extent == 1:
+            continue
+        if result:
+            outer_extent, outer = result[-1]
+            if all(o == extent * s for o, s in zip(outer, steps, strict=True)):
+                result[-1] = (outer_extent * extent, steps)
+                continue
+        result.append((extent, steps))
+    return result
 
 
 def contiguous_batch(shape: Shape, matrix_elements: int) -> Shape:
@@ -63,7 +87,8 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     >>> split_batches((2, 3), [(5, 20)])
     Batches(count=3, strides=(20,), offsets=((0,), (5,)))
     """
-    dimensions = _merged(shape, stacks)
+    steps = [tuple(strides[axis] for strides in stacks) for axis in range(len(shape))]
+    dimensions = merged(list(zip(shape, steps, strict=True)))
     if not dimensions:
         return Batches(1, (0,) * len(stacks), ((0,) * len(stacks),))
     longest = max(range(len(dimensions)), key=lambda i: dimensions[i][0])
@@ -77,19 +102,3 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     )
     assert len(offsets) * count == prod(shape)
     return Batches(count, strides, offsets)
-
-
-def _merged(shape: Shape, stacks: Sequence[Shape]) -> list[tuple[int, Shape]]:
-    """Return (extent, stride per stack) of each dimension, neighbours made one where all stacks step regularly."""
-    merged: list[tuple[int, Shape]] = []
-    for axis, extent in enumerate(shape):
-        if extent == 1:
-            continue
-        steps = tuple(strides[axis] for strides in stacks)
-        if merged:
-            outer_extent, outer = merged[-1]
-            if all(o == extent * s for o, s in zip(outer, steps, strict=True)):
-                merged[-1] = (outer_extent * extent, steps)
-                continue
-        merged.append((extent, steps))
-    return merged

@@ -8,11 +8,9 @@ from itertools import product
 from math import prod
 
 from lowprec.formats import DType
+from lowprec.planning.batches import Dimension, merged
 
 __all__ = ["Dimension", "Source", "Walk", "are_multiples", "merged", "walks"]
-
-#: A number of steps, and the length of a step in elements for each array that is walked.
-Dimension = tuple[int, tuple[int, ...]]
 
 #: Batch dimensions that one launch walks.
 _PER_LAUNCH = 3
@@ -39,27 +37,6 @@ class Source:
     col_stride: int
     batch_shape: tuple[int, ...] = ()
     batch_strides: tuple[int, ...] = ()
-
-
-def merged(dimensions: Sequence[Dimension]) -> list[Dimension]:
-    """Make neighbours one where every array steps regularly from the end of the inner one to its next beginning.
-
-    Examples
-    --------
-    >>> merged([(2, (12, 0)), (3, (4, 0)), (4, (1, 1))])
-    [(6, (4, 0)), (4, (1, 1))]
-    """
-    result: list[Dimension] = []
-    for extent, steps in dimensions:
-        if extent == 1:
-            continue
-        if result:
-            outer_extent, outer = result[-1]
-            if all(o == extent * s for o, s in zip(outer, steps, strict=True)):
-                result[-1] = (outer_extent * extent, steps)
-                continue
-        result.append((extent, steps))
-    return result
 
 
 @dataclass(frozen=True, slots=True)
