@@ -186,6 +186,27 @@ def test_a_thread_that_ends_leaves_its_handle(software: SoftwareGpu, cupy: Cupy)
     assert software.live()["handles"] == 1
 
 
+@pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
+def test_a_warm_call_is_one_call_of_cublaslt(
+    software: SoftwareGpu, cupy: Cupy, epilogue: bool
+) -> None:
+    a, b, out, bias = (cupy.asarray(x) for x in (A, B, C, C[0]))
+    keywords = {"bias": bias, "activation": "relu"} if epilogue else {}
+    lowprec.matmul(a, b, out=out, **keywords)
+    before = software.calls_made()
+    lowprec.matmul(a, b, out=out, **keywords)
+    made = software.software.calls[before:]
+    assert made == ["runtime.cudaGetDevice", "cublas_lt.matmul"]
+    # The pointer of a bias is part of the descriptor, and is set where it is another.
+    if epilogue:
+        found = lowprec.matmul(a, b, out=out, bias=cupy.asarray(B[0]), activation="relu")
+        assert software.software.calls[-2:] == [
+            "cublas_lt.matmul_desc_set_attribute",
+            "cublas_lt.matmul",
+        ]
+        np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum(TRUE + B[0], 0))
+
+
 # -- graphs ---------------------------------------------------------------------------------------
 
 

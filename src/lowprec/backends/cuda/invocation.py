@@ -122,7 +122,8 @@ class Invocation:
         self.workspace_bytes = workspace_bytes
         self._describe = describe
         self._lock = threading.Lock()
-        self._varies = bool(operands.bias or operands.scale_first or operands.scale_second)
+        self._set: tuple[int, ...] | None = _pointers_of(operands)
+        self._varies = any(self._set)
         self._offsets = _byte_offsets(call)
         self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
@@ -159,7 +160,11 @@ class Invocation:
                 return
             # These pointers are part of the descriptor, which other threads use too; it is read before matmul returns.
             with self._lock:
-                _set_pointers(self.product.operation, operands)
+                pointers = _pointers_of(operands)
+                if pointers != self._set:
+                    self._set = None  # what is set is not known while it changes
+                    _set_pointers(self.product.operation, operands)
+                    self._set = pointers
                 self._queue(handle, stream, operands)
         except LowprecError:
             raise
@@ -268,13 +273,15 @@ def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
     )
 
 
+def _pointers_of(operands: Operands) -> tuple[int, int, int]:
+    """Return the pointers that are part of the descriptor, 0 for none."""
+    return operands.bias, operands.scale_first, operands.scale_second
+
+
 def _set_pointers(operation: Descriptor, operands: Operands) -> None:
     """Write the pointers that are part of the descriptor."""
-    for name, address in (
-        ("BIAS_POINTER", operands.bias),
-        ("A_SCALE_POINTER", operands.scale_first),
-        ("B_SCALE_POINTER", operands.scale_second),
-    ):
+    names = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
+    for name, address in zip(names, _pointers_of(operands), strict=True):
         if address:
             bindings.set_attribute("matmul_desc", operation.pointer, name, address)
 
