@@ -58,14 +58,34 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--sections", type=_names, metavar="A,B", help=f"of: {', '.join(sections.SECTIONS)}"
     )
-    made.add_argument("--out", type=Path, default=common.RESULTS, metavar="DIR")
+    made.add_argument(
+        "--out", type=_folder, default=common.RESULTS, metavar="DIR",
+        help="folder of the report (default: benchmarks/results, from which docs/verified.md is made)",
+    )  # fmt: skip
     made.add_argument("--seed", type=int, default=0)
     made.add_argument(
-        "--limit", type=float, default=sections.TOTAL_S, metavar="SECONDS", help="for all of it"
+        "--limit", type=_seconds, default=sections.TOTAL_S, metavar="SECONDS", help="for all of it"
     )
     made.add_argument("--child", help=argparse.SUPPRESS)
     made.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     return made
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return number
 
 
 def _names(text: str) -> list[str]:
@@ -171,6 +191,10 @@ def _print(content: Mapping[str, Any]) -> None:
         for name, result in content["results"].items()
     ]
     common.print_table("sections", ("section", "s", "state"), rows)
+    if not content["machine"]["gpu"]:
+        print(
+            "\nno GPU was used: what was measured is the CPU's, and the claims below are about GPUs"
+        )
     common.print_table("claims", common.CLAIM_HEADER, common.claim_rows(content["claims"]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from lowprec import policy, streams
@@ -12,13 +13,14 @@ from lowprec.backends import Arguments, Timed, backend_of
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
+from lowprec.policy import environment
 from lowprec.prepared import look_up
 from lowprec.request import make_request, scale_view
 
-__all__ = ["Tuning", "autotune"]
+__all__ = ["MOST_CANDIDATES", "Tuning", "autotune"]
 
 #: cuBLASLt seldom has more that differ.
-_MOST_CANDIDATES = 256
+MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ def autotune(
         The same errors as ``matmul``.
     UnsupportedError
         If ``candidates`` is out of range.
+    EnvironmentVariableError
+        If ``LOWPREC_AUTOTUNE`` holds a value that it may not hold.
+    TypeError
+        If ``candidates`` is no integer.
 
     Examples
     --------
@@ -113,9 +119,10 @@ def autotune(
     >>> lowprec.autotune(a, a).speedup
     1.0
     """
-    if isinstance(candidates, bool) or not 1 <= candidates <= _MOST_CANDIDATES:
+    environment.autotune()  # a bad value is an error here as it is where a product uses it
+    if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(
-            f"candidates must be from 1 to {_MOST_CANDIDATES}, got {candidates!r}"
+            f"candidates must be from 1 to {MOST_CANDIDATES}, got {candidates!r}"
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)

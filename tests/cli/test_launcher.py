@@ -119,8 +119,8 @@ def test_what_the_environment_says_already(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("", "one of the arguments --mode --guard is required"),
-        ("script.py", "one of the arguments --mode --guard is required"),
+        ("", "give --mode MODE or --guard, before the script"),
+        ("script.py", "give --mode MODE or --guard, before the script"),
         ("--mode tf32 --guard script.py", "--guard: not allowed with argument --mode"),
         ("--mode tf23 script.py", "'tf23' is not a math mode; choose one of: fp32, "),
         ("--mode bf16x9 script.py", "bf16x9 is not available in this version"),

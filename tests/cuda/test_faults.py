@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -110,6 +110,15 @@ def each_call_fails(gpu: Gpu, route: Route, check: Callable[[str], None]) -> Non
         check(f"after a fault in call {position}: {said}")
     # Few calls are such that it makes no difference whether they worked.
     assert failures >= (position - 1) * 2 // 3 > 1
+
+
+@pytest.fixture(autouse=True)
+def cheap_collections() -> Iterator[None]:
+    """What is there already is no garbage, and need not be looked at after each call."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", ROUTES)

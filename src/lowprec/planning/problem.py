@@ -119,6 +119,12 @@ class GemmProblem:
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     """Return the operands' common element type; raise if there is none or the device has no use for it."""
+    dtypes = (problem.a.dtype, problem.b.dtype)
+    if dtypes == (DType.FLOAT8_E5M2,) * 2:
+        raise UnsupportedError(
+            f"a and b are both {DType.FLOAT8_E5M2}, which no tensor core multiplies; convert one of them to "
+            f"{DType.FLOAT8_E4M3FN}"
+        )
     for name, spec in (("a", problem.a), ("b", problem.b)):
         if spec.dtype.is_float8 and not capabilities.has_float8:
             raise UnsupportedError(
@@ -130,19 +136,8 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
                 str(d) for d in OUT_DTYPES if capabilities.has_float8 or not d.is_float8
             )
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    dtypes = (problem.a.dtype, problem.b.dtype)
-    if all(d.is_float8 for d in dtypes):
-        return _common_float8(*dtypes)
-    return promote(*dtypes)
-
-
-def _common_float8(a: DType, b: DType) -> DType:
-    """Return the type that stands for a pair of FP8 types, which the units multiply as they are."""
-    if a is b is DType.FLOAT8_E5M2:
-        raise UnsupportedError(
-            f"a and b are both {a}, which no tensor core multiplies; convert one of them to {DType.FLOAT8_E4M3FN}"
-        )
-    return DType.FLOAT8_E4M3FN
+    # A pair of FP8 types is multiplied as it is; one of the two stands for it.
+    return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:

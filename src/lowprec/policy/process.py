@@ -86,7 +86,8 @@ def changes() -> list[str]:
             continue
         values = [f"{name} = {now.get(name)!r}" for name in inside if now.get(name) != inside[name]]
         if values:
+            verbs = ("was", "is") if len(values) == 1 else ("were", "are")
             said.append(
-                f"{controller.name}: {', '.join(values)} was set by the program, and is kept"
+                f"{controller.name}: {', '.join(values)} {verbs[0]} set by the program, and {verbs[1]} kept"
             )
     return said

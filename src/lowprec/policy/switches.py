@@ -281,7 +281,8 @@ def _undo(layer: _Layer) -> list[str]:
     except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be put back
         return [f"the switches of {controller.name} could not be put back: {in_words(error)}"]
     values = ", ".join(f"{name} = {now[name]!r}" for name in changed)
-    return [f"{controller.name}: {values} was set inside the block, and is kept"]
+    verbs = ("was", "is") if len(changed) == 1 else ("were", "are")
+    return [f"{controller.name}: {values} {verbs[0]} set inside the block, and {verbs[1]} kept"]
 
 
 # -- fork -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lowprec.cli.operands import operand
 from lowprec.cli.options import add_json, add_mode, add_seed, count, dtype, shape
 from lowprec.cli.output import Table, print_json, print_table, print_text, progress, seconds
 from lowprec.formats import DType
+from lowprec.policy import environment
 from lowprec.report import info
 from lowprec.request import ShapeDtype
 from lowprec.tuning import Tuning
@@ -59,13 +60,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     parser.add_argument(
         "--candidates",
-        type=count,
+        type=_candidates,
         default=32,
         metavar="N",
-        help="how many algorithms to measure, as cuBLASLt ranks them (default: 32)",
+        help="how many algorithms to measure, as cuBLASLt ranks them (default: 32; at most 256)",
     )
     add_seed(parser)
     add_json(parser)
+
+
+def _candidates(text: str) -> int:
+    number = count(text)
+    if number > tuning.MOST_CANDIDATES:
+        raise argparse.ArgumentTypeError(f"{text} is more than {tuning.MOST_CANDIDATES}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class _Tuned:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
+    environment.autotune()  # a bad value of LOWPREC_AUTOTUNE is a mistake on every machine
     pairs = _pairs(options.shapes)
     modes = [_mode(a, b, options) for a, b in pairs]
     gpu = info()["gpu"]

@@ -32,7 +32,7 @@ Options of lowprec come first; all that follows the script or the module is the 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.usage = "lowprec run [-h] (--mode MODE [--force] | --guard) (SCRIPT | -m MODULE) ..."
-    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
     chosen.add_argument(
         "--guard",
@@ -62,6 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Become the program."""
+    if options.mode is None and not options.guard:
+        raise CommandError("run: give --mode MODE or --guard, before the script or the module")
     if options.force and options.guard:
         raise CommandError("run: --force goes with --mode; nothing overrules --guard")
     command = launcher.python_command(_program(options))
@@ -99,7 +101,9 @@ def _check(script: str) -> None:
             # A pipe is not opened: that would take from the program what is in it.
             Path(script).open("rb").close()
     except OSError as error:
-        raise CommandError(f"cannot read {script}: {error.strerror or error}") from None
+        raise CommandError(
+            f"cannot read {script or repr(script)}: {error.strerror or error}"
+        ) from None
 
 
 # -- what stands above the command line ------------------------------------------------------------
