@@ -41,6 +41,8 @@ def runtime(capability: tuple[int, int] = (9, 0)) -> Hashable:
         cudaGetDeviceProperties=lambda index: (0, found),
         cudaDeviceGetAttribute=lambda what, index: (0, 1),
         cudaMemsetAsync=lambda address, value, nbytes, stream: (0,),
+        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
+        cudaThreadExchangeStreamCaptureMode=lambda mode: (0, 0),
     )
 
 

@@ -250,6 +250,44 @@ def test_complex_factors(gpu: Gpu, rng: Any) -> None:
         check_exact(gpu.get(found), (1 - 2j) * true_product(a, b) + 3j * c)
 
 
+def apart(x: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
+    """The same matrix with rows ``step`` elements apart."""
+    wide = np.zeros((x.shape[0], step), x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+@named(
+    ("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str
+)
+def test_a_bias_at_an_odd_address(gpu: Gpu, rng: Any, dtype: Any, out: Any) -> None:
+    a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
+    for start in (0, 1, 3):
+        bias = integers(rng, (64,), out)[start : start + 48]
+        found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), bias=gpu.put(bias)))
+        check_exact(found, (true_product(a, b) + oracles.widen(bias)).astype(out))
+
+
+@named(("dtype", "out"), [(BF16, BF16), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str)
+@named("step", [48, 49, 56, 64])
+def test_rows_at_any_distance(gpu: Gpu, rng: Any, dtype: Any, out: Any, step: int) -> None:
+    a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
+    target = gpu.put(apart(np.zeros((32, 48), out), step))
+    c = apart(integers(rng, (32, 48), out), step)
+    addend = {} if dtype == I8 else {"c": gpu.put(c), "beta": 1.0}
+    lowprec.matmul(gpu.put(a), gpu.put(b), out=target, **addend)
+    true = true_product(a, b) + (0 if dtype == I8 else oracles.widen(c))
+    check_exact(gpu.get(target), true.astype(out))
+
+
+@named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
+def test_a_batch_backwards(gpu: Gpu, rng: Any, dtype: Any, mode: str) -> None:
+    a, b = integers(rng, (4, 6, 16), dtype)[::-1], integers(rng, (4, 16, 8), dtype)
+    for x, y in ((a, b), (a, b[::-1])):
+        found = gpu.get(lowprec.matmul(gpu.put(x), gpu.put(y), math_mode=mode))
+        check_exact(found, true_product(x, y).astype(found.dtype))
+
+
 # -- out ------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,9 @@ def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
             del sys.modules[name]
             package, _, module = name.rpartition(".")
-            if package in sys.modules:  # of a run by the report itself, which has imported it before
+            if (
+                package in sys.modules
+            ):  # of a run by the report itself, which has imported it before
                 vars(sys.modules[package]).pop(module, None)
 
 

@@ -153,7 +153,7 @@ def test_a_warm_product_is_captured(cuda: software.Software, cupy: Any, mode: st
         graph = cuda.runtime.end_capture(own.ptr)
         assert "matmul" in graph.labels
         kept = set(cuda.runtime.memory.live()) - before
-        assert bool(kept) is (mode != "fp32"), "a graph has memory of its own where it needs any"
+        assert kept, "a graph has memory of its own, a workspace at least"
         for turn in range(3):
             changed = A + turn
             cuda.runtime.cudaMemcpyAsync(x.data.ptr, changed.ctypes.data, A.nbytes, 4, own.ptr)

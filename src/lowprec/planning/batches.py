@@ -71,7 +71,7 @@ def contiguous_batch(shape: Shape, matrix_elements: int) -> Shape:
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
-    """Return the longest regular run through a batch, and the offsets of the runs.
+    """Return the longest regular run forward through a batch, and the offsets of the runs.
 
     Parameters
     ----------
@@ -86,13 +86,16 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     Batches(count=6, strides=(10, 0), offsets=((0, 0),))
     >>> split_batches((2, 3), [(5, 20)])
     Batches(count=3, strides=(20,), offsets=((0,), (5,)))
+    >>> split_batches((2,), [(-6,)])
+    Batches(count=1, strides=(0,), offsets=((0,), (-6,)))
     """
     steps = [tuple(strides[axis] for strides in stacks) for axis in range(len(shape))]
     dimensions = merged(list(zip(shape, steps, strict=True)))
-    if not dimensions:
-        return Batches(1, (0,) * len(stacks), ((0,) * len(stacks),))
-    longest = max(range(len(dimensions)), key=lambda i: dimensions[i][0])
-    count, strides = dimensions.pop(longest)
+    # Nobody promises a stride from one matrix back to the one before.
+    forward = [i for i, (_, steps) in enumerate(dimensions) if min(steps) >= 0]
+    count, strides = 1, (0,) * len(stacks)
+    if forward:
+        count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
     offsets = tuple(
         tuple(
             sum(index * steps[stack] for index, (_, steps) in zip(walk, dimensions, strict=True))

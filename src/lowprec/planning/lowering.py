@@ -100,6 +100,7 @@ class _Terms:
     layout: GemmLayout
     data: DType
     aligned: bool
+    fuse: bool
 
     @property
     def as_real(self) -> bool:
@@ -119,6 +120,7 @@ def lower(
     layout: GemmLayout,
     *,
     aligned: bool = True,
+    fuse: bool = True,
 ) -> CublasLtCall:
     """Return what cuBLASLt is asked for.
 
@@ -130,7 +132,9 @@ def lower(
     layout : GemmLayout
         Of :func:`gemm_layout`; the result has elements, and ``k`` is not 0.
     aligned : bool
-        Whether all pointers are multiples of 16 bytes.
+        Whether the pointers that must be (see :data:`K_CONTIGUOUS`, and that of a bias) are multiples of 16 bytes.
+    fuse : bool
+        Whether the call itself may add and activate.
 
     Examples
     --------
@@ -143,7 +147,7 @@ def lower(
     ('COMPUTE_32F_FAST_TF32', True, 16, 32)
     """
     data = multiplied_dtype(mode, compute_dtype)
-    terms = _Terms(problem, mode, compute_dtype, out_dtype, layout, data, aligned)
+    terms = _Terms(problem, mode, compute_dtype, out_dtype, layout, data, aligned, fuse)
     a, b = _operand(terms, "a"), _operand(terms, "b")
     c = _addend(terms)
     aside = "; ".join(_reasons_to_go_aside(terms, a, b, c))
@@ -313,7 +317,7 @@ def _reasons_to_go_aside(terms: _Terms, a: _Stack, b: _Stack, c: _Stack | None) 
         reasons.append(f"products of {terms.data} are not written as {terms.out_dtype}")
     if not out.blas_expressible:
         reasons.append("BLAS cannot express the result's strides")
-    if problem.out is not None and terms.k_contiguous and not terms.aligned:
+    if terms.k_contiguous and not (terms.aligned and _in_steps(out, terms.out_dtype)):
         reasons.append(f"{terms.data} kernels write in steps of {_ALIGNMENT_BYTES} bytes")
     if any(x.pack is not None and x.pack.scaled for x in (a, b)):
         reasons.append("the powers of two that scaled the operands are taken back")
@@ -328,12 +332,22 @@ def _reasons_to_go_aside(terms: _Terms, a: _Stack, b: _Stack, c: _Stack | None) 
     return reasons + _reasons_of_epilogue(terms, c)
 
 
+def _in_steps(layout: OperandLayout, dtype: DType) -> bool:
+    """Whether the distances between columns and between matrices are multiples of 16 bytes."""
+    distances = [layout.leading_dimension or 0, *layout.batch_strides]
+    return not any(x * dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
+
+
 def _reasons_of_epilogue(terms: _Terms, c: _Stack | None) -> list[str]:
     """Return why the epilogue cannot be fused."""
     problem, out = terms.problem, terms.layout.out
     reasons = []
+    if not terms.fuse and (problem.has_beta or problem.bias or problem.activation):
+        reasons.append("cuBLASLt has no algorithm that adds or activates here")
     if problem.has_beta:
         fits = c is not None and c.dtype is terms.out_dtype and c.layout.order == out.order
+        if c is not None and terms.k_contiguous:
+            fits = fits and _in_steps(c.layout, c.dtype)
         if not fits:
             reasons.append("c lies or is stored otherwise than the result")
     if problem.bias is not None:
@@ -343,10 +357,11 @@ def _reasons_of_epilogue(terms: _Terms, c: _Stack | None) -> list[str]:
             and problem.bias.dtype is terms.out_dtype
             and out.order == "row"
             and problem.bias.strides == (1,)
+            and terms.aligned
         )
         if not fits:
             reasons.append(
-                "bias is fused for real row-major results, packed and of their element type"
+                "bias is fused for real row-major results, packed, aligned and of their element type"
             )
     if problem.activation is not None and terms.out_dtype not in _FUSES:
         reasons.append(f"{problem.activation} is not fused for {terms.out_dtype}")

@@ -101,9 +101,18 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     """
     if 0 in plan.out_shape or plan.call is None:
         return ()
+    product = PreparedProduct(plan)
     with driver.on_device(arguments.a.device.index):
-        info = PreparedProduct(plan).prepared(arguments).info
-    return (("algorithm", algorithm_text(info)), ("units", units_text(info)))
+        info = product.prepared(arguments).info
+    rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
+    if not product.fuses:
+        rows.append(
+            (
+                "fallback",
+                "no algorithm adds or activates here: a kernel does, on a result made aside",
+            )
+        )
+    return tuple(rows)
 
 
 def algorithm_text(info: AlgorithmInfo) -> str:

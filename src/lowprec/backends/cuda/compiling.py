@@ -106,7 +106,8 @@ class Launch:
     def __call__(self, stream: int, addresses: Iterable[int], *numbers: np.float64) -> None:
         """Queue the kernel; ``numbers`` follow what never changes."""
         if self._kernel is None:
-            self._kernel = kernel(*self._made_of)
+            with driver.relaxed_capture():  # loading is no part of what may be being captured
+                self._kernel = kernel(*self._made_of)
         try:
             self._core.launch(
                 Stream(stream), self._config, self._kernel, *addresses, *self._constants, *numbers

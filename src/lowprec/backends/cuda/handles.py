@@ -77,7 +77,8 @@ class HandlePool:
             free = self._free.get(device)
             found = free.pop() if free else None
         if found is None:
-            found = self._create()
+            with driver.relaxed_capture():
+                found = self._create()
             with self._lock:
                 self._devices[found] = device
         lease.handles[device] = found
@@ -124,13 +125,17 @@ _allocated: list[tuple[int, int]] = []
 def workspace(owner: int, stream: int, nbytes: int) -> int:
     """Return the address of at least ``nbytes`` of temporary memory for a handle's work on a stream; 0 for none.
 
-    The memory is on the current device. It stays until :func:`reset`: a captured graph may hold its address.
+    The memory is on the current device, and stays until :func:`reset`.
     """
     if not nbytes:
         return 0
+    if driver.is_capturing(stream):
+        # Graphs may run side by side, beside other work and at any later time: each product of one has memory of its
+        # own, for good.
+        return driver.allocate(nbytes)
     found = _workspaces.get((owner, stream))
     if found is None or found[1] < nbytes:
-        # One that is outgrown is not freed, for the same reason.
+        # One that is outgrown is not freed: work that uses it may be queued.
         device = driver.current_device()
         found = (driver.allocate(nbytes), nbytes)
         _allocated.append((device, found[0]))

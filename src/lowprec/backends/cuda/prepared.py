@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
+from typing import TypeVar
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import autotune, driver, handles
@@ -17,6 +18,7 @@ from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands, alignment_of
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
+from lowprec.errors import UnsupportedError
 from lowprec.planning import GemmPlan
 from lowprec.planning.calls import CublasLtCall
 from lowprec.planning.lowering import K_CONTIGUOUS, lower
@@ -24,7 +26,9 @@ from lowprec.planning.rendering import title
 
 __all__ = ["PreparedProduct"]
 
-#: Pointers of types with ``K_CONTIGUOUS`` must be multiples of this.
+_T = TypeVar("_T")
+
+#: Pointers of types with ``K_CONTIGUOUS``, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
 
 
@@ -39,7 +43,9 @@ class PreparedProduct:
 
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
-        self._routes: dict[bool, _Route] = {}
+        self._routes: dict[tuple[bool, bool], _Route] = {}
+        #: Whether the call itself adds and activates; not where cuBLASLt turned out to have no algorithm that does.
+        self.fuses = True
         self._lock = threading.Lock()
         self._last = threading.local()
         self._plain: _Route | None = None
@@ -56,10 +62,21 @@ class PreparedProduct:
             self._run(device, arguments)
 
     def _run(self, device: Device, arguments: Arguments) -> None:
+        self._last.invocation = self._or_unfused(arguments, lambda x: x.run(device, arguments))
         route = self.route(arguments)
-        self._last.invocation = route.run(device, arguments)
         if route.is_plain:
             self._plain = route
+
+    def _or_unfused(self, arguments: Arguments, use: Callable[[_Route], _T]) -> _T:
+        """Use a route; where cuBLASLt has no algorithm for what it fuses, use the one without."""
+        route = self.route(arguments)
+        try:
+            return use(route)
+        except UnsupportedError:
+            if not (self.fuses and route.adds_or_activates):
+                raise
+            self.fuses = False
+        return use(self.route(arguments))
 
     @property
     def last(self) -> Invocation | None:
@@ -70,7 +87,8 @@ class PreparedProduct:
 
     def prepared(self, arguments: Arguments) -> Invocation:
         """Return what would run, without running it; the device is current, and the plan has a call."""
-        return self.route(arguments).prepared(arguments.a.device, arguments)
+        device = arguments.a.device
+        return self._or_unfused(arguments, lambda x: x.prepared(device, arguments))
 
     def tune(
         self,
@@ -80,27 +98,38 @@ class PreparedProduct:
     ) -> tuple[autotune.Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
         device = arguments.a.device
-        return self.route(arguments).tune(device, arguments, candidates, progress)
+        return self._or_unfused(
+            arguments, lambda x: x.tune(device, arguments, candidates, progress)
+        )
 
     def route(self, arguments: Arguments) -> _Route:
         """Return the way for pointers such as these."""
-        aligned = True
+        views = [arguments.bias]
         if self.plan.compute_dtype in K_CONTIGUOUS:
-            pointers = (arguments.a.address, arguments.b.address, arguments.out.address)
-            aligned = alignment_of(*pointers) >= _STEP_BYTES
-        found = self._routes.get(aligned)
+            views += [arguments.a, arguments.b, arguments.out, arguments.c]
+        aligned = not any(x is not None and x.address % _STEP_BYTES for x in views)
+        key = (aligned, self.fuses)
+        found = self._routes.get(key)
         if found is None:
             with self._lock:
-                found = self._routes.setdefault(aligned, _Route(self.plan, aligned))
+                found = self._routes.setdefault(key, _Route(self.plan, *key))
         return found
 
 
 class _Route:
     """One lowering of a plan, with the invocations for the alignments seen so far."""
 
-    def __init__(self, plan: GemmPlan, aligned: bool) -> None:
+    def __init__(self, plan: GemmPlan, aligned: bool, fuses: bool) -> None:
         self._plan = plan
-        self.call = plan.call if aligned or plan.call is None else _lowered_again(plan)
+        self.call = plan.call
+        if plan.call is not None and not (aligned and fuses):
+            self.call = lower(
+                plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout,
+                aligned=aligned, fuse=fuses,
+            )  # fmt: skip
+        self.adds_or_activates = self.call is not None and bool(
+            self.call.c or self.call.epilogue != "DEFAULT"
+        )
         self._invocations: dict[int, Invocation] = {}
         self._lock = threading.Lock()
         self._offset_bits = _offset_bits(self.call) if self.call else 0
@@ -213,7 +242,7 @@ class _Route:
     ) -> Invocation:
         """Return the prepared call for pointers of this alignment."""
         alignment = alignment_of(
-            operands.first, operands.second, operands.c, operands.d, operands.bias, self._offset_bits
+            operands.first, operands.second, operands.c, operands.d, self._offset_bits
         )  # fmt: skip
         found = self._invocations.get(alignment)
         if found is None:
@@ -241,13 +270,6 @@ class _Route:
             choose,
             lambda: f"{title(plan)}, {plan.compute_type}",
         )
-
-
-def _lowered_again(plan: GemmPlan) -> CublasLtCall:
-    """Return what is asked of cuBLASLt for pointers that its kernels cannot read where they are."""
-    return lower(
-        plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout, aligned=False
-    )
 
 
 def _offset_bits(call: CublasLtCall) -> int:
