@@ -63,7 +63,12 @@ def test_a_killed_program() -> None:
 
 @posix
 def test_ctrl_c() -> None:
-    script = write("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    # It is ready once its main thread sleeps, so another thread says so, a while later.
+    script = write(
+        "import threading, time\n"
+        "threading.Timer(0.5, print, ['ready'], {'flush': True}).start()\n"
+        "time.sleep(60)"
+    )
 
     def interrupted(*words: str) -> Seen:
         with subprocess.Popen(

@@ -73,7 +73,7 @@ class PreparedProduct:
         try:
             return use(route)
         except UnsupportedError:
-            if not (self.fuses and route.adds_or_activates):
+            if not (route.fuses and route.adds_or_activates):
                 raise
             self.fuses = False
         return use(self.route(arguments))
@@ -121,6 +121,7 @@ class _Route:
 
     def __init__(self, plan: GemmPlan, aligned: bool, fuses: bool) -> None:
         self._plan = plan
+        self.fuses = fuses
         self.call = plan.call
         if plan.call is not None and not (aligned and fuses):
             self.call = lower(
