@@ -188,16 +188,6 @@ class SoftwareGpu(Gpu):
             warnings.simplefilter("ignore")
             yield
 
-    @contextlib.contextmanager
-    def captured(self, stream: int = 1) -> Iterator[list[Any]]:
-        """Capture the work of a stream; the list holds the graph afterwards."""
-        graphs: list[Any] = []
-        self.software.runtime.begin_capture(stream)
-        try:
-            yield graphs
-        finally:
-            graphs.append(self.software.runtime.end_capture(stream))
-
 
 class _Always(dict):  # type: ignore[type-arg]
     def __init__(self, value: float) -> None:

@@ -14,7 +14,6 @@ import oracles
 from device_fixture import Gpu
 from lowprec import prepared
 from lowprec.backends import cuda
-from lowprec.backends.cuda import autotune
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 TRUE = oracles.product(A, A)
@@ -202,7 +201,3 @@ def test_a_failure_in_the_midst_leaves_the_old_choice(software: Gpu) -> None:
     software.forgive()
     assert chosen(x) == first
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
-
-
-def test_what_decides_the_speed_is_in_the_key() -> None:
-    assert autotune.CANDIDATES == 32

@@ -296,11 +296,10 @@ def test_a_batch_backwards(gpu: Gpu, rng: Any, dtype: Any, mode: str) -> None:
 @named("mode", ["fp32", "bf16"])
 def test_out(gpu: Gpu, rng: Any, dtype: Any, layout: str, mode: str) -> None:
     a, b = integers(rng, (2, 10, 16), dtype), integers(rng, (2, 16, 12), dtype)
-    whole, view = LAYOUTS[layout](np.zeros((2, 10, 12), result_dtype(dtype))), None
+    whole = LAYOUTS[layout](np.zeros((2, 10, 12), result_dtype(dtype)))
     out, memory = gpu.put_with_memory(whole)
     before = gpu.get(memory)
-    view = lowprec.matmul(gpu.put(a), gpu.put(b), out=out, math_mode=mode)
-    assert view is out
+    assert lowprec.matmul(gpu.put(a), gpu.put(b), out=out, math_mode=mode) is out
     found = gpu.get(out)
     check_exact(found, true_product(a, b).astype(found.dtype))
     # What lies between the elements of out is not touched.

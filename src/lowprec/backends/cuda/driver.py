@@ -229,11 +229,6 @@ def create_stream() -> int:
     return int(_call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
 
 
-def destroy_stream(stream: int) -> None:
-    """Destroy a stream once its work is done."""
-    _call("cudaStreamDestroy", stream)
-
-
 def synchronize_stream(stream: int) -> None:
     """Wait on the host for the work of a stream."""
     _call("cudaStreamSynchronize", stream)
