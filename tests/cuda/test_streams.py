@@ -296,6 +296,14 @@ def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
     assert "split-K" in shown
 
 
+def test_a_plan_shows_what_an_odd_address_costs(cupy: Cupy) -> None:
+    a, b, wide = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.arange(32, dtype=np.float32))
+    for start, told in ((0, False), (1, True)):
+        rows = dict(lowprec.plan(a, b, bias=wide[start : start + 24]).algorithm)
+        assert ("fallback" in rows) is told
+    assert "no multiple of 16 bytes" in rows["fallback"]
+
+
 def test_info_shows_the_devices(software: SoftwareGpu) -> None:
     lowprec.matmul(software.put(A), software.put(B))
     found = lowprec.info()

@@ -104,14 +104,14 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     product = PreparedProduct(plan)
     with driver.on_device(arguments.a.device.index):
         info = product.prepared(arguments).info
+        call = product.route(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
     if not product.fuses:
-        rows.append(
-            (
-                "fallback",
-                "no algorithm adds or activates here: a kernel does, on a result made aside",
-            )
-        )
+        why = "no algorithm adds or activates here: a kernel does, on a result made aside"
+        rows.append(("fallback", why))
+    elif call != plan.call:
+        why = "a pointer is no multiple of 16 bytes: arrays are rewritten, or the result is made aside"
+        rows.append(("fallback", why))
     return tuple(rows)
 
 
