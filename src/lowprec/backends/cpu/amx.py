@@ -33,7 +33,7 @@ import importlib.util
 import platform
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -83,34 +83,29 @@ def _request_permission() -> bool:
     return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
 
 
-def _obstacles() -> Iterator[str]:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        yield "the tile units (AMX) are used on Linux on x86-64 only"
-        return
-    absent = sorted(_CPU_FLAGS - cpu_flags())
-    if absent:
-        yield f"this CPU has no tile units (AMX): {absent[0]} is missing"
-    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
-    # that does not need the tiles should not pay.
-    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
-        yield 'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
-    if environment.numba_is_off():
-        yield "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
-    if not absent and not _request_permission():
-        yield "the system does not grant this process the tile units (AMX)"
-
-
 @lru_cache(maxsize=1)
 def obstacle() -> str:
     """What keeps `gemm` from running here, as a sentence; empty if nothing does.
 
     It needs Linux on x86-64, AMX for bfloat16 and int8, permission to use it (asked for here), and
-    numba. The answer is kept. Never raises.
+    numba. The answer is kept.
     """
-    try:
-        return next(_obstacles(), "")
-    except Exception as error:  # noqa: BLE001 - a sandbox without /proc means "no"
-        return f"the tile units (AMX) could not be examined: {error}"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return "the tile units (AMX) are used on Linux on x86-64 only"
+    absent = sorted(_CPU_FLAGS - cpu_flags())
+    if absent:
+        return f"this CPU has no tile units (AMX): {absent[0]} is missing"
+    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
+    # that does not need the tiles should not pay.
+    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
+        return (
+            'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
+        )
+    if environment.numba_is_off():
+        return "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
+    if not _request_permission():
+        return "the system does not grant this process the tile units (AMX)"
+    return ""
 
 
 def is_available() -> bool:

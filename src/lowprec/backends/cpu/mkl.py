@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.interrupts import raised_in
 
 __all__ = ["Matrix", "Mkl", "loaded_mkl", "mkl"]
 
@@ -218,26 +219,41 @@ def _library_candidates() -> list[str]:
 
 def _is_loaded(path: str) -> bool:
     """Whether somebody else (a NumPy built on MKL) has loaded this library already."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return False
     try:
         ctypes.CDLL(os.path.basename(path), mode=os.RTLD_NOLOAD)
-    except (OSError, AttributeError):
+    except OSError as error:
+        if not raised_in(error, "ctypes"):
+            raise
         return False
     return True
 
 
+#: By path, whether lowprec loads the library itself. The first thread to ask decides before it loads, so that no other
+#: one, nor a second try after an interrupt, takes a library of ours for somebody else's.
+_is_ours: dict[str, bool] = {}
+
+
 @functools.cache
 def mkl() -> Mkl | None:
-    """Open MKL once and return it, or ``None`` where it is not installed."""
+    """Open MKL once and return it, or ``None`` where it is not installed.
+
+    Several threads may come here at once, and a signal handler may end the call anywhere: all that is done here may be
+    done twice, and a library is handed out only after it was configured.
+    """
     for path in _library_candidates():
-        # The threading layer holds for the whole process: another user's MKL is taken as it is.
-        is_ours = not _is_loaded(path)
+        is_ours = _is_ours.get(path)
+        if is_ours is None:
+            is_ours = _is_ours.setdefault(path, not _is_loaded(path))
         try:
             library = ctypes.CDLL(path)
-            if is_ours:
-                library.MKL_Set_Threading_Layer(_SEQUENTIAL)
-            return Mkl(library, path, is_ours)
-        except (OSError, AttributeError):
-            continue
+            # The threading layer holds for the whole process: another user's MKL is taken as it is.
+            layer = library.MKL_Set_Threading_Layer(_SEQUENTIAL) if is_ours else None
+            return Mkl(library, path, layer == _SEQUENTIAL)
+        except (OSError, AttributeError) as error:
+            if not raised_in(error, "ctypes"):
+                raise
     return None
 
 

@@ -23,6 +23,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu.interrupts import raised_in
+
 __all__ = [
     "F16",
     "F32",
@@ -211,7 +213,9 @@ def compile_kernel(function: Callable[..., Any], arity: int) -> int:
     options = {"nopython": True, "error_model": "numpy"}
     try:
         compiled = numba.cfunc(signature, cache=True, **options)(function)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
+        if not raised_in(error, "numba.core.caching", "os", "tempfile"):
+            raise
         compiled = numba.cfunc(signature, **options)(function)
     _keep_alive.append(compiled)
     return int(compiled.address)
