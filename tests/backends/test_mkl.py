@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import subprocess
 import sys
 
@@ -76,6 +78,27 @@ def test_cuts(m: int, n: int, workers: int) -> None:
         covered[i : i + rows, j : j + columns] += 1
     assert np.all(covered == 1)
     assert 1 <= len(panels) <= workers
+
+
+@needs_mkl
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_outlive_the_library_that_they_were_asked_of(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    """Threads that open MKL at the same moment get an object each, and one of them stays."""
+    opened = mkl.loaded_mkl()
+    a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
+    row_major = [mkl.Matrix(True, columns) for columns in (30, 10, 10)]
+    another = mkl.Mkl(ctypes.CDLL(opened.path), opened.path, opened.is_sequential)
+    product = another.product(dtype, 20, 10, 30, *row_major)
+    del another
+    gc.collect()
+    # Where its memory was, if it is free, other numbers are now.
+    others = [np.array([3, 5], dtype) for _ in range(1000)]
+    out = np.zeros((20, 10), dtype)
+    product(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+    assert len(others) == 1000
+    assert_product(out, a, b)
 
 
 @needs_mkl

@@ -209,7 +209,6 @@ def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers:
 # --- the product ------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
 def _tile_config() -> Any:
     """Palette 1, eight tiles of 16 rows of 64 bytes, as ``LDTILECFG`` reads it."""
     config = bytearray(64)
@@ -218,6 +217,10 @@ def _tile_config() -> Any:
         struct.pack_into("<H", config, 16 + 2 * tile, 64)
         config[48 + tile] = 16
     return (ctypes.c_char * 64).from_buffer_copy(config)
+
+
+#: Kernels know its address alone, so it is made once and stays.
+_TILE_CONFIG = _tile_config()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +255,7 @@ def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kern
     if integer != (b_dtype == "int8") or integer != (out_dtype == "int32"):
         raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
     fields = {
-        J.TILE_CONFIG: ctypes.addressof(_tile_config()),
+        J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG),
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
         J.KERNEL: driver.micro_kernel(a.parts, b.parts, integer),

@@ -36,6 +36,9 @@ _FUNCTIONS: dict[str, tuple[str, Any, int]] = {
     "complex128": ("cblas_zgemm", _POINTER, 16),
 }
 
+#: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
+_COMPLEX_FACTORS = {name: np.array([1, 0], name) for name in ("complex64", "complex128")}
+
 #: Flops from which it pays to wake other threads.
 _PARALLEL_FLOPS = 20_000_000
 
@@ -87,13 +90,9 @@ class Mkl:
         self.version = _version_string(library)
         self._gemms: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
-        # The complex functions read alpha and beta through their addresses, so these arrays live on.
-        self._complex_factors = {
-            name: np.array([1, 0], name) for name in ("complex64", "complex128")
-        }
         for dtype, (name, scalar, _) in _FUNCTIONS.items():
             self._gemms[dtype] = _declared(getattr(library, name), scalar)
-            pair = self._complex_factors.get(dtype)
+            pair = _COMPLEX_FACTORS.get(dtype)
             one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
             self._factors[dtype] = scalar(one), scalar(zero)
 
