@@ -19,7 +19,8 @@ from pathlib import Path
 import _verified
 
 from lowprec import errors, modes
-from lowprec.planning import kernels
+from lowprec.backends.cpu.kernel_rows import KERNELS
+from lowprec.planning import rendering
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 
@@ -51,13 +52,20 @@ def mode_table(*, only_available: bool = False) -> str:
             row.inputs,
             str(row.products),
             _code(row.jax_preset),
-            row.compute_type,
+            _gpu_words(row),
             *([] if only_available else ["yes" if row.available else "not yet"]),
         ]
         for row in modes.TABLE
         if row.available or not only_available
     ]
     return table(header if only_available else [*header, "in this version"], rows)
+
+
+def _gpu_words(row: modes.ModeRow) -> str:
+    """Return what cuBLASLt is asked for; "-" for the mode that stands for another one."""
+    if row.mode is modes.MathMode.FP32_EMULATED:
+        return "-"
+    return rendering.compute_words(row.compute_type, row.data)
 
 
 def alias_table() -> str:
@@ -77,9 +85,10 @@ def variable_table() -> str:
 
 def kernel_table() -> str:
     """Return the CPU's kernels for each kind of numbers, the most welcome first."""
+    formats = ("float64", "float32", "tf32", "float16", "bfloat16", "int8")
     rows = [
-        [kind, "; else ".join(kernels.KERNELS[k].units for k in preferred)]
-        for kind, preferred in kernels.PREFERENCES.items()
+        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)]
+        for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
 

@@ -11,7 +11,16 @@ from lowprec.arrays import CPU, ArrayView, Device, library_of
 from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
-from lowprec.planning import Candidate, Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import (
+    Candidate,
+    Copy,
+    GemmPlan,
+    GemmProblem,
+    OperandSpec,
+    Reason,
+    Why,
+    plan_gemm,
+)
 from lowprec.request import (
     Request,
     check_devices,
@@ -165,10 +174,12 @@ class _Call(NamedTuple):
 
     def copies(self, made: GemmPlan) -> tuple[Copy, ...]:
         """Return the copies that the arrays themselves cause, before and after the planned product."""
-        copies = [Copy(n, v.copied, v.nbytes) for n, v in self.views.items() if v.copied]
+        copies = [
+            Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
+            for name, view in self.views.items()
+            if view.copied is not None
+        ]
         if self.aside:
             nbytes = prod(made.out_shape) * made.out_dtype.itemsize
-            copies.append(
-                Copy("out", "it overlaps another array: computed aside, then written", nbytes)
-            )
+            copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
         return tuple(copies)

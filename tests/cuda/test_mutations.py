@@ -36,8 +36,8 @@ import oracles
 from device_fixture import Gpu
 from lowprec import prepared
 from lowprec.backends.cuda import invocation, staging
-from lowprec.formats import DType
-from lowprec.planning import lowering, plan
+from lowprec.formats import ComputeType, DType
+from lowprec.planning import lowering, planner
 from lowprec.planning.calls import CublasLtCall
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -149,9 +149,12 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
     "batch stride of d": lambda c: replace(c, d=longer(c.d)),
     "batch cut short": lambda c: replace(c, offsets=c.offsets[:1]),
     "TF32 for full FP32": lambda c: replace(
-        c, compute_type=c.compute_type.replace("COMPUTE_32F", "COMPUTE_32F_FAST_TF32")
+        c,
+        compute_type=ComputeType.COMPUTE_32F_FAST_TF32
+        if c.compute_type is ComputeType.COMPUTE_32F
+        else c.compute_type,
     ),
-    "compute type of another type": lambda c: replace(c, compute_type="COMPUTE_64F"),
+    "compute type of another type": lambda c: replace(c, compute_type=ComputeType.COMPUTE_64F),
     "scale type": lambda c: replace(c, scale_dtype=DType.FLOAT64),
     "missing beta": lambda c: replace(c, c=None),
     "epilogue dropped": lambda c: replace(c, epilogue="DEFAULT"),
@@ -160,13 +163,13 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 
 
 def forget_plans() -> None:
-    plan.plan_gemm.cache_clear()
+    planner.plan_gemm.cache_clear()
     prepared._prepared.clear()
 
 
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    lower = plan.lower
-    monkeypatch.setattr(plan, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
+    lower = planner.lower
+    monkeypatch.setattr(planner, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
 
 
 def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,4 +65,4 @@ SQUARE = (1024, 1024, 1024)
     ],
 )  # fmt: skip
 def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, advice):
-    assert advise(*sizes, fmt, intensity, 16.0, rounds_for) == advice
+    assert tuple(map(str, advise(*sizes, fmt, intensity, 16.0, rounds_for))) == advice

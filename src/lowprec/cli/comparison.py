@@ -12,7 +12,7 @@ from lowprec.cli.accuracy import Errors, Reference
 from lowprec.cli.files import Array
 from lowprec.cli.measure import Timing, take_turns
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmPlan, Kernel
+from lowprec.planning import GemmPlan
 
 __all__ = ["Case", "Row", "Variant", "compare", "variants_of"]
 
@@ -133,7 +133,7 @@ def compare(
         {v.name: v for v in variants},
         rounds,
         budget=budget,
-        spinning=[name for name, plan in plans.items() if plan.kernel is Kernel.NUMPY],
+        spinning=[name for name, plan in plans.items() if plan.kernel == "numpy"],
         step=step,
     )
     baseline = timings[variants[0].name]

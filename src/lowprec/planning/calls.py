@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from lowprec.formats import DType
+from lowprec.formats import ComputeType, DType
+from lowprec.planning.reasons import Reason
 
 __all__ = ["ComplexAs", "CublasLtCall", "LtMatrix", "Op", "Pack"]
 
@@ -34,8 +35,9 @@ class Pack:
         Whether each source row is scaled by a power of two.
     complex_as : {"no", "pairs", "rotated"}
         How complex numbers become real ones.
-    reason : str
-        For people.
+    reason : Reason
+    parts : int
+        How many parts of the operand are written, one after another.
     """
 
     dtype: DType
@@ -47,7 +49,8 @@ class Pack:
     batch_shape: tuple[int, ...]
     scaled: bool
     complex_as: ComplexAs
-    reason: str
+    reason: Reason
+    parts: int = 1
 
     @property
     def count(self) -> int:
@@ -55,9 +58,14 @@ class Pack:
         return prod(self.batch_shape)
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes of each part."""
+        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+        return self.parts * self.part_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,7 @@ class CublasLtCall:
 
     Parameters
     ----------
-    compute_type : str
-        ``cublasComputeType_t`` without its prefix.
+    compute_type : ComputeType
     scale_dtype : DType
         Of alpha and beta.
     swapped : bool
@@ -93,11 +100,11 @@ class CublasLtCall:
     epilogue : str
         Name of ``cublasLtEpilogue_t``.
     pack_a, pack_b : Pack or None
-    aside : str
-        Why the product goes into temporary memory, from which a kernel makes the result; empty where it does not.
+    staged : tuple of Reason
+        Why the product goes into temporary memory, from which a kernel writes the result; empty where it does not.
     """
 
-    compute_type: str
+    compute_type: ComputeType
     scale_dtype: DType
     swapped: bool
     op_first: Op
@@ -111,10 +118,10 @@ class CublasLtCall:
     epilogue: str
     pack_a: Pack | None
     pack_b: Pack | None
-    aside: str
+    staged: tuple[Reason, ...]
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of temporary memory for a product that goes aside."""
+        """Bytes of temporary memory for a staged product."""
         each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
-        return each * self.batch_count * len(self.offsets) if self.aside else 0
+        return each * self.batch_count * len(self.offsets) if self.staged else 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.mkl import Matrix, loaded_mkl
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.planning import GemmLayout, GemmPlan
 
-__all__ = ["is_blas_expressible", "multiply_int8", "multiply_mkl", "multiply_numpy"]
+__all__ = ["MKL", "NUMPY", "Blas", "is_blas_expressible", "multiply_int8"]
 
 
 def _has_contiguous_rows(x: Any) -> bool:
@@ -85,3 +87,54 @@ def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out
         partial = np.empty(out.shape, np.float32)
         multiply(x, y, partial)
         out += partial.astype(np.int32)
+
+
+# -- one call of the library on the arrays as they are --------------------------------------------
+
+
+def _numpy_call(plan: GemmPlan) -> Executor:
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        with np.errstate(all="ignore"):
+            np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+
+    return execute
+
+
+def _mkl_call(plan: GemmPlan) -> Executor:
+    layout = plan.layout
+    matrices = [
+        Matrix(x.order == "row", x.leading_dimension or 1) for x in (layout.a, layout.b, layout.out)
+    ]
+    product = loaded_mkl().product(plan.out_dtype.label, layout.m, layout.n, layout.k, *matrices)
+
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        product(a.address, b.address, out.address)
+
+    return execute
+
+
+class Blas(NamedTuple):
+    """A library that multiplies arrays which hold what the mode says.
+
+    Parameters
+    ----------
+    multiply : callable
+        Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
+    takes_whole : callable
+        Whether one call of the library can run the products of a layout.
+    call : callable
+        Returns the executor that makes that call.
+    """
+
+    multiply: Callable[[Any, Any, Any], None]
+    takes_whole: Callable[[GemmLayout], bool]
+    call: Callable[[GemmPlan], Executor]
+
+
+#: It takes the arrays with their batches, so not a batch as rows.
+NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
+
+#: It takes addresses of matrices, so not a batch.
+MKL = Blas(multiply_mkl, lambda layout: layout.batch_shape == (), _mkl_call)

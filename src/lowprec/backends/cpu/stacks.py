@@ -13,28 +13,14 @@ import numpy as np
 from lowprec.backends.cpu import buffers
 from lowprec.backends.cpu.finish import finish
 from lowprec.backends.execution import Arguments
-from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 
 __all__ = [
-    "ACCUMULATOR",
     "Stacks",
     "finish_stacks",
-    "has_epilogue",
     "scratch",
     "stacks_of",
 ]
-
-#: In what the products are summed, by the dtype that both operands are promoted to.
-ACCUMULATOR: dict[DType, np.dtype[Any]] = {
-    DType.FLOAT64: np.dtype("float64"),
-    DType.FLOAT32: np.dtype("float32"),
-    DType.FLOAT16: np.dtype("float32"),
-    DType.BFLOAT16: np.dtype("float32"),
-    DType.COMPLEX64: np.dtype("complex64"),
-    DType.COMPLEX128: np.dtype("complex128"),
-    DType.INT8: np.dtype("int32"),
-}
 
 #: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
 _SMALL_BYTES = 64 << 10
@@ -77,17 +63,6 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
     if arguments.bias is not None:
         bias = arguments.bias.ndarray()
     return Stacks(a, b, out, c, bias)
-
-
-def has_epilogue(plan: GemmPlan) -> bool:
-    """Whether anything is left to do once the product is there."""
-    problem = plan.problem
-    return (
-        problem.has_alpha
-        or problem.has_beta
-        or problem.bias is not None
-        or problem.activation is not None
-    )
 
 
 def finish_stacks(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:

@@ -224,7 +224,7 @@ def product_key(invocation: Invocation) -> str:
     call = invocation.call
     matrices = [call.first, call.second, *([call.c] if call.c else []), call.d]
     words = [
-        call.compute_type,
+        str(call.compute_type),
         call.op_first + call.op_second,
         *map(_matrix_key, matrices),
         f"batch {call.batch_count}",

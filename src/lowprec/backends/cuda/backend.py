@@ -11,10 +11,11 @@ from lowprec.arrays.view import contiguous_strides
 from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.finish import Finish, finish
+from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.prepared import PreparedProduct
 from lowprec.backends.cuda.stacks import Source
-from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed
+from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
@@ -60,6 +61,7 @@ def _capabilities(found: driver.DeviceProperties) -> Capabilities:
     return Capabilities(
         device=f"cuda:{found.index}",
         name=found.name,
+        kernels=KERNELS,
         flops_per_byte=intensity,
         compute_capability=found.capability,
         workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
@@ -83,7 +85,8 @@ def prepare(plan: GemmPlan) -> Executor:
     libraries()
     if 0 in plan.out_shape:
         return _nothing
-    return PreparedProduct(plan)
+    make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
+    return make(plan)
 
 
 def _nothing(_: Arguments) -> None:

@@ -21,14 +21,14 @@ from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
 from lowprec.planning import GemmPlan
 from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.lowering import K_CONTIGUOUS, lower
+from lowprec.planning.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 __all__ = ["PreparedProduct"]
 
 _T = TypeVar("_T")
 
-#: Pointers of types with ``K_CONTIGUOUS``, and those of a fused bias, must be multiples of this.
+#: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
 
 
@@ -105,7 +105,7 @@ class PreparedProduct:
     def route(self, arguments: Arguments) -> _Route:
         """Return the way for pointers such as these."""
         views = [arguments.bias]
-        if self.plan.compute_dtype in K_CONTIGUOUS:
+        if reads_k_contiguous(self.plan.compute_dtype):
             views += [arguments.a, arguments.b, arguments.out, arguments.c]
         aligned = not any(x is not None and x.address % _STEP_BYTES for x in views)
         key = (aligned, self.fuses)
@@ -124,10 +124,7 @@ class _Route:
         self.fuses = fuses
         self.call = plan.call
         if plan.call is not None and not (aligned and fuses):
-            self.call = lower(
-                plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout,
-                aligned=aligned, fuse=fuses,
-            )  # fmt: skip
+            self.call = lower(plan, aligned=aligned, fuse=fuses)
         self.adds_or_activates = self.call is not None and bool(
             self.call.c or self.call.epilogue != "DEFAULT"
         )
@@ -135,7 +132,7 @@ class _Route:
         self._lock = threading.Lock()
         self._offset_bits = _offset_bits(self.call) if self.call else 0
         self._is_staged = self.call is not None and bool(
-            self.call.aside or self.call.pack_a or self.call.pack_b
+            self.call.staged or self.call.pack_a or self.call.pack_b
         )
         self._fuses_bias = self.call is not None and "BIAS" in self.call.epilogue
         #: Whether operands, result and nothing else are what a call is about, at any alignment.
@@ -146,7 +143,7 @@ class _Route:
             and not self._fuses_bias
             and not plan.problem.has_alpha
             and len(self.call.offsets) == 1
-            and plan.compute_dtype not in K_CONTIGUOUS
+            and not reads_k_contiguous(plan.compute_dtype)
         )
         self._swapped = self.call is not None and self.call.swapped
         self.last: Invocation | None = None
@@ -195,7 +192,7 @@ class _Route:
         # What will lie in memory of lowprec's own is aligned.
         a = 0 if call.pack_a else arguments.a.address
         b = 0 if call.pack_b else arguments.b.address
-        d = 0 if call.aside else arguments.out.address
+        d = 0 if call.staged else arguments.out.address
         operands = self._operands(call, arguments, a, b, d)
         return self._invocation(call, handles.handle(device.index), arguments.stream, operands)
 
@@ -233,7 +230,7 @@ class _Route:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
-        if call.aside:
+        if call.staged:
             return Operands(a, b, d, d, 0, scale_a, scale_b)
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)

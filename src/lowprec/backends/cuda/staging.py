@@ -14,7 +14,6 @@ from lowprec.formats import DType
 from lowprec.planning import GemmPlan, OperandLayout
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.problem import EPILOGUE_DTYPE
 
 __all__ = ["Staging"]
 
@@ -66,7 +65,7 @@ class Staging:
     def _fill(self) -> None:
         call, layout, arguments = self._call, self._plan.layout, self._arguments
         if call is None:
-            dtype = EPILOGUE_DTYPE[self._plan.compute_dtype]
+            dtype = self._plan.compute_dtype.accumulator
             self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
             return
         a, a_exponents = self._rewritten(arguments.a, layout.a, call.pack_a)
@@ -77,7 +76,7 @@ class Staging:
                 a_exponents or self._zeros(count * layout.m),
                 b_exponents or self._zeros(count * layout.n),
             )
-        self._product = self._block(call.product_bytes) if call.aside else 0
+        self._product = self._block(call.product_bytes) if call.staged else 0
         self.addresses = (a, b, self._product or arguments.out.address)
 
     def _block(self, nbytes: int) -> int:
@@ -138,7 +137,7 @@ class Staging:
             lies = addend_layout(problem.c, problem.a, problem.b, layout)
             assert lies is not None, "the plan collapsed a batch that c cannot follow"
             c = _source(problem.c.dtype, lies, batch)
-        product_dtype = EPILOGUE_DTYPE[plan.compute_dtype]
+        product_dtype = plan.compute_dtype.accumulator
         leading = call.d.leading_dimension if call else layout.n
         if call and product_dtype.is_complex and not call.d.dtype.is_complex:
             leading //= 2

@@ -22,7 +22,7 @@ from lowprec.cli.options import add_budget, add_json, add_seed, count, dtype, li
 from lowprec.cli.output import Table, note, print_json, print_table, print_text, progress, seconds
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmPlan, Kernel
+from lowprec.planning import GemmPlan
 
 EXAMPLES = """\
 examples:
@@ -138,7 +138,7 @@ def _measure(
     for call in variants.values():
         call(0)
     # The baselines, and what is left to NumPy.
-    spinning = [n for n in variants if n not in entries or entries[n].plan.kernel is Kernel.NUMPY]
+    spinning = [n for n in variants if n not in entries or entries[n].plan.kernel == "numpy"]
     timings = take_turns(
         variants, options.rounds, budget=options.budget, spinning=spinning, step=step
     )
