@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -78,6 +78,18 @@ class LtMatrix:
     leading_dimension: int
     batch_stride: int
 
+    def range_of(
+        self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int
+    ) -> tuple[LtMatrix, int]:
+        """Return a part of the inner dimension, which is ``inner`` once ``op`` is applied, and the elements before."""
+        if op == "T":
+            inner = "cols" if inner == "rows" else "rows"
+        # A complex number may have become two real ones along the inner dimension.
+        each = getattr(self, inner) // k
+        step = self.leading_dimension if inner == "cols" else 1
+        extents = {inner: (stop - start) * each}
+        return replace(self, **extents), start * each * step
+
 
 @dataclass(frozen=True, slots=True)
 class CublasLtCall:
@@ -125,3 +137,29 @@ class CublasLtCall:
         """Bytes of temporary memory for a staged product."""
         each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
         return each * self.batch_count * len(self.offsets) if self.staged else 0
+
+    def over(self, k: int, start: int, stop: int) -> tuple[CublasLtCall, int, int]:
+        """Return the call for a range of the inner dimension, and the elements before it in the first and the second.
+
+        Parameters
+        ----------
+        k : int
+            Whole length of the inner dimension.
+        start, stop : int
+
+        Examples
+        --------
+        >>> x, y, d = (LtMatrix(DType.FLOAT32, *extents, 8, 0) for extents in ((8, 6), (6, 4), (8, 4)))
+        >>> call = CublasLtCall(
+        ...     ComputeType.COMPUTE_32F, DType.FLOAT32, True, "N", "N", x, y, d, None, 1, ((0, 0, 0, 0),), "DEFAULT",
+        ...     None, None, (),
+        ... )
+        >>> part, before_first, before_second = call.over(6, 2, 5)
+        >>> part.first.cols, part.second.rows, before_first, before_second
+        (3, 3, 16, 2)
+        """
+        if (start, stop) == (0, k):
+            return self, 0, 0
+        first, before_first = self.first.range_of("cols", self.op_first, k, start, stop)
+        second, before_second = self.second.range_of("rows", self.op_second, k, start, stop)
+        return replace(self, first=first, second=second), before_first, before_second

@@ -11,7 +11,8 @@ from lowprec.backends.cuda.convert import Packing, Source
 from lowprec.backends.cuda.finish import Finish
 from lowprec.backends.execution import Arguments
 from lowprec.formats import DType
-from lowprec.planning import GemmPlan, OperandLayout
+from lowprec.modes import row
+from lowprec.planning import GemmPlan, OperandLayout, Product
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
 
@@ -44,7 +45,7 @@ class Staging:
         self._blocks: list[memory.Block] = []
         self._product = 0
         self._exponents = (0, 0)
-        self.addresses = (0, 0, 0)
+        self._operands = (0, 0)
 
     def __enter__(self) -> Staging:
         try:
@@ -77,7 +78,15 @@ class Staging:
                 b_exponents or self._zeros(count * layout.n),
             )
         self._product = self._block(call.product_bytes) if call.staged else 0
-        self.addresses = (a, b, self._product or arguments.out.address)
+        self._operands = (a, b)
+
+    def addresses(self, product: Product) -> tuple[int, int, int]:
+        """Return where the parts of ``a`` and ``b`` lie that a product multiplies, and where it goes."""
+        call, (a, b) = self._call, self._operands
+        assert call is not None
+        a += product.a_part * (call.pack_a.part_bytes if call.pack_a else 0)
+        b += product.b_part * (call.pack_b.part_bytes if call.pack_b else 0)
+        return a, b, self._product or self._arguments.out.address
 
     def _block(self, nbytes: int) -> int:
         self._blocks.append(memory.allocate(nbytes, self._device, self._stream))
@@ -99,16 +108,19 @@ class Staging:
         if pack.scaled:
             exponents = self._block(_INT32_BYTES * source.rows * pack.count)
         target = self._block(pack.nbytes)
-        packing = Packing(
-            source,
-            pack.dtype,
-            pack.leading_dimension,
-            pack.padded_rows,
-            "rows" if pack.scaled else "none",
-            pack.complex_as,
-        )
-        launch = convert.pack(packing, self._device.index)
-        launch(view.address, target, exponents, self._stream)
+        for part in range(pack.parts):
+            packing = Packing(
+                source,
+                pack.dtype,
+                pack.leading_dimension,
+                pack.padded_rows,
+                "rows" if pack.scaled else "none",
+                pack.complex_as,
+                part,
+                row(self._plan.mode).part_exponent if part else 0,
+            )
+            launch = convert.pack(packing, self._device.index)
+            launch(view.address, target + part * pack.part_bytes, exponents, self._stream)
         return target, exponents
 
     def finish(self, alpha: complex) -> None:
