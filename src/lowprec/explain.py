@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, library_of
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
@@ -22,6 +21,7 @@ from lowprec.request import (
     spec_of,
 )
 from lowprec.selection import mode_within
+from lowprec.strides import contiguous_strides
 
 __all__ = ["plan"]
 

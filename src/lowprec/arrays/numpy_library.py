@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, contiguous_strides
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
 from lowprec.errors import ArrayError, DeviceError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["NUMPY", "NumpyLibrary", "host_empty", "host_view"]
 
