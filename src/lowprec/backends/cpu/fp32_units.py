@@ -90,16 +90,14 @@ def _rounded(
     x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None, stack: contextlib.ExitStack
 ) -> Any:
     """Return ``x`` in ``dtype``, its components rounded to ``fmt``; ``x`` itself where nothing changes."""
-    if x.dtype != dtype:
-        wide = stack.enter_context(scratch(x.shape, dtype))
-        wide[...] = x
-        x = wide
-    if fmt is None:
+    if x.dtype == dtype and fmt is None:
         return x
     out = stack.enter_context(scratch(x.shape, dtype))
-    if dtype.kind == "c":
-        components = (np.ascontiguousarray(x).view(np.float32), out.view(np.float32))
-    else:
-        components = (x, out)
-    round_float32(components[0], fmt, components[1])
+    if x.dtype != dtype or not x.flags.c_contiguous:
+        out[...] = x
+        x = out
+    if fmt is not None:
+        # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
+        source, target = (y.reshape(-1, copy=False).view(np.float32) for y in (x, out))
+        round_float32(source, fmt, target)
     return out
