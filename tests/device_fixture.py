@@ -232,8 +232,7 @@ class TorchGpu(Gpu):
         strides = [s // host.itemsize for s in host.strides]
         array = torch.as_strided(memory, host.shape, strides, offset)
         if 0 not in host.shape:
-            part = np.ascontiguousarray(host[once])
-            array[once].copy_(self._tensor(part, device).reshape(host[once].shape))
+            array[once].copy_(self._tensor(np.array(host[once], order="C"), device))
         return array, memory
 
     def get(self, array: Any) -> Array:
