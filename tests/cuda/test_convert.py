@@ -533,6 +533,20 @@ def test_integers(bias: DType, activation: str | None, rng: np.random.Generator)
         check_finish(rng, D.INT32, D.INT32, None, bias, activation=activation, pad=pad)
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_integers_saturate(activation: str | None) -> None:
+    limits = np.iinfo(np.int32)
+    edges = [limits.min, limits.min + 1, -(2**30), -1, 0, 1, 2**30, limits.max - 1, limits.max]
+    product = np.repeat(np.array(edges, np.int32)[:, None], len(edges), axis=1)
+    bias = np.array(edges, np.int32)
+    out = np.zeros_like(product)
+    n = len(edges)
+    spec = Finish(D.INT32, n, n, n, n, stack_of(out, D.INT32), None, D.INT32, 1, activation)
+    run_finish(spec, [product, out, None, bias], 1.0, 0.0)
+    want = np.clip(product.astype(np.int64) + bias, limits.min, limits.max)
+    np.testing.assert_array_equal(out, np.maximum(want, 0) if activation else want)
+
+
 def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
     product = np.array([[np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-45, 65519.9, 65520.0]], np.float32)
     for activation in (None, "relu"):
