@@ -107,7 +107,7 @@ class _Call(NamedTuple):
         scale_a: Any,
         scale_b: Any,
     ) -> _Call:
-        given = {name: x for name, x in arrays.items() if x is not None}
+        given = {name: x for name, x in arrays.items() if x is not None or name in ("a", "b")}
         described = {name: spec_of(x) for name, x in given.items() if is_description(x)}
         views = {
             name: library_of(x).writable_view(x) if name == "out" else library_of(x).view(x)

@@ -50,7 +50,7 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
 
 
 def _view_of_copy(array: NDArray[Any]) -> ArrayView:
-    native = array.dtype.newbyteorder("=")
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     entry = _ENTRIES.get(native)
     dtype = dtype_from_name(native.name) if entry is None else entry[0]
     if array.dtype != native:
