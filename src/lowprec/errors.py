@@ -18,7 +18,6 @@ __all__ = [
     "ModeError",
     "ShapeError",
     "UnsupportedError",
-    "quoted",
 ]
 
 _LONGEST = 80
