@@ -224,14 +224,15 @@ class TorchGpu(Gpu):
         torch = self.torch
         if any(s < 0 for s in host.strides):  # which torch has not
             host = np.ascontiguousarray(host)
-        flat = np.ascontiguousarray(host)
+        # torch refuses to write elements that share memory.
+        once = tuple(slice(None) if s else slice(1) for s in host.strides)
         _, above = span(host)
         offset = beyond_alignment(host) // host.itemsize
         memory = self._tensor(np.zeros(offset + max(above // host.itemsize, 1), host.dtype), device)
         strides = [s // host.itemsize for s in host.strides]
         array = torch.as_strided(memory, host.shape, strides, offset)
         if 0 not in host.shape:
-            array.copy_(self._tensor(flat, device).reshape(host.shape))
+            array[once].copy_(self._tensor(np.array(host[once], order="C"), device))
         return array, memory
 
     def get(self, array: Any) -> Array:

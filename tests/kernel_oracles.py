@@ -283,7 +283,7 @@ def finished(
             x = x + (addend if beta == 1 else _times(addend, beta))
         if bias is not None:
             addend = bias.astype(np.float32) if bias.dtype == ml_dtypes.bfloat16 else bias
-            x = x + addend.astype(dtype)
+            x = x + addend.astype(dtype)  # of integers too small to saturate
         if spec.activation == "relu":
             x = np.where(x < 0, dtype.type(0), x)
         elif spec.activation == "gelu":

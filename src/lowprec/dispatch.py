@@ -53,6 +53,7 @@ def matmul(
     alpha, beta : number
         Factors of the product and of ``c``.
     bias : array, shape (n,), optional
+        With int8 operands int8 or int32; a sum beyond int32 becomes the nearest int32.
     activation : {"relu", "gelu"}, optional
         ``"gelu"`` is the tanh form.
     out_dtype : dtype or str, optional

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, library_of
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
 from lowprec.planning import (
@@ -31,6 +30,7 @@ from lowprec.request import (
     spec_of,
 )
 from lowprec.selection import mode_within
+from lowprec.strides import contiguous_strides
 
 __all__ = ["plan"]
 
@@ -116,7 +116,7 @@ class _Call(NamedTuple):
         scale_a: Any,
         scale_b: Any,
     ) -> _Call:
-        given = {name: x for name, x in arrays.items() if x is not None}
+        given = {name: x for name, x in arrays.items() if x is not None or name in ("a", "b")}
         described = {name: spec_of(x) for name, x in given.items() if is_description(x)}
         views = {
             name: library_of(x).writable_view(x) if name == "out" else library_of(x).view(x)

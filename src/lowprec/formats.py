@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 
-from lowprec.errors import DTypeError
+from lowprec.errors import DTypeError, quoted
 
 __all__ = ["ComputeType", "DType", "NumberFormat", "dtype_from_name", "promote"]
 
@@ -224,7 +224,9 @@ def dtype_from_name(name: str) -> DType:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise DTypeError(f"dtype {name!r} is not supported; supported: {operand_names()}") from None
+        raise DTypeError(
+            f"dtype {quoted(name)} is not supported; supported: {operand_names()}"
+        ) from None
 
 
 def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:

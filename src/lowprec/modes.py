@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, unique
 
 from lowprec import formats
-from lowprec.errors import ModeError
+from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
 
 __all__ = [
@@ -286,7 +286,7 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
     if found is None:
-        raise ModeError(f"{what} {name!r} is not a math mode; choose one of: {mode_names()}")
+        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}")
     if not _ROWS[found].available:
         raise ModeError(
             f"{what} {str(name)!r}: the mode {found} is not available in this version; choose one of: {mode_names()}"

@@ -10,7 +10,7 @@ from typing import Any
 from lowprec import policy, streams
 from lowprec.arrays import library_of
 from lowprec.backends import Arguments, Timed, backend_of
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
@@ -122,7 +122,7 @@ def autotune(
     environment.autotune()  # a bad value is an error here as it is where a product uses it
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(
-            f"candidates must be from 1 to {MOST_CANDIDATES}, got {candidates!r}"
+            f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)

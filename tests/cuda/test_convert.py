@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracles
 from cuda.software import compiler, install, uninstall
 from device_fixture import has_real_gpu
 from kernel_oracles import (
@@ -299,6 +300,25 @@ def test_every_exponent_is_scaled(rng: np.random.Generator) -> None:
         check_pack(array, packing_of(array, *ROWS_SCALED, (0, 0)))
 
 
+NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0] is not v[1]]
+
+
+@pytest.mark.parametrize("variant", NARROWING, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+@pytest.mark.parametrize("layout", ["rows", "columns", "every third", "backwards"])
+def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> None:
+    """Signalling and quiet, with few and with all bits of the payload, of both signs, each in a row of its own."""
+    nans = oracles.nans(NUMPY_DTYPES[variant[0]].type(0).real.dtype)
+    values = np.ones((len(nans) + 3, 16), NUMPY_DTYPES[variant[0]])
+    values.view(nans.dtype).reshape(len(values), -1)[: len(nans), 4] = nans
+    array = lay_out(values.reshape(-1), values.shape, layout)
+    packing = packing_of(array, *variant, (0, 0))
+    check_pack(array, packing)
+    found = np.isnan(oracles.widen(packed(array, packing)[0])).reshape(len(values), -1).sum(axis=1)
+    # Of the two lines that a row becomes, each has it once.
+    want = np.where(np.arange(len(values)) < len(nans), 2 if variant[3] == "rotated" else 1, 0)
+    np.testing.assert_array_equal(found, want)
+
+
 # -- what cannot be packed ------------------------------------------------------------------------
 
 
@@ -513,6 +533,20 @@ def test_integers(bias: DType, activation: str | None, rng: np.random.Generator)
         check_finish(rng, D.INT32, D.INT32, None, bias, activation=activation, pad=pad)
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_integers_saturate(activation: str | None) -> None:
+    limits = np.iinfo(np.int32)
+    edges = [limits.min, limits.min + 1, -(2**30), -1, 0, 1, 2**30, limits.max - 1, limits.max]
+    product = np.repeat(np.array(edges, np.int32)[:, None], len(edges), axis=1)
+    bias = np.array(edges, np.int32)
+    out = np.zeros_like(product)
+    n = len(edges)
+    spec = Finish(D.INT32, n, n, n, n, stack_of(out, D.INT32), None, D.INT32, 1, activation)
+    run_finish(spec, [product, out, None, bias], 1.0, 0.0)
+    want = np.clip(product.astype(np.int64) + bias, limits.min, limits.max)
+    np.testing.assert_array_equal(out, np.maximum(want, 0) if activation else want)
+
+
 def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
     product = np.array([[np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-45, 65519.9, 65520.0]], np.float32)
     for activation in (None, "relu"):
@@ -529,6 +563,22 @@ def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
     run_finish(spec, [complex_product, out, None], 2.0, 0.0)
     np.testing.assert_array_equal(out.real, [[np.inf, 2]])
     np.testing.assert_array_equal(out.imag, [[0, -np.inf]])
+
+
+@pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT16, D.BFLOAT16], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("layout", ["rows", "every third"])
+def test_no_nan_is_lost_in_a_result(dtype: DType, activation: str | None, layout: str) -> None:
+    nans = oracles.nans(np.float32)
+    product = np.ones((len(nans), 8), np.float32)
+    product[:, 3] = nans
+    for alpha in (1.0, 2.0):
+        out = lay_out(np.zeros(1, NUMPY_DTYPES[dtype]), product.shape, layout)
+        spec = Finish(
+            D.FLOAT32, len(nans), 8, 8, len(nans), stack_of(out, dtype), activation=activation
+        )
+        run_finish(spec, [product, out, None], alpha, 0.0)
+        np.testing.assert_array_equal(np.isnan(oracles.widen(out)), np.isnan(product))
 
 
 def test_results_of_many_dimensions(rng: np.random.Generator) -> None:

@@ -102,6 +102,29 @@ def test_batches(gpu: Gpu, rng: Any, dtype: Any, mode: str, batches: Any) -> Non
     check_exact(found, true_product(a, b).astype(found.dtype))
 
 
+@named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
+@named("left", [(3, 6, 9), (1, 9)], ids=str)
+@named("backwards", [False, True])
+def test_operands_repeated_by_strides_of_zero(
+    gpu: Gpu, rng: Any, dtype: Any, mode: str, left: tuple[int, ...], backwards: bool
+) -> None:
+    a, w = integers(rng, left, dtype), integers(rng, (9, 5), dtype)
+    if backwards:
+        a, w = a[..., ::-1], w[:, ::-1]
+    b = np.broadcast_to(w, (3, 9, 5))
+    epilogues: list[dict[str, Any]] = [{}]
+    if dtype not in (C64, C128, I8):
+        epilogues.append({"bias": integers(rng, (5,), result_dtype(dtype)), "activation": "relu"})
+    for x, y in ((a, b), (b.swapaxes(-1, -2), a.swapaxes(-1, -2) if a.ndim > 1 else a)):
+        for words in epilogues if y is b else [{}]:
+            put = {k: gpu.put(v) if isinstance(v, np.ndarray) else v for k, v in words.items()}
+            found = gpu.get(lowprec.matmul(gpu.put(x), gpu.put(y), math_mode=mode, **put))
+            true = true_product(x, y)
+            if words:
+                true = np.maximum(true + oracles.widen(words["bias"]), 0)
+            check_exact(found, true.astype(found.dtype))
+
+
 def test_a_batch_in_another_order_than_memory(gpu: Gpu, rng: Any) -> None:
     a = integers(rng, (3, 2, 8, 12), F16).swapaxes(0, 1)
     b = integers(rng, (2, 3, 12, 8), F16)

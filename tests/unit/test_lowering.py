@@ -14,10 +14,10 @@ from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, Why, plan_gemm
-from lowprec.planning.batches import contiguous_batch, split_batches
+from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
-from lowprec.planning.layout import contiguous_strides
 from lowprec.planning.tensor_cores import roundings
+from lowprec.strides import contiguous_strides
 from machines import gpu
 
 GPU, VOLTA = gpu((9, 0)), gpu((7, 0), 4 << 20)
@@ -396,7 +396,7 @@ def test_split_batches_walks_every_matrix_once(
 
 
 def test_contiguous_batches_are_one_run() -> None:
-    strides = contiguous_batch((2, 3, 4), 10)
+    strides = contiguous_strides((2, 3, 4), 10)
     assert split_batches((2, 3, 4), [strides, strides]).offsets == ((0, 0),)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lowprec.arrays.view import ArrayView, Device, contiguous_strides, overlaps_itself
+from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
+from lowprec.strides import contiguous_strides, overlaps_itself
 
 __all__ = ["Library", "check_writable"]
 

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, contiguous_strides
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["DLPackArray", "device_of", "export", "import_array", "view_of_capsule"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, ArrayView, Device, contiguous_strides
+from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["TorchLibrary"]
 

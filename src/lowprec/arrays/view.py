@@ -24,11 +24,9 @@ __all__ = [
     "ArrayView",
     "Device",
     "HostView",
-    "contiguous_strides",
     "data_pointer",
     "may_overlap",
     "memory_at",
-    "overlaps_itself",
 ]
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
@@ -251,45 +249,6 @@ def _layout_is_as_expected() -> bool:
 
 #: Address of a NumPy array's first element.
 data_pointer = _pointer_by_layout if _layout_is_as_expected() else _pointer_by_interface
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major array of this shape.
-
-    Examples
-    --------
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    if len(shape) == 2:
-        return (shape[1], 1)
-    strides = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
-
-
-def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices of a view may name one element, so that the view cannot be written.
-
-    True for every view that repeats an element. Strides that interleave without repeating (3 and 2 over a shape
-    of ``(2, 2)``) are also reported: no slice, transpose or reshape makes them.
-
-    Examples
-    --------
-    >>> overlaps_itself((4, 3), (0, 1)), overlaps_itself((4, 3), (-3, 1))
-    (True, False)
-    """
-    if 0 in shape:
-        return False
-    reach = 0
-    for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (length - 1)
-    return False
 
 
 # How many candidate solutions NumPy's exact search may try; ordinary views need a handful.

@@ -245,7 +245,14 @@ def error_bound(
     accumulator = compute_dtype.accumulator.format
     if fmt is None or accumulator is None:
         return ErrorBound(
-            0.0, 0.0, 0.0, k, "exact", "", f"k <= {MAX_K_INT8}, so that no sum leaves int32", True
+            0.0,
+            0.0,
+            0.0,
+            k,
+            "exact",
+            "",
+            f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates",
+            True,
         )
     rounds = fmt is not accumulator and compute_dtype.is_single_precision
     out = None if out_dtype.format is accumulator else out_dtype.format

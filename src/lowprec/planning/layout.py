@@ -12,13 +12,13 @@ from typing import Literal
 
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
+from lowprec.strides import contiguous_strides, overlaps_itself
 
 __all__ = [
     "GemmLayout",
     "OperandLayout",
     "OperandSpec",
     "addend_layout",
-    "contiguous_strides",
     "gemm_layout",
     "result_shape",
     "rows_of_all",
@@ -27,22 +27,6 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Order = Literal["row", "col"]
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a row-major array without gaps.
-
-    Examples
-    --------
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,33 +332,11 @@ def addend_layout(
 def _check_out(out: OperandSpec, shape: Shape) -> None:
     if out.shape != shape:
         raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
-    if may_overlap_itself(out):
+    if overlaps_itself(out.shape, out.strides):
         raise ShapeError(
             f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
             "pass an array of its own memory"
         )
-
-
-def may_overlap_itself(spec: OperandSpec) -> bool:
-    """Whether two elements may share memory; a sufficient test, which no slice or transpose of an array fails.
-
-    Examples
-    --------
-    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (0, 1)))
-    True
-    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (-1, 3)))
-    False
-    """
-    if 0 in spec.shape:
-        return False
-    reach = 0
-    for step, extent in sorted(
-        (abs(s), n) for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1
-    ):
-        if step <= reach:
-            return True
-        reach += step * (extent - 1)
-    return False
 
 
 def rows_of_all(operand: OperandLayout, batch_count: int) -> OperandLayout | None:

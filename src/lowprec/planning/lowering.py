@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowprec.formats import DType
-from lowprec.planning.batches import contiguous_batch, split_batches
+from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
 from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
+from lowprec.strides import contiguous_strides
 
 __all__ = ["lower", "reads_k_contiguous"]
 
@@ -180,7 +181,7 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Stack:
     order: Literal["row", "col"] = "col" if pack.transposed else "row"
     extents = (cols, rows) if pack.transposed else (rows, cols)
     steps = (1, leading) if pack.transposed else (leading, 1)
-    written = contiguous_batch(pack.batch_shape, pack.padded_rows * leading)
+    written = contiguous_strides(pack.batch_shape, pack.padded_rows * leading)
     strides = written or (0,) * len(terms.layout.batch_shape)
     packed = OperandLayout(*extents, *steps, strides, None, order, leading)
     return _Stack(packed, strides, data, pack)
@@ -273,7 +274,7 @@ def _temporary(terms: _Terms, b: _Stack) -> _Stack:
         columns = b.pack.padded_rows
     leading = _padded(columns, dtype)
     m = terms.layout.m
-    strides = contiguous_batch(terms.layout.batch_shape, m * leading)
+    strides = contiguous_strides(terms.layout.batch_shape, m * leading)
     return _Stack(
         OperandLayout(m, columns, leading, 1, strides, None, "row", leading), strides, dtype
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 
-from lowprec.errors import DTypeError, ShapeError, UnsupportedError
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
@@ -53,7 +53,7 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
     except ValueError:
         legal = ", ".join([*Activation, "None"])
         raise UnsupportedError(
-            f"activation {name!r} is not supported; choose one of: {legal}"
+            f"activation {quoted(name)} is not supported; choose one of: {legal}"
         ) from None
 
 

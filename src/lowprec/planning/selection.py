@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
-from lowprec.errors import ModeError
+from lowprec.errors import ModeError, quoted
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning.kernels import Capabilities, format_name
 from lowprec.planning.plan import Candidate, GemmPlan
@@ -41,9 +42,10 @@ def check_rtol(rtol: object) -> float:
     """
     value = nan
     if not isinstance(rtol, bool) and isinstance(rtol, Real):
-        value = float(rtol)
+        with suppress(OverflowError):
+            value = float(rtol)
     if not (isfinite(value) and value > 0):
-        raise ModeError(f"rtol must be a positive finite number, got {rtol!r}")
+        raise ModeError(f"rtol must be a positive finite number, got {quoted(rtol)}")
     return value
 
 

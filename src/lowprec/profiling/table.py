@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
 from lowprec.profiling.summary import Group, extents, grouped, totals
@@ -112,7 +112,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
     """
     if by not in _KEYS:
         raise UnsupportedError(
-            f"by={by!r} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
+            f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
         )
     lines = [" ".join(filter(None, ("lowprec.profile", label, _devices(records))))]
     if records:

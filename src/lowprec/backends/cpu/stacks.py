@@ -55,14 +55,20 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
         a, out = a[None, :], out[..., None, :]
     if plan.layout.collapsed:
         m = plan.layout.m  # given, since -1 is ambiguous where k or n is 0
-        a, out = a.reshape(m, a.shape[-1]), out.reshape(m, out.shape[-1])
-        b = b.reshape(b.shape[-2:])
+        a = np.broadcast_to(a, out.shape[:-2] + a.shape[-2:]).reshape(m, a.shape[-1])
+        b = b[(0,) * (b.ndim - 2)]
+        out = out.reshape(m, out.shape[-1], copy=False)
     c = bias = None
     if arguments.c is not None and plan.problem.has_beta:
         c = np.broadcast_to(arguments.c.ndarray(), plan.out_shape).reshape(out.shape)
     if arguments.bias is not None:
         bias = arguments.bias.ndarray()
-    return Stacks(a, b, out, c, bias)
+    return Stacks(_each_once(a), _each_once(b), out, c, bias)
+
+
+def _each_once(x: Any) -> Any:
+    """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
+    return x[tuple(slice(None) if step else slice(1) for step in x.strides[:-2])]
 
 
 def finish_stacks(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.finish import Finish, finish
@@ -18,6 +17,7 @@ from lowprec.backends.cuda.stacks import Source
 from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
+from lowprec.strides import contiguous_strides
 
 __all__ = [
     "allocate",
