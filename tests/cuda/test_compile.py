@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from lowprec.backends.cuda import compiling, convert, disk, finish, libraries
-from lowprec.backends.cuda.convert import Packing, Source
+from lowprec.backends.cuda.convert import Packing
 from lowprec.backends.cuda.finish import Finish
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
+from lowprec.planning import MatrixStack
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 
@@ -115,16 +116,16 @@ def kernel(**definitions: str | int) -> Any:
 # -- the real compiler ----------------------------------------------------------------------------
 
 PACKINGS = [
-    Packing(Source(D.FLOAT32, 64, 64, 64, 1), D.BFLOAT16, 64, 64),
-    Packing(Source(D.FLOAT32, 64, 64, 1, 64), D.BFLOAT16, 64, 64),
-    Packing(Source(D.INT8, 64, 64, 1, 64), D.INT8, 64, 64),
-    Packing(Source(D.COMPLEX128, 64, 64, 1, 64), D.COMPLEX128, 64, 64),
-    Packing(Source(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, "rows"),
-    Packing(Source(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, "rows"),
-    Packing(Source(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, "rows", "rotated"),
-    Packing(Source(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, "none", "rotated"),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.BFLOAT16, 64, 64),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.BFLOAT16, 64, 64),
+    Packing(MatrixStack.of(D.INT8, 64, 64, 1, 64), D.INT8, 64, 64),
+    Packing(MatrixStack.of(D.COMPLEX128, 64, 64, 1, 64), D.COMPLEX128, 64, 64),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, "rows"),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, "rows"),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, "rows", "rotated"),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, "none", "rotated"),
 ]
-_MATRIX = {dtype: Source(dtype, 64, 64, 64, 1) for dtype in D}
+_MATRIX = {dtype: MatrixStack.of(dtype, 64, 64, 64, 1) for dtype in D}
 FINISHES = [
     Finish(D.FLOAT32, 64, 64, 64, 64, _MATRIX[D.FLOAT16], _MATRIX[D.FLOAT16], D.FLOAT16, 1, "gelu", True),
     Finish(D.FLOAT64, 64, 64, 64, 64, _MATRIX[D.FLOAT64], _MATRIX[D.FLOAT64], D.FLOAT64, 1, "gelu"),
@@ -228,7 +229,7 @@ def test_threads_that_start_together_compile_once(core: Compiler) -> None:
 
 def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     forget()
-    source = Source(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
+    source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
     convert.pack(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, (grid, block), (name, _), *arguments = core.launched[0]
     assert stream.__cuda_stream__() == (0, 77)
@@ -239,9 +240,9 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
 
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
     forget()
-    source = Source(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
+    source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
     convert.pack(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
-    out = Source(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
+    out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
     finish.finish(Finish(D.FLOAT32, 5, 7, 7, 5, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
     packs, finishes = core.launched
     assert packs[2][0] == "pack_groups"

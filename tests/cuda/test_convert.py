@@ -35,10 +35,11 @@ from kernel_oracles import (
 )
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling, driver, libraries
-from lowprec.backends.cuda.convert import Packing, Source, pack
+from lowprec.backends.cuda.convert import Packing, pack
 from lowprec.backends.cuda.finish import Finish, finish
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
+from lowprec.planning import MatrixStack
 
 STREAM = 1
 D = DType
@@ -208,7 +209,7 @@ def test_distances_beyond_32_bits() -> None:
         if abs(second - first) < 1 << 31:
             pytest.skip("the device's memory lies close together whatever the host's does")
         for col_stride in (1, 2):
-            source = Source(D.INT8, 2, 16, second - first, col_stride)
+            source = MatrixStack.of(D.INT8, 2, 16, second - first, col_stride)
             out = np.zeros((2, 16), np.int8)
             pack(Packing(source, D.INT8, 16, 2), 0)(first, device.put(out), 0, STREAM)
             device.fetch()
@@ -337,7 +338,7 @@ def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> Non
 )
 def test_there_is_no_kernel_for(source: DType, target: DType, scale: str, how: str) -> None:
     with pytest.raises(DTypeError, match=f"no kernel writes {source} as {target}"):
-        Packing(Source(source, 2, 2, 2, 1), target, 4, 4, scale, how)  # type: ignore[arg-type]
+        Packing(MatrixStack.of(source, 2, 2, 2, 1), target, 4, 4, scale, how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_there_is_no_kernel_for(source: DType, target: DType, scale: str, how: s
 )  # fmt: skip
 def test_what_is_written_must_fit(leading: int, lines: int, how: str) -> None:
     with pytest.raises(ValueError, match=f"do not go into {lines} lines of {leading}"):
-        Packing(Source(D.FLOAT32, 4, 8, 8, 1), D.FLOAT16, leading, lines, "none", how)  # type: ignore[arg-type]
+        Packing(MatrixStack.of(D.FLOAT32, 4, 8, 8, 1), D.FLOAT16, leading, lines, "none", how)  # type: ignore[arg-type]
 
 
 # -- finishing ------------------------------------------------------------------------------------
@@ -640,6 +641,18 @@ def test_any_result(data: st.DataObject) -> None:
 def test_there_is_no_finish_for(
     product: DType, out: DType, c: Any, bias: Any, activation: str | None, scaled: bool
 ) -> None:
-    addend = Source(c, 2, 2, 2, 1) if c else None
+    addend = MatrixStack.of(c, 2, 2, 2, 1) if c else None
     with pytest.raises(DTypeError, match=f"no kernel makes {out} of a product of {product}"):
-        Finish(product, 2, 2, 2, 2, Source(out, 2, 2, 2, 1), addend, bias, 1, activation, scaled)
+        Finish(
+            product,
+            2,
+            2,
+            2,
+            2,
+            MatrixStack.of(out, 2, 2, 2, 1),
+            addend,
+            bias,
+            1,
+            activation,
+            scaled,
+        )

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
 from lowprec.planning.layout import (
-    OperandLayout,
+    MatrixStack,
     OperandSpec,
     gemm_layout,
     result_shape,
@@ -31,7 +31,7 @@ def numbered(*shape: int) -> np.ndarray:
 
 
 def read(
-    storage: np.ndarray, start: np.ndarray, o: OperandLayout, batch: tuple[int, ...]
+    storage: np.ndarray, start: np.ndarray, o: MatrixStack, batch: tuple[int, ...]
 ) -> np.ndarray:
     """The matrices that a layout describes, read out of the operand's memory."""
     offset = (start.ctypes.data - storage.ctypes.data) // 4

@@ -2,7 +2,7 @@
 
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation
-from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, gemm_layout
+from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
 from lowprec.planning.plan import Candidate, Copy, GemmPlan, Product
 from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import Activation, GemmProblem, parse_activation
@@ -19,7 +19,7 @@ __all__ = [
     "GemmPlan",
     "GemmProblem",
     "KernelRow",
-    "OperandLayout",
+    "MatrixStack",
     "OperandSpec",
     "Product",
     "Reason",

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowprec.formats import DType
 from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
-from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, addend_layout
+from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
@@ -44,24 +44,19 @@ def _padded(extent: int, dtype: DType) -> int:
     return -(-extent // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """Matrices as cuBLASLt reads or writes them: where they lie, and their element type there."""
+class _Operand(NamedTuple):
+    """An operand as cuBLASLt reads it: where it lies, and what is rewritten first."""
 
-    layout: OperandLayout
-    batch_strides: tuple[int, ...]
-    dtype: DType
+    stack: MatrixStack
     pack: Pack | None = None
 
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Rows and columns of the column-major matrix that is the memory."""
-        x = self.layout
-        return (x.cols, x.rows) if x.order == "row" else (x.rows, x.cols)
 
-    def matrix(self, batch_stride: int) -> LtMatrix:
-        assert self.layout.leading_dimension is not None
-        return LtMatrix(self.dtype, *self.stored, self.layout.leading_dimension, batch_stride)
+def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
+    """Return the column-major matrix that the memory of each matrix is."""
+    assert stack.leading_dimension is not None
+    rows, cols = stack.rows, stack.cols
+    stored = (cols, rows) if stack.order == "row" else (rows, cols)
+    return LtMatrix(stack.dtype, *stored, stack.leading_dimension, batch_stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +120,8 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasL
     d = _temporary(terms, b) if staged else _result(terms)
     if staged:
         c = None
-    swapped = d.layout.order == "row"
-    first, second = (b, a) if swapped else (a, b)
+    swapped = d.order == "row"
+    first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
     stacks = [first, second, *([c] if c else []), d]
     batches = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
     strides = batches.strides if c else (*batches.strides[:2], 0, batches.strides[2])
@@ -137,10 +132,10 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasL
         swapped=swapped,
         op_first=_op(first, swapped),
         op_second=_op(second, swapped),
-        first=first.matrix(strides[0]),
-        second=second.matrix(strides[1]),
-        d=d.matrix(strides[3]),
-        c=c.matrix(strides[2]) if c else None,
+        first=_matrix(first, strides[0]),
+        second=_matrix(second, strides[1]),
+        d=_matrix(d, strides[3]),
+        c=_matrix(c, strides[2]) if c else None,
         batch_count=batches.count,
         offsets=offsets,  # type: ignore[arg-type]  # four each, by construction
         epilogue="DEFAULT" if staged else _epilogue(problem),
@@ -150,9 +145,9 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasL
     )
 
 
-def _op(operand: _Stack, swapped: bool) -> Op:
+def _op(operand: MatrixStack, swapped: bool) -> Op:
     """A matrix enters transposed where its order is not the one of the result."""
-    return "N" if (operand.layout.order == "row") is swapped else "T"
+    return "N" if (operand.order == "row") is swapped else "T"
 
 
 def _epilogue(problem: GemmProblem) -> str:
@@ -165,15 +160,13 @@ def _epilogue(problem: GemmProblem) -> str:
 # -- operands -------------------------------------------------------------------------------------
 
 
-def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Stack:
-    spec = terms.problem.a if name == "a" else terms.problem.b
-    layout = terms.layout.a if name == "a" else terms.layout.b
+def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
+    stack = terms.layout.a if name == "a" else terms.layout.b
     parts = 1 + max(p.a_part if name == "a" else p.b_part for p in terms.plan.schedule)
-    reason = _reason_to_pack(terms, spec.dtype, layout, name, parts)
-    data = spec.dtype if terms.k_contiguous else terms.data
+    reason = _reason_to_pack(terms, stack, name, parts)
     if reason is None:
-        return _Stack(layout, layout.batch_strides, data)
-    pack = _pack(terms, spec.dtype, layout, name, reason, parts)
+        return _Operand(stack)
+    pack = _pack(terms, stack, name, reason, parts)
     # What is written lies row-major as it is written; transposed, it is a column-major operand.
     rows, cols, leading = pack.padded_rows, pack.cols, pack.leading_dimension
     if terms.k_contiguous:
@@ -181,28 +174,31 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Stack:
     order: Literal["row", "col"] = "col" if pack.transposed else "row"
     extents = (cols, rows) if pack.transposed else (rows, cols)
     steps = (1, leading) if pack.transposed else (leading, 1)
-    written = contiguous_strides(pack.batch_shape, pack.padded_rows * leading)
-    strides = written or (0,) * len(terms.layout.batch_shape)
-    packed = OperandLayout(*extents, *steps, strides, None, order, leading)
-    return _Stack(packed, strides, data, pack)
+    batch = terms.layout.batch_shape
+    strides = (0,) * len(batch)
+    if pack.batch_shape:
+        strides = contiguous_strides(pack.batch_shape, pack.padded_rows * leading)
+    written = MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading)
+    return _Operand(written, pack)
 
 
 def _reason_to_pack(
-    terms: _Terms, dtype: DType, layout: OperandLayout, name: Literal["a", "b"], parts: int
+    terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], parts: int
 ) -> Reason | None:
     """Return why an operand cannot be read where it lies, None if it can."""
+    dtype = stack.dtype
     if dtype is not terms.data and not (terms.k_contiguous and reads_k_contiguous(dtype)):
         return Reason.of(Why.OTHER_DTYPE, dtype=dtype, data=terms.data)
     if parts > 1:
         return Reason.of(Why.SEVERAL_PARTS)
-    if not layout.blas_expressible:
+    if not stack.blas_expressible:
         return Reason.of(Why.STRIDES)
     if not terms.k_contiguous:
         return None
-    if layout.order != ("row" if name == "a" else "col"):
+    if stack.order != ("row" if name == "a" else "col"):
         return Reason.of(Why.INNER_CONTIGUOUS, data=terms.data)
     step = _ALIGNMENT_BYTES
-    extents = [terms.layout.k, layout.leading_dimension or 0, *layout.batch_strides]
+    extents = [terms.layout.k, stack.leading_dimension or 0, *stack.batch_strides]
     if name == "b":
         extents.append(terms.layout.n)
     if not terms.aligned or any(x % step for x in extents):
@@ -211,12 +207,7 @@ def _reason_to_pack(
 
 
 def _pack(
-    terms: _Terms,
-    dtype: DType,
-    layout: OperandLayout,
-    name: Literal["a", "b"],
-    reason: Reason,
-    parts: int,
+    terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int
 ) -> Pack:
     rounded = terms.plan.rounded[name == "b"]
     scaled = rounded and terms.data is DType.FLOAT16 and terms.plan.kernel_row.scales_float16
@@ -224,14 +215,14 @@ def _pack(
     if terms.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
     inner_last = terms.k_contiguous or scaled or terms.as_real
-    transposed = name == "b" if inner_last else layout.order == "col"
-    rows, cols = (layout.cols, layout.rows) if transposed else (layout.rows, layout.cols)
+    transposed = name == "b" if inner_last else stack.order == "col"
+    rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
     if terms.as_real:
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
-    dtype_written = dtype if terms.k_contiguous else terms.data
+    dtype_written = stack.dtype if terms.k_contiguous else terms.data
     padded_rows = _padded(rows, dtype_written) if terms.k_contiguous and name == "b" else rows
     # Powers of two are kept per product, so that scaled matrices are not shared.
-    shared = not any(layout.batch_strides) and not scaled
+    shared = not any(stack.batch_strides) and not scaled
     batch = () if shared else terms.layout.batch_shape
     leading = _padded(cols, dtype_written)
     return Pack(
@@ -243,44 +234,42 @@ def _pack(
 # -- result and addend ----------------------------------------------------------------------------
 
 
-def _addend(terms: _Terms) -> _Stack | None:
+def _addend(terms: _Terms) -> MatrixStack | None:
     """Return the addend as the call itself could read it, None where there is none or its strides have no words."""
     problem, layout = terms.problem, terms.layout
     if not problem.has_beta or problem.c is None:
         return None
     c = addend_layout(problem.c, problem.a, problem.b, layout)
-    if c is None or not c.blas_expressible:
-        return None
-    return _Stack(c, c.batch_strides, problem.c.dtype)
+    return c if c is not None and c.blas_expressible else None
 
 
-def _result(terms: _Terms) -> _Stack:
+def _result(terms: _Terms) -> MatrixStack:
     """Return the caller's array as what the product is written to."""
     out = terms.layout.out
     if not terms.as_real:
-        return _Stack(out, out.batch_strides, terms.out_dtype)
+        return out
     # A complex number is two real ones side by side.
     leading = 2 * (out.leading_dimension or 1)
     strides = tuple(2 * s for s in out.batch_strides)
-    real = OperandLayout(out.rows, 2 * out.cols, leading, 1, strides, None, "row", leading)
-    return _Stack(real, strides, DType.FLOAT32)
-
-
-def _temporary(terms: _Terms, b: _Stack) -> _Stack:
-    """Return the temporary matrices of a staged product, one after another and row-major."""
-    dtype = terms.summed_in
-    columns = terms.layout.n * (2 if terms.as_real else 1)
-    if b.pack and terms.k_contiguous:
-        columns = b.pack.padded_rows
-    leading = _padded(columns, dtype)
-    m = terms.layout.m
-    strides = contiguous_strides(terms.layout.batch_shape, m * leading)
-    return _Stack(
-        OperandLayout(m, columns, leading, 1, strides, None, "row", leading), strides, dtype
+    return MatrixStack(
+        DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading
     )
 
 
-def _reasons_to_stage(terms: _Terms, a: _Stack, b: _Stack, c: _Stack | None) -> Iterator[Reason]:
+def _temporary(terms: _Terms, b: _Operand) -> MatrixStack:
+    """Return the temporary matrices of a staged product, one after another and row-major."""
+    columns = terms.layout.n * (2 if terms.as_real else 1)
+    if b.pack and terms.k_contiguous:
+        columns = b.pack.padded_rows
+    leading = _padded(columns, terms.summed_in)
+    m, batch = terms.layout.m, terms.layout.batch_shape
+    strides = contiguous_strides(batch, m * leading)
+    return MatrixStack(terms.summed_in, m, columns, leading, 1, batch, strides, "row", leading)
+
+
+def _reasons_to_stage(
+    terms: _Terms, a: _Operand, b: _Operand, c: MatrixStack | None
+) -> Iterator[Reason]:
     """Yield why cuBLASLt cannot write the result itself."""
     problem, out = terms.problem, terms.layout.out
     products = len(terms.plan.schedule)
@@ -290,7 +279,7 @@ def _reasons_to_stage(terms: _Terms, a: _Stack, b: _Stack, c: _Stack | None) -> 
         yield Reason.of(Why.NOT_WRITTEN_AS, data=terms.data, out=terms.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(Why.RESULT_STRIDES)
-    if terms.k_contiguous and not (terms.aligned and _in_steps(out, terms.out_dtype)):
+    if terms.k_contiguous and not (terms.aligned and _in_steps(out)):
         yield Reason.of(Why.WRITTEN_IN_STEPS, data=terms.data, step=_ALIGNMENT_BYTES)
     if any(x.pack is not None and x.pack.scaled for x in (a, b)):
         yield Reason.of(Why.SCALED_OPERANDS)
@@ -305,21 +294,21 @@ def _reasons_to_stage(terms: _Terms, a: _Stack, b: _Stack, c: _Stack | None) -> 
     yield from _reasons_of_epilogue(terms, c)
 
 
-def _in_steps(layout: OperandLayout, dtype: DType) -> bool:
+def _in_steps(stack: MatrixStack) -> bool:
     """Whether the distances between columns and between matrices are multiples of 16 bytes."""
-    distances = [layout.leading_dimension or 0, *layout.batch_strides]
-    return not any(x * dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
+    distances = [stack.leading_dimension or 0, *stack.batch_strides]
+    return not any(x * stack.dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
 
 
-def _reasons_of_epilogue(terms: _Terms, c: _Stack | None) -> Iterator[Reason]:
+def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reason]:
     """Yield why the epilogue cannot be fused."""
     problem, out = terms.problem, terms.layout.out
     if not terms.fuse and (problem.has_beta or problem.bias or problem.activation):
         yield Reason.of(Why.NO_FUSED_ALGORITHM)
     if problem.has_beta:
-        fits = c is not None and c.dtype is terms.out_dtype and c.layout.order == out.order
+        fits = c is not None and c.dtype is terms.out_dtype and c.order == out.order
         if c is not None and terms.k_contiguous:
-            fits = fits and _in_steps(c.layout, c.dtype)
+            fits = fits and _in_steps(c)
         if not fits:
             yield Reason.of(Why.ADDEND_DIFFERS)
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):

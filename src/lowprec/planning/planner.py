@@ -60,7 +60,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         )
     compute_dtype = common_dtype(problem, capabilities)
     out_dtype = result_dtype(problem, compute_dtype)
-    layout = gemm_layout(problem.a, problem.b, problem.out)
+    layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
     if compute_dtype is DType.INT8 and layout.k > MAX_K_INT8:
         raise UnsupportedError(
@@ -116,7 +116,7 @@ def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayou
     if not (problem.has_beta and problem.c and layout.collapsed):
         return layout
     if addend_layout(problem.c, problem.a, problem.b, layout) is None:
-        return stacked_layout(problem.a, problem.b, problem.out)
+        return stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
     return layout
 
 

@@ -16,7 +16,7 @@ from lowprec.planning.reasons import Reason, Why
 if TYPE_CHECKING:
     from lowprec.formats import ComputeType, DType
     from lowprec.planning.calls import Pack
-    from lowprec.planning.layout import OperandLayout, OperandSpec
+    from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
 __all__ = ["WORDS", "copy_reason", "sentence", "title", "to_dict", "to_text"]
@@ -107,7 +107,7 @@ def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
         yield f"  {name}", _operand(operand)
 
 
-def _operand(operand: OperandLayout) -> str:
+def _operand(operand: MatrixStack) -> str:
     """Return order, leading dimension and batch step, or the strides where BLAS has no words for them."""
     if operand.order is None:
         text = f"strides {operand.row_stride}, {operand.col_stride}"

@@ -13,10 +13,9 @@ from lowprec.backends.cuda.finish import Finish, finish
 from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.prepared import PreparedProduct
-from lowprec.backends.cuda.stacks import Source
 from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
 from lowprec.formats import DType
-from lowprec.planning import Capabilities, GemmPlan
+from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
 
 __all__ = [
@@ -202,7 +201,9 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
     missing = max(2 - out.ndim, 0)
     shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
     rows, cols = shape[-2:]
-    target = Source(out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2])
+    target = MatrixStack.of(
+        out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2]
+    )
     spec = Finish(source.dtype, rows, cols, cols, rows, target)
     with driver.on_device(out.device.index):
         launch = finish(spec, out.device.index)

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias
 from lowprec.backends.cuda import driver
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.stacks import Dimension, Source, Walk, are_multiples, merged, walks
+from lowprec.backends.cuda.stacks import Dimension, Walk, are_multiples, merged, walks
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
+from lowprec.planning import MatrixStack
 
-__all__ = ["Packer", "Packing", "Source", "pack"]
+__all__ = ["Packer", "Packing", "pack"]
 
 #: Queues the work: addresses of source, destination and exponents (0 without a scale), and a stream.
 Packer: TypeAlias = Callable[[int, int, int, int], None]
@@ -58,7 +59,7 @@ class Packing:
 
     Parameters
     ----------
-    source : Source
+    source : MatrixStack
     dtype : DType
         Of what is written.
     leading_dimension, padded_rows : int
@@ -76,7 +77,7 @@ class Packing:
     part_exponent : int
     """
 
-    source: Source
+    source: MatrixStack
     dtype: DType
     leading_dimension: int
     padded_rows: int

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 from types import TracebackType
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import convert, driver, finish, memory
-from lowprec.backends.cuda.convert import Packing, Source
+from lowprec.backends.cuda.convert import Packing
 from lowprec.backends.cuda.finish import Finish
 from lowprec.backends.execution import Arguments
-from lowprec.formats import DType
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, OperandLayout, Product
+from lowprec.planning import GemmPlan, MatrixStack, Product
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
 
@@ -97,13 +96,13 @@ class Staging:
         driver.set_zero_async(address, nbytes, self._stream)
         return address
 
-    def _rewritten(
-        self, view: ArrayView, layout: OperandLayout, pack: Pack | None
-    ) -> tuple[int, int]:
+    def _rewritten(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
         """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
         if pack is None:
             return view.address, 0
-        source = _source(view.dtype, layout, pack.batch_shape, transposed=pack.transposed)
+        source = stack.transposed if pack.transposed else stack
+        if not pack.batch_shape:
+            source = replace(source, batch_shape=(), batch_strides=())
         exponents = 0
         if pack.scaled:
             exponents = self._block(_INT32_BYTES * source.rows * pack.count)
@@ -143,12 +142,10 @@ class Staging:
     def _finish_spec(self) -> Finish:
         plan, call = self._plan, self._call
         problem, layout = plan.problem, plan.layout
-        batch = layout.batch_shape
         c = None
         if problem.has_beta and problem.c is not None:
-            lies = addend_layout(problem.c, problem.a, problem.b, layout)
-            assert lies is not None, "the plan collapsed a batch that c cannot follow"
-            c = _source(problem.c.dtype, lies, batch)
+            c = addend_layout(problem.c, problem.a, problem.b, layout)
+            assert c is not None, "the plan collapsed a batch that c cannot follow"
         product_dtype = plan.compute_dtype.accumulator
         leading = call.d.leading_dimension if call else layout.n
         if call and product_dtype.is_complex and not call.d.dtype.is_complex:
@@ -159,23 +156,10 @@ class Staging:
             cols=layout.n,
             leading_dimension=leading,
             padded_rows=layout.m,
-            out=_source(plan.out_dtype, layout.out, batch),
+            out=layout.out,
             c=c,
             bias_dtype=problem.bias.dtype if problem.bias else None,
             bias_stride=problem.bias.strides[0] if problem.bias else 0,
             activation=str(problem.activation) if problem.activation else None,
             scaled=any(self._exponents),
         )
-
-
-def _source(
-    dtype: DType, layout: OperandLayout, batch_shape: tuple[int, ...], *, transposed: bool = False
-) -> Source:
-    """Return a stack of matrices as the kernels are told of it."""
-    rows, cols = layout.rows, layout.cols
-    row_stride, col_stride = layout.row_stride, layout.col_stride
-    if transposed:
-        rows, cols, row_stride, col_stride = cols, rows, col_stride, row_stride
-    strides = layout.batch_strides if batch_shape else ()
-    assert prod(batch_shape) > 0
-    return Source(dtype, rows, cols, row_stride, col_stride, batch_shape, strides)
