@@ -94,7 +94,7 @@ def matmul(
     """
     library = library_of(a)
     x = library.view(a)
-    y = library.view(b) if type(b) is type(a) else library_of(b).view(b)
+    y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):

@@ -48,6 +48,10 @@ class Library(ABC):
             If its element type is not supported.
         """
 
+    def view_another(self, array: Any) -> ArrayView:
+        """Return what :meth:`view` does, right after it: the library's state, which it checks, is still the same."""
+        return self.view(array)
+
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be written: an ``out``, or a buffer from :meth:`empty`.
 

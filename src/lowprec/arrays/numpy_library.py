@@ -81,6 +81,8 @@ class NumpyLibrary(Library):
         """Return the view of a NumPy array."""
         return host_view(array)
 
+    view_another = view
+
     def empty(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
     ) -> NDArray[Any]:
