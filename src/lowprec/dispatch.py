@@ -123,7 +123,7 @@ def matmul(
         execute(request.arguments(x, y, target))
     else:
         streams.run(execute, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
-    return library.finish(target.owner, a) if out is None else out
+    return library.finish(target.owner, a, b, c, bias) if out is None else out
 
 
 def _aside(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of, loaded_libraries
@@ -326,6 +327,57 @@ def test_jax_waits_for_the_array(jax: Any) -> None:
     assert view.ndarray()[-1, -1] == pytest.approx(600)
 
 
+def test_jax_results_are_committed_as_those_of_jax_are(jax: Any) -> None:
+    free = jax.numpy.eye(3, dtype=jax.numpy.float32)
+    bound = jax.device_put(free, jax.devices()[0])
+    host = np.eye(3, dtype=np.float32)
+    assert (free.committed, bound.committed) == (False, True)
+    for operands in ((free, free), (free, bound), (bound, free), (free, host), (bound, host)):
+        result = lowprec.matmul(*operands)
+        assert result.committed == jax.numpy.matmul(*operands).committed
+        assert (result.device, result.sharding) == (free.device, free.sharding)
+    assert lowprec.matmul(free, free, c=bound, beta=1.0).committed
+    assert lowprec.matmul(free, free, bias=bound[0]).committed
+    assert not lowprec.matmul(free, free, c=free, beta=1.0, bias=free[0]).committed
+
+
+def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
+    a = jax.numpy.arange(64.0, dtype=jax.numpy.float32).reshape(8, 8)
+    expected = np.asarray(a) @ np.asarray(a)  # integers below 2^24: exact
+    result = lowprec.matmul(a, a)
+    again = lowprec.matmul(result, jax.numpy.eye(8, dtype=jax.numpy.float32))
+    twice = jax.jit(lambda x: x + x, donate_argnums=0)(result)  # the memory may be reused, or not
+    assert result.is_deleted() or (np.asarray(result) == expected).all()
+    np.testing.assert_array_equal(np.asarray(twice), 2 * expected)
+    np.testing.assert_array_equal(np.asarray(again), expected)
+    again.delete()
+    with pytest.raises(ArrayError, match=r"the JAX array cannot be read: .*deleted"):
+        lowprec.matmul(again, a)
+    # In a trace a product of arrays that are there is computed at once, and is a constant of the program.
+    jaxpr = jax.make_jaxpr(lambda x: x + lowprec.matmul(a, a))(a)
+    assert [str(e.primitive) for e in jaxpr.eqns] == ["add"]
+    with jax.transfer_guard("disallow_explicit"):
+        assert not lowprec.matmul(a, a).committed
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "linearize", "make_jaxpr"])
+@pytest.mark.parametrize("place", ["a", "b", "c", "bias", "scale_a", "alpha"])
+def test_jax_tracers_are_refused_in_every_argument(jax: Any, place: str, transform: str) -> None:
+    x = jax.numpy.eye(3, dtype=jax.numpy.float32)
+
+    def call(tracer: Any) -> Any:
+        arguments = {"a": x, "b": x, "c": x, "beta": 1.0} | {place: tracer}
+        return lowprec.matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
+
+    made = getattr(jax, transform)
+    run = (lambda v: made(call, v)) if transform == "linearize" else made(call)
+    error, message = ArrayError, "a JAX tracer .*jax.pure_callback"
+    if place == "alpha":
+        error, message = DTypeError, "must be a number, got .*Tracer"
+    with pytest.raises(error, match=message):
+        run(x)
+
+
 def test_jax_several_devices() -> None:
     """In its own process: the number of CPU devices is fixed when JAX starts."""
     load_or_skip(Backend.JAX)
@@ -333,23 +385,41 @@ def test_jax_several_devices() -> None:
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, numpy as np
+import lowprec
 from lowprec.arrays import CPU, library_of
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
-one = jax.device_put(np.ones((4, 2), np.float32), jax.devices()[1])
+first, second = jax.devices()
+one = jax.device_put(np.ones((4, 2), np.float32), second)
 library = library_of(one)
 view = library.allocate((4, 2), DType.FLOAT32, library.view(one).device, one)
 view.ndarray()[...] = 3
 result = library.finish(view.owner, one)
 assert result.device == one.device and float((result + one).sum()) == 32
+
+free = jax.numpy.ones((2, 2), np.float32)
+with jax.default_device(second):
+    elsewhere = jax.numpy.ones((2, 2), np.float32)
+bound = jax.device_put(free, second)
+for operands in (free, bound), (bound, free), (bound, bound), (bound, elsewhere):
+    ours, theirs = lowprec.matmul(*operands), jax.numpy.matmul(*operands)
+    assert (ours.device, ours.committed) == (theirs.device, theirs.committed), operands
+    assert float(ours.sum()) == 8
+result = lowprec.matmul(elsewhere, elsewhere)
+assert (result.device, result.committed) == (second, False)
+assert (result + free).device == (elsewhere + free).device
+
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-both = jax.device_put(one, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-try:
-    library.view(both)
-except ArrayError as error:
-    assert "spread over several devices" in str(error), error
-else:
-    raise SystemExit("a sharded array was accepted")
+parts, copies = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+for spec in parts, copies:
+    both = jax.device_put(one, jax.sharding.NamedSharding(mesh, spec))
+    for arguments in (both, one.T), (one.T, both), (np.ones((2, 4), np.float32), both):
+        try:
+            lowprec.matmul(*arguments)
+        except ArrayError as error:
+            assert "spread over several devices" in str(error), error
+        else:
+            raise SystemExit("a sharded array was accepted")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

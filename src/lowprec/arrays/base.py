@@ -83,8 +83,15 @@ class Library(ABC):
         """Return the writable view of a new buffer; its ``owner`` is the buffer."""
         return self.writable_view(self.empty(shape, dtype, device, like))
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
-        """Return the array of this library that a filled buffer has become, without a copy."""
+    def finish(self, buffer: Any, *operands: Any) -> Any:
+        """Return the array of this library that a filled buffer has become, without a copy.
+
+        Parameters
+        ----------
+        buffer : array
+        *operands : array or None
+            What it was computed from, of any library, the one that was ``like`` first.
+        """
         return buffer
 
     def current_stream(self, device: Device) -> int | None:

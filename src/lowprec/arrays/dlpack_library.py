@@ -65,7 +65,7 @@ class DLPackLibrary(Library):
             return host_view(host_empty(shape, dtype, device))
         return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM).view()
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return a :class:`DLPackArray` on the buffer."""
         return buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
 

@@ -96,7 +96,7 @@ class NumpyLibrary(Library):
         array = np.empty(shape, NUMPY_DTYPES[dtype])
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 
