@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import gc
 import itertools
 import subprocess
@@ -20,7 +21,7 @@ from frameworks.conftest import load_or_skip
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of, loaded_libraries
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
-from lowprec.errors import ArrayError, DeviceError, DTypeError
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
 from lowprec.formats import DType
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
@@ -445,20 +446,23 @@ class Capsules:
         self.deleted += 1
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.changes.get("device_type", 1), 0
+        return self.changes.get("device_type", 1), self.changes.get("device_id", 0)
 
     def capsule(self) -> object:
         memory = self.memory
         ndim = memory.ndim
-        self._shape = (ctypes.c_int64 * ndim)(*memory.shape)
-        self._strides = (ctypes.c_int64 * ndim)(*[s // memory.itemsize for s in memory.strides])
+        shape = self.changes.get("shape") or memory.shape
+        strides = self.changes.get("strides") or [s // memory.itemsize for s in memory.strides]
+        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+        self._strides = (ctypes.c_int64 * len(strides))(*strides)
         values = {
             "data": memory.ctypes.data, "device_type": 1, "device_id": 0, "ndim": ndim, "code": 2,
             "bits": 8 * memory.itemsize, "lanes": 1, "shape": ctypes.addressof(self._shape),
             "strides": ctypes.addressof(self._strides), "byte_offset": 0,
             "major": 1, "minor": 0, "flags": 0,
         }  # fmt: skip
-        values |= self.changes
+        integers = ("shape", "strides")
+        values |= {k: v for k, v in self.changes.items() if v is None or k not in integers}
         versioned = isinstance(self.struct, _Versioned)
         tensor = self.struct.tensor if versioned else self.struct
         for field in ("major", "minor", "flags") if versioned else ():
@@ -501,7 +505,6 @@ def test_the_deleter_is_called_once_when_the_view_dies(kind: Any, memory: np.nda
     del host
     gc.collect()
     assert producer.deleted == 1
-    # The second time, the type is known to lack or have the keyword.
     assert library_of(producer).view(producer).shape == (3, 4)
     assert producer.deleted == 2
 
@@ -544,6 +547,16 @@ def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
         ({"ndim": -1}, ArrayError, r"describes no array: ndim is -1"),
         ({"ndim": 1000}, ArrayError, r"describes no array: ndim is 1000"),
         ({"shape": None}, ArrayError, r"describes no array"),
+        ({"shape": (3, -4)}, ArrayError, r"describes no array: its shape is \(3, -4\)"),
+        ({"shape": (-(2**63), 0)}, ArrayError, r"describes no array: its shape is"),
+        ({"shape": (2**32, 2**31)}, ArrayError, r"outside of the address space"),
+        ({"shape": (2**62, 2**62), "strides": None}, ArrayError, r"outside of the address space"),
+        ({"strides": (2**62, 1)}, ArrayError, r"outside of the address space"),
+        ({"strides": (-(2**63), 1)}, ArrayError, r"outside of the address space"),
+        ({"strides": (-(2**50), 1)}, ArrayError, r"outside of the address space"),
+        ({"byte_offset": 2**64 - 4}, ArrayError, r"outside of the address space"),
+        ({"data": 2**64 - 64}, ArrayError, r"outside of the address space"),
+        ({"data": 2**64 - 64, "shape": (0, 4)}, ArrayError, r"outside of the address space"),
         ({"data": None}, ArrayError, r"no data: its pointer is null"),
         ({"code": 1}, DTypeError, r"\(code 1, bits 32, lanes 1\) is not supported"),
     ],
@@ -555,6 +568,15 @@ def test_bad_capsules_are_refused(
     producer = Capsules(memory, **changes)
     with pytest.raises(error, match=message):
         library_of(producer).view(producer)
+    gc.collect()
+    assert producer.deleted == 1
+
+
+def test_zero_size_capsules_may_have_any_strides(memory: np.ndarray) -> None:
+    producer = Capsules(memory, shape=(0, 4), strides=(2**62, -(2**62)), data=None)
+    view = library_of(producer).view(producer)
+    assert view.ndarray().shape == (0, 4)
+    assert lowprec.matmul(producer, memory.T).shape == (0, 3)
 
 
 def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> None:
@@ -562,8 +584,16 @@ def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> 
     producer.name = b"used_dltensor"
     with pytest.raises(ArrayError, match="capsule named b'used_dltensor'"):
         view_of_capsule(producer.capsule())
-    with pytest.raises(ArrayError, match="returned a dict, not a capsule"):
-        view_of_capsule({})
+    gc.collect()
+    assert producer.deleted == 1
+    for other in ({}, None, type("PyCapsule", (), {})()):
+        with pytest.raises(
+            ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"
+        ):
+            view_of_capsule(other)
+    other = datetime.datetime_CAPI  # a capsule of Python's own
+    with pytest.raises(ArrayError, match=r"named b'datetime.datetime_CAPI'"):
+        view_of_capsule(other)
 
 
 @pytest.mark.parametrize(
@@ -599,6 +629,149 @@ def test_a_producers_refusal_is_passed_on() -> None:
 
     with pytest.raises(ArrayError, match=r"Shy refuses to be exported by DLPack: not today"):
         library_of(Shy()).view(Shy())
+
+
+class Moody(Capsules):
+    """A producer of read-only arrays whose first export fails with a TypeError of its own."""
+
+    calls = 0
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.calls += 1
+        if self.calls == 1:
+            raise TypeError("'NoneType' object is not iterable")
+        if max_version is None:  # an unversioned capsule cannot say that it is read-only
+            self.name, self.struct = b"dltensor", _Tensor()
+        return self.capsule()
+
+
+def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) -> None:
+    producer = Moody(memory, flags=1)
+    expected = memory.copy()
+    with pytest.raises(ArrayError, match=r"Moody refuses .*'NoneType' object is not iterable"):
+        lowprec.matmul(memory, memory.T, out=producer)
+    assert producer.calls == 1
+    for _ in range(2):
+        with pytest.raises(ArrayError, match="out is read-only"):
+            lowprec.matmul(memory, memory.T, out=producer)
+    np.testing.assert_array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("make", [OldCapsules, lambda m: DLPackOnly(OldCapsules(m))])
+def test_producers_without_versions_are_asked_twice_each_time(
+    memory: np.ndarray, make: Any
+) -> None:
+    """Also behind another object that passes the keywords on."""
+    producer = make(memory)
+    for _ in range(2):
+        assert library_of(producer).view(producer).address == memory.ctypes.data
+
+
+class Nested:
+    """A producer that has lowprec read another before it exports."""
+
+    def __init__(self, inner: Any, calls: list[int]) -> None:
+        self.inner = inner
+        self.calls = calls
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.calls.append(1)
+        import_array(self.inner)
+        raise AssertionError("the innermost refuses")
+
+
+def test_nested_producers_are_asked_once_each(memory: np.ndarray) -> None:
+    calls: list[int] = []
+    producer: Any = Capsules(memory, lanes=4)
+    for _ in range(12):
+        producer = Nested(producer, calls)
+    with pytest.raises(ArrayError, match=r"Nested refuses to be exported.*lanes 4"):
+        library_of(producer).view(producer)
+    assert len(calls) == 12
+
+
+@pytest.mark.parametrize(
+    "device",
+    [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)],
+    ids=str,
+)
+def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
+    producer = Capsules(memory)
+    producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
+    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+        library_of(producer).view(producer)
+    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+        lowprec.linalg.solve(producer, producer)
+    assert producer.deleted == 0
+
+
+@pytest.mark.parametrize(("says", "is_on"), [(1, 2), (2, 1), (2, 10)])
+def test_a_device_that_is_not_that_of_the_memory_is_refused(
+    memory: np.ndarray, says: int, is_on: int
+) -> None:
+    """The one decides which stream the data are ready on, the other which memory is read."""
+    producer = Capsules(memory, device_type=is_on)
+    producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: (says, 0)})
+    with pytest.raises(ArrayError, match=r"says that it is on .*, and exports memory on "):
+        library_of(producer).view(producer)
+    gc.collect()
+    assert producer.deleted == 1
+
+
+class Fickle(Capsules):
+    """A producer whose exports differ: first a matrix, then what no product can take."""
+
+    exports = 0
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.exports += 1
+        if self.exports > 1:
+            self.changes = {"ndim": 0}
+        return self.capsule()
+
+
+def test_an_argument_is_exported_once_in_a_call(memory: np.ndarray) -> None:
+    producer = Fickle(memory)
+    result = lowprec.matmul(producer, memory.T)
+    np.testing.assert_array_equal(result, memory @ memory.T)
+    assert (producer.exports, producer.deleted) == (1, 1)
+    with pytest.raises(ShapeError, match=r"0-d|no axes|dimension"):
+        lowprec.matmul(producer, memory.T)
+
+
+def test_classes_of_producers_are_not_kept_alive(memory: np.ndarray) -> None:
+    kind: Any = type("Passing", (Capsules,), {})
+    alive = weakref.ref(kind)
+    for _ in range(2):
+        assert library_of(kind(memory)).name == "dlpack"
+    del kind
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_type_that_passes_attributes_on_is_not_one_kind_of_array(memory: np.ndarray) -> None:
+    producer, masked = Capsules(memory), np.ma.array(memory)
+    assert library_of(weakref.proxy(producer)).name == "dlpack"
+    with pytest.raises(ArrayError, match=r"ProxyType is not accepted"):
+        library_of(weakref.proxy(masked))
+
+
+def test_other_protocols_are_named_as_no_array(memory: np.ndarray) -> None:
+    class InterfaceOnly:
+        __array_interface__ = memory.__array_interface__
+
+    class ArrayOnly:
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            return memory
+
+    for other in (InterfaceOnly(), ArrayOnly(), memoryview(memory), memory.data):
+        with pytest.raises(ArrayError, match=r"expected an array .*wrap it with numpy.asarray"):
+            lowprec.matmul(other, memory.T)
+    with pytest.raises(ArrayError, match=r"expected an array .*got type"):
+        library_of(Capsules)
 
 
 @ALL_DTYPES
