@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
@@ -752,11 +753,37 @@ def test_classes_of_producers_are_not_kept_alive(memory: np.ndarray) -> None:
     assert alive() is None
 
 
-def test_a_type_that_passes_attributes_on_is_not_one_kind_of_array(memory: np.ndarray) -> None:
-    producer, masked = Capsules(memory), np.ma.array(memory)
-    assert library_of(weakref.proxy(producer)).name == "dlpack"
-    with pytest.raises(ArrayError, match=r"ProxyType is not accepted"):
-        library_of(weakref.proxy(masked))
+class Passing:
+    """An object that passes everything on to another; it names no class but its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_what_stands_for_another_array_is_looked_up_each_time(
+    memory: np.ndarray, xp: ArrayNamespace
+) -> None:
+    """One type of proxy stands for arrays of every type."""
+    masked = np.ma.array(memory)
+    for wrap in (weakref.proxy, Passing):
+        array = xp.asarray(memory)
+        with contextlib.suppress(ArrayError, TypeError):  # whether it is taken is not the question
+            library_of(wrap(array)).view(wrap(array))
+        assert library_of(Passing(Capsules(memory))).name == "dlpack"
+        with pytest.raises(ArrayError, match=r"ProxyType is not accepted"):
+            library_of(weakref.proxy(masked))
+        with pytest.raises(ArrayError, match=r"expected an array .*got .*Passing"):
+            library_of(Passing([]))
+
+
+def test_torch_tensors_whose_storage_is_freed_are_refused(torch: Any) -> None:
+    freed = torch.ones(3, 3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ArrayError, match=r"its storage has been freed, as FSDP does"):
+        lowprec.matmul(freed, torch.ones(3, 3))
 
 
 def test_other_protocols_are_named_as_no_array(memory: np.ndarray) -> None:

@@ -65,9 +65,11 @@ def _look_up(array: Any) -> Library:
     if kind in _DLPACK_TYPES:
         return DLPACK
     found = _find(array)
+    if array.__class__ is not kind:  # a proxy, which stands for an array of any type
+        return found
     if found is not DLPACK:
         _BY_TYPE[kind] = found
-    elif hasattr(kind, "__dlpack__"):  # else a proxy, which stands for an array of any kind
+    elif hasattr(kind, "__dlpack__"):
         _DLPACK_TYPES.add(kind)
     return found
 

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 
 from lowprec.errors import ArrayError
 
-__all__ = ["INSIDE_TRANSFORM", "Probes", "probes_of", "refuse_interception", "refuse_tangent"]
-
-INSIDE_TRANSFORM = (
-    "the torch tensor is inside a torch.func transform (vmap, grad, jvp, functionalize), which lowprec has no rule "
-    "for; call lowprec outside the transform"
-)
+__all__ = ["Probes", "probes_of", "refuse_interception", "refuse_tangent"]
 
 
 class Probes(NamedTuple):
@@ -78,7 +73,10 @@ def refuse_interception(torch: Any, probes: Probes) -> None:
             "outside the traced function"
         )
     if probes.transforms():
-        raise ArrayError(INSIDE_TRANSFORM)
+        raise ArrayError(
+            "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which lowprec has no rule "
+            "for; call lowprec outside the transform"
+        )
     mode = _dispatch_mode(torch)
     if mode is not None:
         raise ArrayError(

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.torch_interception import (
-    INSIDE_TRANSFORM,
-    probes_of,
-    refuse_interception,
-    refuse_tangent,
-)
+from lowprec.arrays.torch_interception import probes_of, refuse_interception, refuse_tangent
 from lowprec.arrays.view import CPU, ArrayView, Device, contiguous_strides
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
@@ -124,9 +119,10 @@ class TorchLibrary(Library):
     ) -> ArrayView:
         """Return the writable view of a new tensor."""
         array = self.empty(shape, dtype, device, like)
-        return ArrayView(
-            dtype, shape, contiguous_strides(shape), device, array, False, array.data_ptr()
-        )
+        address = array.data_ptr()
+        if not address and 0 not in shape:
+            raise self._without_memory(array)
+        return ArrayView(dtype, shape, contiguous_strides(shape), device, array, False, address)
 
     def current_stream(self, device: Device) -> int | None:
         """Return torch's current CUDA stream on the device."""
@@ -183,4 +179,7 @@ class TorchLibrary(Library):
                 f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "
                 "move it to the CPU or a GPU"
             )
-        return ArrayError(INSIDE_TRANSFORM)
+        return ArrayError(
+            "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
+            "FSDP.summon_full_params), or torch holds its elements elsewhere; pass a tensor that has them"
+        )
