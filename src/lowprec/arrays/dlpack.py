@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import sys
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -119,8 +118,6 @@ def view_of_capsule(capsule: object) -> ArrayView:
         raise ArrayError(f"the DLPack capsule describes no array: ndim is {ndim}")
     integers = _INTEGERS[ndim]
     shape = tuple(integers.from_address(tensor.shape)) if ndim else ()
-    if ndim and min(shape) < 0:
-        raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
     # Null strides, legal before DLPack 1.2, mean row-major.
     if tensor.strides and ndim:
         strides = tuple(integers.from_address(tensor.strides))
@@ -129,20 +126,40 @@ def view_of_capsule(capsule: object) -> ArrayView:
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and 0 not in shape:
         raise ArrayError(f"the DLPack capsule of shape {shape} has no data: its pointer is null")
+    _check_extent(shape, strides, address, dtype.itemsize)
     device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
     view = ArrayView(
         dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
     )
-    first, last = view.extent()
-    # As NumPy counts, which leaves out axes of length 0.
-    nbytes = prod(n for n in shape if n) * dtype.itemsize
+    return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
+
+
+def _check_extent(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int
+) -> None:
+    """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
+    nbytes, first, last = itemsize, address, address
+    empty = False
+    for length, stride in zip(shape, strides, strict=True):
+        if length > 1:
+            nbytes *= length
+            reach = stride * itemsize * (length - 1)
+            if reach < 0:
+                first += reach
+            else:
+                last += reach
+        elif length < 0:
+            raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
+        elif not length:
+            empty = True
+    if empty:  # no element is at any stride
+        first = last = address
     if first < 0 or max(last, nbytes) > sys.maxsize:
         raise ArrayError(
             f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
             f"from address {address:#x}"
         )
-    return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
 
 
 def _aligned_copy(view: ArrayView) -> ArrayView:
