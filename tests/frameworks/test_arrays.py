@@ -722,6 +722,27 @@ def test_a_device_that_is_not_that_of_the_memory_is_refused(
     assert producer.deleted == 1
 
 
+class Clumsy(Capsules):
+    """A producer whose deleter raises."""
+
+    def _destroy(self, _: int) -> None:
+        super()._destroy(_)
+        raise RuntimeError("no")
+
+
+def test_a_deleter_that_raises_is_called_once_and_harms_nothing(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: raised.append(error.exc_value))
+    producer = Clumsy(memory)
+    result = lowprec.matmul(producer, memory.T)
+    gc.collect()
+    np.testing.assert_array_equal(result, memory @ memory.T)
+    assert producer.deleted == 1
+    assert [str(error) for error in raised] == ["no"]
+
+
 class Fickle(Capsules):
     """A producer whose exports differ: first a matrix, then what no product can take."""
 

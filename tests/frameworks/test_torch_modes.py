@@ -217,3 +217,36 @@ def test_function_modes_and_other_threads_modes_do_not_matter(torch: Any) -> Non
             run, _ = INTERCEPTORS[interceptor]
             run(torch, lambda: found.append(pool.submit(product).result()))
             assert found.pop() == expected
+
+
+# torch's own advice about caches in the code that it goes through.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_torch_compile_breaks_its_graph_at_the_product(torch: Any) -> None:
+    def around(a: Any, b: Any) -> Any:
+        return lowprec.matmul(a + 1, b) * 2
+
+    a, b = torch.full((2, 2), 2.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    compiled = torch.compile(around, backend="eager")
+    for factor in (1, 2):  # the second time by what was compiled the first
+        assert torch.equal(compiled(factor * a, b), around(factor * a, b))
+
+
+def test_torch_compile_without_breaks_is_refused(torch: Any) -> None:
+    a = torch.ones(2, 2)
+    lowprec.matmul(a, a)
+    compiled = torch.compile(lambda a: lowprec.matmul(a, a), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"lowprec.matmul"):
+        compiled(a)
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_torch_export_is_refused(torch: Any, real: bool) -> None:
+    b = torch.ones(2, 2)
+
+    class Model(torch.nn.Module):
+        def forward(self, a: Any) -> Any:
+            return lowprec.matmul(b, b) + a if real else lowprec.matmul(a, b)
+
+    message = "call lowprec outside the mode" if real else "FakeTensor is not accepted"
+    with pytest.raises(ArrayError, match=message):
+        torch.export.export(Model(), (b,), strict=False)
