@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from cmath import isinf
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 from lowprec.arrays import ArrayView, library_of, may_overlap
@@ -22,6 +23,7 @@ __all__ = [
     "ShapeDtype",
     "check_devices",
     "check_scalars",
+    "check_sizes",
     "is_description",
     "make_request",
     "parse_dtype",
@@ -277,4 +279,14 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             raise DeviceError(
                 f"{first} is on {views[first].device} and {name} on {view.device}; "
                 "move one of them to the other's device"
+            )
+
+
+def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
+    """Raise if an array of a call, or its result, has more bytes than there are addresses."""
+    specs = {name: (view.shape, view.dtype) for name, view in views.items()}
+    for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
+        if prod(shape) * dtype.itemsize > sys.maxsize:
+            raise ShapeError(
+                f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses"
             )

@@ -829,3 +829,26 @@ def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
 
 def test_backends_are_the_ones_of_the_design() -> None:
     assert {b.value for b in Backend} == {"numpy", "torch", "jax", "dlpack_only"}
+
+
+@pytest.mark.parametrize("math_mode", ["fp32", "bf16"])
+def test_axes_of_length_one_may_have_any_stride(math_mode: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    row = torch.arange(4.0).as_strided((1, 4), (2**61, 1))
+    column = torch.ones(4).as_strided((4, 1), (1, 2**61))
+    assert lowprec.matmul(row, column, math_mode=math_mode).tolist() == [[6.0]]
+
+
+@pytest.mark.parametrize("math_mode", ["fp32", "bf16"])
+def test_more_bytes_than_addresses_are_refused(math_mode: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    one = torch.ones(1, 1)
+    with pytest.raises(
+        lowprec.ShapeError, match=r"a of shape .* has more bytes than memory has addresses"
+    ):
+        lowprec.matmul(one.expand(1, 2**61), one.expand(2**61, 1), math_mode=math_mode)
+    empty = np.empty((2**33, 0), np.float32)
+    with pytest.raises(
+        lowprec.ShapeError, match=r"the result of shape .* has more bytes than memory has"
+    ):
+        lowprec.matmul(empty, empty.T, math_mode=math_mode)

@@ -82,6 +82,8 @@ class NumpyLibrary(Library):
         """Return the view of a NumPy array."""
         return host_view(array)
 
+    view_another = view
+
     def empty(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
     ) -> NDArray[Any]:
@@ -95,7 +97,7 @@ class NumpyLibrary(Library):
         array = np.empty(shape, NUMPY_DTYPES[dtype])
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 

@@ -81,6 +81,9 @@ class Device(NamedTuple):
 CPU = Device(1, 0)
 
 
+_MAX_UNUSED = 1 << 48
+
+
 class ArrayView:
     """An array as lowprec sees it. Nothing changes it after it is made.
 
@@ -151,7 +154,11 @@ class ArrayView:
         if 0 in self.shape:  # their address may be null
             return np.empty(self.shape, dtype)
         itemsize = self.dtype.itemsize
-        strides = [s * itemsize for s in self.strides]
+        # The stride of an axis of length 1 is not used, and may be more than NumPy takes.
+        strides = [
+            s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0
+            for s, n in zip(self.strides, self.shape, strict=True)
+        ]
         # A buffer is addressed from its lowest byte, which negative strides put before the first element.
         below = 0
         if strides and min(strides) < 0:
