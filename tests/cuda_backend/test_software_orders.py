@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda import software
+import software_cuda as software
 from lowprec import prepared
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array

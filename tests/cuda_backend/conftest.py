@@ -10,7 +10,7 @@ import pytest
 
 if all(find_spec(name) for name in ("nvmath", "cuda", "cuda.bindings", "cuda.core")):
     import device_fixture
-    from cuda import software as software_cuda
+    import software_cuda
     from lowprec import prepared
     from lowprec.backends import cuda
 else:

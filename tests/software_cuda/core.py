@@ -24,8 +24,8 @@ import numpy as np
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from numpy.typing import NDArray
 
-from cuda.software.recorder import Fault, Part, Recorder, function
-from cuda.software.runtime import Refusal, Runtime
+from software_cuda.recorder import Fault, Part, Recorder, function
+from software_cuda.runtime import Refusal, Runtime
 
 _SHIM = Path(__file__).with_name("host_cuda.h")
 _MAGIC = b"software cubin "

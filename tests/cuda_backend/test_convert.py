@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda.software import compiler, install, uninstall
 from device_fixture import has_real_gpu
 from kernel_oracles import (
     LAYOUTS,
@@ -38,6 +37,7 @@ from lowprec.backends.cuda.convert import Packing, Source, pack
 from lowprec.backends.cuda.finish import Finish, finish
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
+from software_cuda import compiler, install, uninstall
 
 STREAM = 1
 D = DType
