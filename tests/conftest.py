@@ -46,6 +46,27 @@ settings.load_profile(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of a sampled test to the sweep.
+
+    Those that stay are as in a Latin square: each value of a parameter is among them, with others each time.
+    """
+    values: dict[tuple[str, str], list[object]] = defaultdict(list)
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        total = 0
+        for name, value in item.callspec.params.items():
+            known = values[item.nodeid.partition("[")[0], name]
+            if not any(x is value for x in known):
+                known.append(value)
+            total += next(i for i, x in enumerate(known) if x is value)
+        if total % sampled.args[0]:
+            item.add_marker(pytest.mark.sweep)
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: repeatable, and different from test to test."""

@@ -461,6 +461,7 @@ def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespa
         assert isinstance(part, kinds)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("function", [f for f in routes.FUNCTIONS if f not in SCIPYS])
 def test_wide_types_are_the_librarys_own_result(
