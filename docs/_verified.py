@@ -53,7 +53,7 @@ class Feature:
     evidence : tuple of Evidence
         All of them must have rows, and none of the rows may have failed.
     test : str
-        `module::function` under `tests/cuda` that covers it with the software CUDA; empty where none does.
+        `module::function` under `tests/cuda_backend` that covers it with the software CUDA; empty where none does.
     """
 
     words: str
@@ -251,7 +251,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             _see("features", name="refusals"),
             "test_missing.py::test_driver_and_devices",
         ),
-        Feature("all of `tests/cuda`, on a machine with a GPU", _see("tests")),
+        Feature("all of `tests/cuda_backend`, on a machine with a GPU", _see("tests")),
     ),
 }  # fmt: skip
 
@@ -297,10 +297,12 @@ def covered_by(feature: Feature, root: Path = ROOT) -> str:
     if not feature.test:
         return NO_TEST
     module, _, function = feature.test.partition("::")
-    path = root / "tests" / "cuda" / module
+    path = root / "tests" / "cuda_backend" / module
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if not re.search(rf"^def {re.escape(function)}\(", text, re.MULTILINE):
-        raise ValueError(f"{feature.words}: there is no test {function} in tests/cuda/{module}")
+        raise ValueError(
+            f"{feature.words}: there is no test {function} in tests/cuda_backend/{module}"
+        )
     return f"`{module}`, `{function}`"
 
 

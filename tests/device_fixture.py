@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from cuda.software import Software
-from cuda.software.runtime import host_bytes
 from lowprec.arrays import Device, library_of
 from lowprec.arrays.dlpack import export
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.formats import dtype_from_name
+from software_cuda import Software
+from software_cuda.runtime import host_bytes
 
 Array = np.ndarray[Any, Any]
 

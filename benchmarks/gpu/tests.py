@@ -25,7 +25,7 @@ _KINDS = ("passed", "failed", "skipped")
 
 def run(part: Part, options: Options) -> None:
     """Run pytest and keep what became of each module."""
-    folder = machine.ROOT / "tests" / "cuda"
+    folder = machine.ROOT / "tests" / "cuda_backend"
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "outcomes.jsonl"
         path.touch()
@@ -44,7 +44,9 @@ def run(part: Part, options: Options) -> None:
         part.fact("exit", status)
         keep(part, outcomes(path), stopped=status is None)
     if not part.rows:
-        part.row(ok=False, module="tests/cuda", message=f"no test ran; exit status {status}")
+        part.row(
+            ok=False, module="tests/cuda_backend", message=f"no test ran; exit status {status}"
+        )
 
 
 def files(folder: Path) -> list[str]:

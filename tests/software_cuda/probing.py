@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda.software import Software
+from software_cuda import Software
 
 NON_BLOCKING, LEGACY = 1, 1
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from nvmath.bindings import cublasLt as real
 
-from cuda.software import tables
-from cuda.software.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
-from cuda.software.problem import Problem
+from software_cuda import tables
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+from software_cuda.problem import Problem
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
 _PREF = real.MatmulPreferenceAttribute

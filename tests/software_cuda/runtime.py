@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import runtime as real
 
-from cuda.software.machine import (
+from software_cuda.machine import (
     GLOBAL,
     DeviceModel,
     Graph,
@@ -20,7 +20,7 @@ from cuda.software.machine import (
     Status,
     api,
 )
-from cuda.software.streams import Event, Op, Stream, nothing
+from software_cuda.streams import Event, Op, Stream, nothing
 
 __all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda.software import DeviceModel, Refusal, Software
-from cuda.software.probing import (
+from software_cuda import DeviceModel, Refusal, Software
+from software_cuda.probing import (
     LEGACY,
     NON_BLOCKING,
     copy,
@@ -21,7 +21,7 @@ from cuda.software.probing import (
     value,
     write,
 )
-from cuda.software.runtime import host_bytes
+from software_cuda.runtime import host_bytes
 
 
 @pytest.fixture

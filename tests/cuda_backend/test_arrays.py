@@ -16,8 +16,6 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-from cuda.software.recorder import Recorder
-from cuda.software.runtime import DeviceModel, Runtime
 from lowprec import streams
 from lowprec.arrays import ArrayView, Device, libraries, library_of
 from lowprec.arrays.base import Library
@@ -30,6 +28,8 @@ from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 from lowprec.request import PLAIN
+from software_cuda.recorder import Recorder
+from software_cuda.runtime import DeviceModel, Runtime
 
 GPU = Device(2, 0)
 N = 64

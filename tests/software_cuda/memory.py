@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.software.recorder import Fault
+from software_cuda.recorder import Fault
 
 Bytes = NDArray[np.uint8]
 

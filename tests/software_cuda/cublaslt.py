@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublasLt as real
 
-from cuda.software import tables
-from cuda.software.algorithms import Algorithm, fits_shape, made_for, relative_time, search
-from cuda.software.arithmetic import Call, strided
-from cuda.software.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects, SoftwareLtError
-from cuda.software.memory import Memory
-from cuda.software.objects import (
+from software_cuda import tables
+from software_cuda.algorithms import Algorithm, fits_shape, made_for, relative_time, search
+from software_cuda.arithmetic import Call, strided
+from software_cuda.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects, SoftwareLtError
+from software_cuda.memory import Memory
+from software_cuda.objects import (
     EXECUTION_FAILED,
     INVALID_VALUE,
     NOT_SUPPORTED,
@@ -26,9 +26,9 @@ from cuda.software.objects import (
     Use,
     read_host,
 )
-from cuda.software.problem import Matrix, Problem, problem, validate
-from cuda.software.recorder import Fault, Recorder, function
-from cuda.software.runtime import Refusal, Runtime
+from software_cuda.problem import Matrix, Problem, problem, validate
+from software_cuda.recorder import Fault, Recorder, function
+from software_cuda.runtime import Refusal, Runtime
 
 _WORKSPACE_ALIGNMENT = 256
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.software.memory import Allocation
-from cuda.software.runtime import Runtime
-from cuda.software.streams import Stream
 from lowprec.arrays import Device
 from lowprec.arrays.dlpack import export, import_array
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
+from software_cuda.memory import Allocation
+from software_cuda.runtime import Runtime
+from software_cuda.streams import Stream
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
 _LEGACY, _NO_SYNCHRONISATION = 1, -1

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda.software.recorder import Recorder
+from software_cuda.recorder import Recorder
 
 # ``cublasStatus_t``.
 NOT_INITIALIZED, ALLOC_FAILED, INVALID_VALUE, ARCH_MISMATCH = 1, 3, 7, 8

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda.software import DeviceModel, Software
-from cuda.software.asking import Asked, Data, check, prepared, refusal
-from cuda.software.tables import (
+from oracles import round_to
+from software_cuda import DeviceModel, Software
+from software_cuda.asking import Asked, Data, check, prepared, refusal
+from software_cuda.tables import (
     C_32F,
     C_64F,
     R_8F_E4M3,
@@ -26,7 +27,6 @@ from cuda.software.tables import (
     R_64F,
     ROWS,
 )  # fmt: skip
-from oracles import round_to
 
 LEGACY = 1
 INVALID_VALUE, NOT_SUPPORTED = 7, 15

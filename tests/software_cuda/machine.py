@@ -15,9 +15,9 @@ from typing import Any
 
 from cuda.bindings import runtime as real
 
-from cuda.software.memory import Memory
-from cuda.software.recorder import Fault, Part, Recorder, gives_back
-from cuda.software.streams import Capture, Event, Op, Policy, Scheduler, Stream, nothing
+from software_cuda.memory import Memory
+from software_cuda.recorder import Fault, Part, Recorder, gives_back
+from software_cuda.streams import Capture, Event, Op, Policy, Scheduler, Stream, nothing
 
 Status = real.cudaError_t
 GLOBAL = int(real.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
@@ -113,7 +113,7 @@ class Machine(Part):
     recorder : Recorder
     devices : sequence of DeviceModel
     order : "lazy", "all" or int
-        See :data:`cuda.software.streams.Policy`.
+        See :data:`software_cuda.streams.Policy`.
     """
 
     def __init__(

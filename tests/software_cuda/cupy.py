@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.software.arrays import capsule, checked, empty, fill, make_wait
-from cuda.software.runtime import Runtime
-from cuda.software.streams import Stream as RuntimeStream
+from software_cuda.arrays import capsule, checked, empty, fill, make_wait
+from software_cuda.runtime import Runtime
+from software_cuda.streams import Stream as RuntimeStream
 
 
 class Cupy(ModuleType):

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.software import tables
-from cuda.software.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
-from cuda.software.memory import Memory
-from cuda.software.problem import Matrix, Problem
+from software_cuda import tables
+from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
+from software_cuda.memory import Memory
+from software_cuda.problem import Matrix, Problem
 
 Array = NDArray[Any]
 

@@ -18,11 +18,11 @@ import pytest
 
 import lowprec
 import oracles
-from cuda.software.arrays import DeviceArray, read
-from cuda.software.cupy import Cupy
 from device_fixture import SoftwareGpu
 from lowprec import prepared
 from lowprec.arrays import libraries as known
+from software_cuda.arrays import DeviceArray, read
+from software_cuda.cupy import Cupy
 
 MODES = ("fp32", "bf16", "fp16")
 every_mode = pytest.mark.parametrize("mode", MODES)

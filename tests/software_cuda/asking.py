@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda.software import Software, tables
-from cuda.software.tables import (
+from software_cuda import Software, tables
+from software_cuda.tables import (
     R_8I,
     R_32F,
 )  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublas as real
 
-from cuda.software.arithmetic import round_tf32
-from cuda.software.objects import (
+from software_cuda.arithmetic import round_tf32
+from software_cuda.objects import (
     ALLOC_FAILED,
     EXECUTION_FAILED,
     INTERNAL_ERROR,
@@ -23,8 +23,8 @@ from cuda.software.objects import (
     Use,
     read_host,
 )
-from cuda.software.recorder import Part, Recorder, function
-from cuda.software.runtime import Refusal, Runtime
+from software_cuda.recorder import Part, Recorder, function
+from software_cuda.runtime import Refusal, Runtime
 
 #: Modes, and flags that may be or-ed to them.
 _MODES = frozenset({0, 1, 2, 3, 4, 8})

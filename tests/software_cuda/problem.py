@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublasLt as real
 
-from cuda.software import tables
-from cuda.software.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+from software_cuda import tables
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
 
 _DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
 _EPILOGUES = frozenset(

@@ -10,8 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuda.software import DeviceModel, Software, compiler
-from cuda.software.probing import (
+from lowprec.arrays import library_of
+from lowprec.arrays.cupy_library import CupyLibrary
+from lowprec.arrays.dlpack import import_array
+from lowprec.formats import DType
+from software_cuda import DeviceModel, Software, compiler
+from software_cuda.probing import (
     LEGACY,
     copy,
     peek,
@@ -19,11 +23,7 @@ from cuda.software.probing import (
     stream,
     value,
 )
-from cuda.software.runtime import host_bytes
-from lowprec.arrays import library_of
-from lowprec.arrays.cupy_library import CupyLibrary
-from lowprec.arrays.dlpack import import_array
-from lowprec.formats import DType
+from software_cuda.runtime import host_bytes
 
 
 @pytest.fixture

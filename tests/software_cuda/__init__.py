@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from cuda.software.arrays import DeviceArray, read
-from cuda.software.core import Core, compiler
-from cuda.software.cublas import Cublas
-from cuda.software.cublaslt import CublasLt
-from cuda.software.cupy import Cupy
-from cuda.software.memory import POISON
-from cuda.software.recorder import Fault, Recorder
-from cuda.software.runtime import DeviceModel, Graph, Refusal, Runtime
-from cuda.software.streams import Policy
 from lowprec.backends.cuda import libraries as installed
 from lowprec.backends.cuda.libraries import Libraries
+from software_cuda.arrays import DeviceArray, read
+from software_cuda.core import Core, compiler
+from software_cuda.cublas import Cublas
+from software_cuda.cublaslt import CublasLt
+from software_cuda.cupy import Cupy
+from software_cuda.memory import POISON
+from software_cuda.recorder import Fault, Recorder
+from software_cuda.runtime import DeviceModel, Graph, Refusal, Runtime
+from software_cuda.streams import Policy
 
 __all__ = [
     "POISON",
@@ -47,7 +47,7 @@ class Software:
     ----------
     devices : sequence of DeviceModel
     order : "lazy", "all" or int
-        Who runs when; see :data:`cuda.software.streams.Policy`.
+        Who runs when; see :data:`software_cuda.streams.Policy`.
     version : int
         Of cuBLAS, as ``cublasLtGetVersion`` tells it.
 
@@ -132,7 +132,7 @@ def install(
     devices : int or sequence of DeviceModel
         Their number, all alike, or each of them.
     order : "lazy", "all" or int
-        Who runs when; see :data:`cuda.software.streams.Policy`.
+        Who runs when; see :data:`software_cuda.streams.Policy`.
     version : int
         Of cuBLAS.
     **model

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublasLt as real
 
-from cuda.software.objects import (
+from software_cuda.objects import (
     ALLOC_FAILED,
     INTERNAL_ERROR,
     INVALID_VALUE,
@@ -25,8 +25,8 @@ from cuda.software.objects import (
     set_attribute,
     write_attribute,
 )
-from cuda.software.recorder import Part, Recorder, function
-from cuda.software.runtime import Runtime
+from software_cuda.recorder import Part, Recorder, function
+from software_cuda.runtime import Runtime
 
 _STATUS_NAMES = {
     0: "SUCCESS", 1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH",
