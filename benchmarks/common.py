@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -49,7 +50,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
         help="tiny sizes: does it run? No figure of it means anything",
     )
     made.add_argument(
-        "--output", type=Path, default=RESULTS, metavar="DIR", help="folder of the result file"
+        "--output",
+        "--out",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder of the result file",
     )
     made.add_argument(
         "--seed", type=int, default=0, help="of the operands and of the order of the variants"
@@ -79,6 +85,26 @@ def document(
         "claims": [dict(c) for c in claims],
         "results": [dict(r) for r in results],
     }
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: an infinity or NaN becomes None, what is no plain value its text.
+
+    Examples
+    --------
+    >>> plain({"a": (1, float("inf")), 2: None})
+    {'a': [1, None], '2': None}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    # NumPy's numbers.
+    return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -148,32 +174,12 @@ def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: by rich where it is installed, else in plain columns."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain(title, header, rows)
-        return
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width, and rich would fold the table to 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table as lowprec's commands do: by rich on a terminal where it is installed, else in plain columns."""
+    from lowprec.cli.output import Table, print_table
 
-
-def _print_plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    print(f"\n{title}")
-    for line in (header, ["-" * w for w in widths], *rows):
-        first, *rest = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
+    first, *numbers = header
+    print_table(Table(title, [first, *(f">{name}" for name in numbers)], [list(r) for r in rows]))
 
 
 def finish(path: Path, content: Mapping[str, Any]) -> None:

@@ -9,10 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 #: A variant gets the number of the operand set to use, and returns its result.
 Variant = Callable[[int], Any]
+
+#: No contest is shorter, whatever its budget.
+MIN_ROUNDS = 3
+
+Sample = TypeVar("Sample")
 
 
 @contextmanager
@@ -29,29 +34,39 @@ def no_collection():
 
 
 def take_turns(
-    names: Sequence[str], sample: Callable[[str, int], float], *, rounds: int, seed: int = 0
-) -> dict[str, list[float]]:
+    names: Sequence[str],
+    sample: Callable[[str, int], Sample],
+    *,
+    rounds: int,
+    seed: int = 0,
+    budget_s: float = math.inf,
+) -> dict[str, list[Sample]]:
     """Take one sample per name and round, each round in a new random order.
 
     Parameters
     ----------
     names : sequence of str
     sample : callable
-        Gets a name and the number of the round, returns seconds.
+        Gets a name and the number of the round, returns seconds, or whatever belongs to one sample.
     rounds : int
     seed : int
         Of the order.
+    budget_s : float
+        Seconds after which no new round begins, once `MIN_ROUNDS` are done.
 
     Returns
     -------
-    dict of str to list of float
+    dict of str to list
         One entry per round; the entries of one round belong together.
     """
     generator = random.Random(seed)
     order = list(names)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    begin = time.monotonic()
     with no_collection():
         for number in range(rounds):
+            if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
+                break
             generator.shuffle(order)
             for name in order:
                 samples[name].append(sample(name, number))

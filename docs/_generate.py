@@ -16,15 +16,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+
 import _verified
 
 from lowprec import errors, modes
 from lowprec.planning import kernels
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
-
-DOCS = Path(__file__).resolve().parent
-README = DOCS.parent / "README.md"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -7,7 +7,6 @@ queued behind a kernel that waits: when that ends, all are there. Medians and ra
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +17,6 @@ import timing
 
 from gpu import libraries
 
-MIN_ROUNDS = 3
 #: Seconds of one sample, and the most calls in it.
 _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
 #: Where the GPU takes this many times as long as the host, the host is never in the way.
@@ -111,16 +109,14 @@ class Contest:
     def speed(self, name: str) -> dict[str, dict[str, float]]:
         """Return how many times as fast as each other variant one is, by the device's time."""
         mine = self.device_s.get(name)
-        if mine is None:
-            return {}
         return {
             other: timing.speed_ratio(theirs, mine)
             for other, theirs in self.device_s.items()
-            if other != name
+            if mine is not None and other != name
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Prepared:
     variant: Variant
     repeats: int
@@ -137,7 +133,7 @@ def contest(
     budget_s: float = 1.0,
     seed: int = 0,
 ) -> Contest:
-    """Time variants by turns, in a new order each round.
+    """Time variants by turns, on operand sets that take turns.
 
     Parameters
     ----------
@@ -145,11 +141,8 @@ def contest(
     clock : Clock
     sets : int
         How many operand sets take turns.
-    rounds : int
-    budget_s : float
-        Seconds after which no new round begins, once three are done.
-    seed : int
-        Of the order.
+    rounds, budget_s, seed
+        As for `timing.take_turns`.
     """
     made = Contest()
     ready: dict[str, _Prepared] = {}
@@ -158,22 +151,20 @@ def contest(
             ready[name] = _prepare(variant, clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
             made.errors[name] = libraries.short(error)
-    made.device_s, made.eager_s = ({name: [] for name in ready} for _ in range(2))
     made.host_s = {name: entry.host_s for name, entry in ready.items()}
-    generator, order = random.Random(seed), list(ready)
-    begin, at = time.monotonic(), 0
-    with timing.no_collection():
-        for number in range(rounds):
-            if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
-                break
-            generator.shuffle(order)
-            for name in order:
-                entry = ready[name]
-                taken = _sample(entry, clock, at, sets, entry.behind_s)
-                made.device_s[name].append(taken)
-                eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
-                made.eager_s[name].append(eager)
-                at += entry.repeats
+    at = 0
+
+    def sample(name: str, _: int) -> tuple[float, float]:
+        nonlocal at
+        entry = ready[name]
+        taken = _sample(entry, clock, at, sets, entry.behind_s)
+        eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
+        at += entry.repeats
+        return taken, eager
+
+    samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
+    made.device_s = {name: [device for device, _ in taken] for name, taken in samples.items()}
+    made.eager_s = {name: [eager for _, eager in taken] for name, taken in samples.items()}
     return made
 
 

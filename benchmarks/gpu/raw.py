@@ -1,6 +1,6 @@
 """One bare `cublasLtMatmul` on NumPy arrays: what the library itself does, none of lowprec's planning involved.
 
-Memory is not given back: a section is a process of its own, which soon ends.
+Memory is not given back: a part is a process of its own, which soon ends.
 """
 
 from __future__ import annotations

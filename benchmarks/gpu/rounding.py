@@ -14,9 +14,9 @@ from gpu.parts import Options, Part
 DROPPED = 13
 _HALF = 1 << (DROPPED - 1)
 
-#: With inner dimension 1 the library may have no kernel for tensor cores; the others are padded with zeros.
-INNER = (1, 8, 16, 32)
-COLUMNS = 64
+#: With a short inner dimension the library may not take tensor cores; the others are padded with zeros.
+INNER = (1, 16, 512)
+COLUMNS = 512
 
 
 def patterns(seed: int, count: int = 512) -> Any:
