@@ -128,7 +128,7 @@ def _speeds(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def overhead(result: Result) -> str:
-    """Return what a small call costs, its stations, and what the import costs."""
+    """Return what a small call costs, its stages, and what the import costs."""
     rows = result["results"]
     calls = [
         [r["library"], *(f"{1e6 * r[key]['median']:.2f}" for key in ("lowprec", "own"))]
@@ -144,7 +144,7 @@ def overhead(result: Result) -> str:
     parts = [
         table(["8 x 8 float32, us per call", "lowprec.matmul", "the library's own matmul"], calls)
     ]
-    parts.append(table(["station, us", *libraries], stations))
+    parts.append(table(["stage, us", *libraries], stations))
     return "\n".join([*parts, _claims(result)])
 
 

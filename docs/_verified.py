@@ -205,8 +205,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                     _GRAPHS,
                 ),
                 ("operands rewritten", "packed", _GRAPHS),
-                ("operands rewritten, result made aside", "packed and aside", _GRAPHS),
-                ("result made aside", "aside", _GRAPHS),
+                ("operands rewritten, result staged", "packed and aside", _GRAPHS),
+                ("result staged", "aside", _GRAPHS),
             )
         ),
     ),
