@@ -24,13 +24,13 @@ DARK = {
     "#0072b2": "#56b4e9",
     "#d55e00": "#ff944d",
     "#009e73": "#2fd6a4",
-    "#8fbbe0": "#3f6f9c",
-    "#3a85c4": "#6fb1e8",
+    "#6ca6d9": "#4f86bb",
+    "#2f78b7": "#6fb1e8",
     "#0b3c6f": "#d3e8fb",
 }
 PAPER, INK, GRID, *_ = DARK
 #: From the smallest product to the largest, and the marker that goes with it.
-BY_SIZE = (("#8fbbe0", "o"), ("#3a85c4", "s"), ("#0b3c6f", "D"))
+BY_SIZE = (("#6ca6d9", "o"), ("#2f78b7", "s"), ("#0b3c6f", "D"))
 #: tf32 and fp16 have the same errors on most data: one is a wide band with hollow markers, the other a thin line on it.
 MODES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#4c4c4d", "marker": "o"},
@@ -107,7 +107,7 @@ def calls(rows: Rows) -> Any:
     own = [r for r in rows if r["measured"] == "call"]
     figure = Figure(figsize=(7.6, 1.0 + 0.5 * len(own)), layout="constrained")
     panel = figure.subplots()
-    bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#8fbbe0"))
+    bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#6ca6d9"))
     for offset, (key, label, colour) in zip((-0.2, 0.2), bars, strict=True):
         at, lengths = [y + offset for y in range(len(own))], [1e6 * r[key]["median"] for r in own]
         drawn = panel.barh(at, lengths, height=0.38, color=colour, label=label)
