@@ -59,6 +59,7 @@ def accuracy(rows: Rows) -> Any:
             panel.plot(sizes, [r["bound"] for r in own], label=f"{mode}, bound", **style)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.minorticks_off()
         panel.set_title(distribution)
         panel.set_xlabel("n")
         panel.grid()

@@ -95,7 +95,7 @@ def _claims(result: Result) -> str:
 
 
 def _size(row: Mapping[str, Any]) -> str:
-    batch = f"{row['batch']} x " if row["batch"] > 1 else ""
+    batch = f"{row['batch']} of " if row["batch"] > 1 else ""
     if row["m"] == row["k"] == row["n"]:
         return f"{batch}{row['n']}"
     return f"{batch}{row['m']} x {row['k']} x {row['n']}"
