@@ -42,8 +42,8 @@ def _first_line(item: object) -> str:
     return (inspect.getdoc(item) or "").partition("\n\n")[0].replace("``", "`")
 
 
-def mode_table(*, only_available: bool = False) -> str:
-    """Return the math modes: what the operands become, and the neighbours' names for it."""
+def mode_table(*, available: bool = True) -> str:
+    """Return the math modes that this version runs, or those that it refuses, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
         [
@@ -52,12 +52,11 @@ def mode_table(*, only_available: bool = False) -> str:
             str(row.products),
             _code(row.jax_preset),
             row.compute_type,
-            *([] if only_available else ["yes" if row.available else "not yet"]),
         ]
         for row in modes.TABLE
-        if row.available or not only_available
+        if row.available is available
     ]
-    return table(header if only_available else [*header, "in this version"], rows)
+    return table(header, rows)
 
 
 def alias_table() -> str:
@@ -132,6 +131,7 @@ def snippets() -> dict[Path, str]:
     """Return the text of every generated file, the README's own table included."""
     made = {
         "modes.md": mode_table(),
+        "modes_later.md": mode_table(available=False),
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
@@ -141,7 +141,7 @@ def snippets() -> dict[Path, str]:
         "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
-    files[README] = _filled(README.read_text(encoding="utf-8"), mode_table(only_available=True))
+    files[README] = _filled(README.read_text(encoding="utf-8"), mode_table())
     return files
 
 
