@@ -15,7 +15,6 @@ from typing import Any
 import common
 import ml_dtypes
 import numpy as np
-import plot
 
 import lowprec
 
@@ -171,7 +170,7 @@ def _report(distribution: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, write and draw."""
+    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     sizes = QUICK_SIZES if arguments.quick else SIZES
     rows = []
@@ -181,9 +180,7 @@ def main() -> int:
         rows += found
     settings = {"quick": arguments.quick, "seed": arguments.seed, "sampled": SAMPLED}
     result = common.document(NAME, settings, rows, accuracy_claims(rows))
-    path = common.result_path(arguments.output, NAME)
-    common.finish(path, result)
-    plot.write(result, path.with_suffix(".svg"))
+    common.finish(common.result_path(arguments.output, NAME), result)
     return 0
 
 
