@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,20 +46,7 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply.
-
-    Parameters
-    ----------
-    name : str
-    library : str
-        Whose call it is.
-    operands : str
-        Key of the operands in `Operands`.
-    multiply : callable
-        Takes the two operands.
-    mode : str or None
-        lowprec's math mode, where it matters.
-    """
+    """One way to multiply: whose call it is, on which of `Operands`, and in which mode of lowprec's."""
 
     name: str
     library: str
@@ -301,7 +289,7 @@ def speed_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for c in SPEED_CLAIMS:
         by_size = _speeds(rows, c.variant, c.baseline)
-        mean = timing.geometric_mean(list(by_size.values())) if by_size else None
+        mean = statistics.geometric_mean(by_size.values()) if by_size else None
         what = f"{c.variant} over {c.baseline}"
         made.append(common.claim(f"{what}, geometric mean", mean, c.mean, by_size=by_size))
         if c.each is not None:
@@ -318,33 +306,6 @@ def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
 
 
 # -- command line ---------------------------------------------------------------------------------
-
-
-def _report(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
-    header = (
-        "variant",
-        "kernel",
-        "ms",
-        "quartiles",
-        "GFLOP/s",
-        "x numpy float32",
-        "relative error",
-    )
-    lines = [
-        [
-            r["variant"],
-            r["kernel"] or "-",
-            f"{1e3 * r['seconds']['median']:.3g}",
-            f"{1e3 * r['seconds']['q1']:.3g} to {1e3 * r['seconds']['q3']:.3g}",
-            f"{r['gflops']:.0f}",
-            f"{r['speed']['numpy float32']['median']:.2f}",
-            f"{r['relative_error']:.1e}",
-        ]
-        for r in rows
-    ]
-    batch, m, k, n = shape
-    title = f"{batch} x ({m} x {k}) ({k} x {n}), {rows[0]['rounds']} rounds, {rows[0]['sets']} operand sets"
-    common.print_table(title, header, lines)
 
 
 def _arguments() -> argparse.Namespace:
@@ -371,7 +332,7 @@ def main() -> int:
     left_out: set[str] = set()
     for shape in shapes:
         found = measure(shape, arguments.seed, arguments.quick, left_out)
-        _report(shape, found)
+        print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
     name = NAME
     if arguments.no_extras:

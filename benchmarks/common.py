@@ -6,6 +6,7 @@ Import this module before NumPy: it sets `OPENBLAS_THREAD_TIMEOUT`, which NumPy'
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -31,18 +32,9 @@ os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: Keys that every result file has; `README.md` says what is behind each.
-DOCUMENT_KEYS = ("benchmark", "claims", "machine", "results", "settings")
-
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Return the command line that every benchmark has.
-
-    Parameters
-    ----------
-    doc : str
-        The script's docstring; its first line becomes the description.
-    """
+    """Return the command line that every benchmark has, described by the first line of the script's docstring."""
     made = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     made.add_argument(
         "--quick",
@@ -130,18 +122,7 @@ def write_text(path: Path, text: str) -> None:
 def claim(
     what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any
 ) -> dict[str, Any]:
-    """Return a measured value beside what it should reach.
-
-    Parameters
-    ----------
-    what : str
-        The statement, for people.
-    value : float or None
-        None where it could not be measured here.
-    limit : float
-    at_most : bool
-        The limit is an upper one.
-    """
+    """Return a measured value (None where it could not be measured) beside its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
     return {
         "what": what,
@@ -175,18 +156,29 @@ def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table as lowprec's commands do: by rich on a terminal where it is installed, else in plain columns."""
-    from lowprec.cli.output import Table, print_table
+    """Print a table."""
+    from generated import table
 
-    first, *numbers = header
-    print_table(Table(title, [first, *(f">{name}" for name in numbers)], [list(r) for r in rows]))
+    show(f"\n**{title}**\n\n{table(header, rows, words=1)}")
+
+
+def show(markdown: str) -> None:
+    """Print a page: by rich on a terminal, where that is installed, else as it is."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(markdown))
+    else:
+        print(markdown)
 
 
 def finish(path: Path, content: Mapping[str, Any]) -> None:
-    """Print the claims, write the result file and say where it is."""
-    if content["claims"]:
-        print_table("claims", CLAIM_HEADER, claim_rows(content["claims"]))
+    """Print what the documentation would show of a result, write its file and say where it is."""
+    import render
+
     write_json(path, content)
+    show(f"\n{render.PAGES[content['benchmark']](content)}")
     print(f"wrote {path.name} to {path.parent}")
     if LOAD_BEFORE is not None and LOAD_BEFORE > QUIET_LOAD:
         print(

@@ -66,15 +66,10 @@ def model_operands(seed: int, dtype: str, terms: int) -> tuple[Any, Any]:
 
 
 def modelled(a: Any, b: Any, terms: int, group: int, fraction_bits: int) -> Any:
-    """Return what a tensor core computes by a model, as float32.
+    """Return what a tensor core computes by a model, as float32, of the first `terms` columns of a and rows of b.
 
     The exact products of a group and the sum so far are aligned to the largest exponent, cut to `fraction_bits`, added,
     and rounded toward zero to FP32.
-
-    Parameters
-    ----------
-    a, b : numpy.ndarray
-        Of which the first `terms` columns and rows count.
     """
     x, y = a[:, :terms].astype(np.float64), b[:terms].astype(np.float64)
     total = np.zeros((len(x), y.shape[1]))
@@ -128,14 +123,9 @@ def sum_operands(seed: int, dtype: str) -> tuple[Any, Any, Any]:
 
 
 def classify_sum(a: Any, b: Any, c: Any, d: Any) -> dict[str, Any]:
-    """Return how `a b + c` was rounded: the share of results that are to nearest, toward zero, or neither.
+    """Return how `a b + c` was rounded to the float32 matrix d: the share of results to nearest and toward zero.
 
     Results that are the same either way are left out.
-
-    Parameters
-    ----------
-    a, b, c, d : numpy.ndarray
-        d is what came back, float32.
     """
     exact = a.astype(np.float64) @ b.astype(np.float64) + c
     nearest, toward_zero = exact.astype(np.float32), _toward_zero(exact)

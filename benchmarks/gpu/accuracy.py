@@ -114,14 +114,7 @@ def exact(a: Any, b: Any) -> tuple[Any, Any, Any, slice]:
 
 
 def judge(result: Any, a: Any, b: Any, bound: Any) -> dict[str, Any]:
-    """Return the error of a product and whether it is within its bound.
-
-    Parameters
-    ----------
-    result, a, b : numpy.ndarray
-    bound : ErrorBound
-        Of lowprec's plan.
-    """
+    """Return the error of a product and whether it is within the bound of lowprec's plan."""
     wanted, x, y, part = exact(a, b)
     result = result[part][:, part]
     norm_a, norm_b = (

@@ -26,15 +26,7 @@ _CLOCK_HZ = 2e9
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a thing.
-
-    Parameters
-    ----------
-    call : callable
-        Gets the number of the operand set.
-    around : callable
-        Returns a context manager that sets switches; it is entered outside of what is timed.
-    """
+    """One way to do a thing: a call by the number of the operand set, and switches, set outside of what is timed."""
 
     call: Callable[[int], Any]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -88,17 +80,10 @@ class HostClock:
 
 @dataclass
 class Contest:
-    """What was measured.
+    """What was measured, by variant.
 
-    Parameters
-    ----------
-    device_s, eager_s : dict of str to list of float
-        Seconds per call by variant, one per round: of the device alone, and with the host's share where that is the
-        longer one.
-    host_s : dict of str to float
-        Seconds for which a call keeps the host busy.
-    errors : dict of str to str
-        Variants that do not run, and why.
+    Seconds per call, one per round, of the device alone and with the host's share where that is the longer one
+    (`eager_s`); seconds for which a call keeps the host busy; what does not run, and why.
     """
 
     device_s: dict[str, list[float]] = field(default_factory=dict)
@@ -133,17 +118,7 @@ def contest(
     budget_s: float = 1.0,
     seed: int = 0,
 ) -> Contest:
-    """Time variants by turns, on operand sets that take turns.
-
-    Parameters
-    ----------
-    variants : mapping of str to Variant
-    clock : Clock
-    sets : int
-        How many operand sets take turns.
-    rounds, budget_s, seed
-        As for `timing.take_turns`.
-    """
+    """Time variants by turns on operand sets that take turns; rounds, budget and seed as for `timing.take_turns`."""
     made = Contest()
     ready: dict[str, _Prepared] = {}
     for name, variant in variants.items():

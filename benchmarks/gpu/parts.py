@@ -43,16 +43,7 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 @dataclass(frozen=True)
 class Options:
-    """What a part is told.
-
-    Parameters
-    ----------
-    quick : bool
-        Tiny sizes: does it run?
-    seed : int
-    deadline : float
-        On the clock of `time.monotonic`: when the part had better be done.
-    """
+    """What a part is told: whether tiny sizes do, and when, on the clock of `time.monotonic`, it had better be done."""
 
     quick: bool
     seed: int
@@ -94,13 +85,7 @@ class Part:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what a part wrote.
-
-    Raises
-    ------
-    ValueError
-        If that is not the file of a part.
-    """
+    """Return what a part wrote; a ValueError if that is not the file of a part."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,24 +112,11 @@ def execute(
     environment: Mapping[str, str],
     reader: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Run a part and return its result, whatever becomes of its process.
+    """Run a part in a process and return its result, whatever becomes of it.
 
-    Parameters
-    ----------
-    command : sequence of str
-    log : Path
-        Gets all that the process prints.
-    limit_s : float
-        Then the process is killed, with all that it started.
-    environment : mapping
-    reader : callable
-        Returns what the part left behind: `complete`, `facts` and `rows`. Raises ValueError if that is nothing.
-
-    Returns
-    -------
-    dict
-        That, and `elapsed_s`, the exit status (`exit`, None if it had to be stopped), `error` (empty if all
-        is well), and the end of the output where it is not.
+    After `limit_s` the process is killed, with all that it started. `reader` returns what the part left behind
+    (`complete`, `facts`, `rows`), or raises ValueError if that is nothing. The result adds `elapsed_s`, the exit status
+    (`exit`, None if it had to be stopped), `error` (empty if all is well), and the end of the output where it is not.
     """
     begin = time.monotonic()
     with log.open("wb") as output:

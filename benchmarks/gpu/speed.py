@@ -30,18 +30,8 @@ _SAMPLED = 64
 class Kind:
     """What is multiplied.
 
-    Parameters
-    ----------
-    dtype : str
-    mode : str or None
-    precision : str
-        torch's word for its float32 products.
-    compute : str or None
-        Compute type that nvmath is asked for.
-    tolerance : float
-        Relative error of a result that may be timed.
-    vector : bool
-        Whether the second operand is one; the libraries then call gemv.
+    With torch's word for its float32 products (`precision`), the compute type that nvmath is asked for, the relative
+    error of a result that may be timed, and whether the second operand is a vector (the libraries call gemv).
     """
 
     dtype: str
@@ -112,15 +102,7 @@ def sets_of(n: int, itemsize: int) -> int:
 
 
 class Operands:
-    """Rotating pairs of operands as torch tensors, square or a matrix and a vector, and what else is made of them.
-
-    Parameters
-    ----------
-    torch : module
-    kind : Kind
-    n, sets, seed : int
-    device : str
-    """
+    """Rotating pairs of operands as torch tensors: square ones, or a matrix and a vector."""
 
     def __init__(
         self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda"

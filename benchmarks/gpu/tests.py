@@ -39,13 +39,7 @@ def command(module: str, *, quick: bool) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what a run of pytest left behind, as a part of the report.
-
-    Raises
-    ------
-    ValueError
-        If that is nothing.
-    """
+    """Return what a run of pytest left behind, as a part of the report; a ValueError if that is nothing."""
     if not path.exists():
         raise ValueError("it wrote nothing")
     return digest(_entries(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import json
@@ -35,9 +36,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     yield importlib.import_module
-    own = {path.stem for path in BENCHMARKS.glob("*.py")}
-    for name in (set(sys.modules) - before) & own:
-        del sys.modules[name]
+    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -57,8 +59,20 @@ def test_ratio_is_taken_within_each_round(load: Load) -> None:
         load("timing").speed_ratio([1.0], [1.0, 2.0])
 
 
-def test_geometric_mean(load: Load) -> None:
-    assert load("timing").geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0, rel=1e-15)
+@pytest.mark.parametrize(
+    "name",
+    ["common", "generated", "timing", "gpu.device", "gpu.override", "gpu.speed", "gpu.verdicts"],
+)
+def test_examples(load: Load, name: str) -> None:
+    found = doctest.testmod(load(name))
+    assert (found.failed, found.attempted > 0) == (0, True)
+
+
+def test_a_contest_ends_when_its_time_is_over(load: Load) -> None:
+    timing = load("timing")
+    samples = timing.take_turns("ab", lambda name, number: number, rounds=9, budget_s=-1.0)
+    assert samples == {"a": [0, 1, 2], "b": [0, 1, 2]}
+    assert timing.MIN_ROUNDS == 3
 
 
 def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
