@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from device_fixture import has_real_gpu
+from software_cuda.arrays import DeviceArray, read
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +53,14 @@ class StreamedLibrary:
         """Return the elements in host memory, after the work of the current stream."""
         raise NotImplementedError
 
+    def other(self, host: Array) -> Any:
+        """Return an array of another library, which that one's stream has yet to write."""
+        raise NotImplementedError
+
+    def adopt(self, result: Any) -> Array:
+        """Return the elements of an array that is known by DLPack alone."""
+        raise NotImplementedError
+
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture a call on the current stream; return how to replay it there, and its result."""
         raise NotImplementedError
@@ -81,6 +91,12 @@ class Cupy(StreamedLibrary):
         found: Array = self.cupy.asnumpy(array)
         return found
 
+    def other(self, host: Array) -> Any:
+        return Torch(pytest.importorskip("torch", reason="torch is not installed")).late(host)
+
+    def adopt(self, result: Any) -> Array:
+        return self.get(self.cupy.from_dlpack(result))
+
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         stream = self.cupy.cuda.get_current_stream()
         stream.begin_capture()
@@ -97,6 +113,12 @@ class SoftwareCupy(Cupy):
 
     def write(self, array: Any, host: Array) -> None:
         array.memory[...] = host
+
+    def other(self, host: Array) -> Any:
+        return DeviceArray(self.cupy.runtime, host)
+
+    def adopt(self, result: Any) -> Array:
+        return read(self.cupy.runtime, result)
 
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         runtime, pointer = self.cupy.runtime, self.cupy.current().ptr
@@ -133,6 +155,12 @@ class Torch(StreamedLibrary):
     def get(self, array: Any) -> Array:
         found: Array = array.cpu().numpy()
         return found
+
+    def other(self, host: Array) -> Any:
+        return Cupy(pytest.importorskip("cupy", reason="cupy is not installed")).late(host)
+
+    def adopt(self, result: Any) -> Array:
+        return self.get(self.torch.from_dlpack(result))
 
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         torch = self.torch
