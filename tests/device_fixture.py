@@ -58,6 +58,10 @@ class Gpu:
         """Whether of all that memory only the elements of the array differ from before."""
         raise NotImplementedError
 
+    def free_bytes(self) -> int:
+        """Return the device's free memory, once all work is done."""
+        raise NotImplementedError
+
 
 class SoftwareArray:
     """An array in the memory of a software device, of which nothing is known but DLPack."""
@@ -145,6 +149,10 @@ class SoftwareGpu(Gpu):
         assert start >= 0
         assert start + below + above <= len(now)
         return np.array_equal(now[~touched], before[~touched])
+
+    def free_bytes(self) -> int:
+        self.software.drain()
+        return int(self.software.runtime.cudaMemGetInfo()[1])
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -254,6 +262,10 @@ class TorchGpu(Gpu):
         self.torch.as_strided(mask, array.shape, array.stride(), where)[...] = False
         outside = mask.numpy()
         return bool(np.array_equal(self.get(memory)[outside], before[outside]))
+
+    def free_bytes(self) -> int:
+        self.torch.cuda.synchronize()
+        return int(self.torch.cuda.mem_get_info()[0])
 
 
 def has_real_gpu() -> bool:

@@ -113,6 +113,7 @@ def check_pack(array: np.ndarray, packing: Packing, offset: int = 0) -> None:
 # -- packing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("kernels that pack operands")
 @pytest.mark.parametrize("variant", EVERY_PACKING, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
 def test_every_packing(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
     """Through the kernels for contiguous columns, contiguous rows and any strides, padded and not."""
@@ -143,6 +144,7 @@ def test_layouts(
             check_pack(array, packing_of(array, *variant, pad), offset)
 
 
+@pytest.mark.feature("kernels that pack operands")
 @pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
 def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
     row = lay_out(random_bits(rng, variant[0], 40), (1, 40), "rows")
@@ -432,6 +434,7 @@ RESULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize(("product", "out"), RESULTS, ids=str)
 @pytest.mark.parametrize("out_layout", ["rows", "columns", "every third", "backwards"])
 def test_results(product: DType, out: DType, out_layout: str, rng: np.random.Generator) -> None:
@@ -447,6 +450,7 @@ ADDENDS = [
 ]
 
 
+@pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize(("product", "addend"), ADDENDS, ids=str)
 def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.Generator) -> None:
     factors: list[tuple[complex, complex]] = [(1, 1), (1, 0), (-1.3, 0.7)]
@@ -516,6 +520,7 @@ def test_powers_of_two_are_taken_back(
             )  # fmt: skip
 
 
+@pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize("out", [D.FLOAT32, D.FLOAT16, D.BFLOAT16])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -528,6 +533,7 @@ def test_activations_of_float64(activation: str, rng: np.random.Generator) -> No
     check_finish(rng, D.FLOAT64, D.FLOAT64, activation=activation)
 
 
+@pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize("bias", [D.INT8, D.INT32])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_integers(bias: DType, activation: str | None, rng: np.random.Generator) -> None:

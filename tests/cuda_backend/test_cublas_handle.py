@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from device_fixture import Gpu
+from device_fixture import Gpu, has_real_gpu
 from lowprec.backends.cuda import bindings, cublas
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
@@ -47,8 +47,13 @@ def test_the_device_is_the_current_one(software: Gpu) -> None:
         lowprec.cublas_handle(7)
 
 
-@pytest.mark.parametrize("raw", [DEFAULT, PEDANTIC, TF32, TF32 | FLAG, FLAG, 4, 8 | FLAG])
-def test_the_guard_saves_sets_and_restores_the_raw_mode(software: Gpu, raw: int) -> None:
+#: Emulation, which cuBLAS accepts on some devices only.
+EMULATED = () if has_real_gpu() else (4, 8 | FLAG)
+
+
+@pytest.mark.feature("`cublas_handle` and the guard")
+@pytest.mark.parametrize("raw", [DEFAULT, PEDANTIC, TF32, TF32 | FLAG, FLAG, *EMULATED])
+def test_the_guard_saves_sets_and_restores_the_raw_mode(gpu: Gpu, raw: int) -> None:
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, raw)
     with lowprec.fp32_guard() as guard:

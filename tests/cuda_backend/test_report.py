@@ -1,4 +1,4 @@
-"""The sections of `benchmarks/gpu_report.py` that call cuBLASLt themselves, on the software one.
+"""The parts of `benchmarks/gpu_report.py` that call cuBLASLt themselves, on the software one.
 
 They must call it rightly on the first try, on a machine that is lent for minutes. What the software answers is known,
 so the answers that the report would give are checked, too.
@@ -48,12 +48,12 @@ def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 @pytest.fixture
 def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Run a section; return its rows."""
+    """Run a part; return its rows."""
 
-    def run(section: str) -> list[dict[str, Any]]:
+    def run(name: str) -> list[dict[str, Any]]:
         parts = load("gpu.parts")
-        part = parts.Part(tmp_path / "part.json", "gpu")
-        load(f"gpu.{section}").run(part, parts.Options(quick=True, seed=0))
+        part = parts.Part(tmp_path / "part.json")
+        load(f"gpu.{name}").run(part, parts.Options(quick=True, seed=0))
         found: list[dict[str, Any]] = part.rows
         return found
 
@@ -79,9 +79,15 @@ def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     }
 
 
-def test_beta_and_split_k(rows: Callable[[str], list[dict[str, Any]]]) -> None:
-    found = rows("beta")
+def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    found = rows("accumulation")
     assert not [r for r in found if r["ok"] is False]
+    models = [r for r in found if r["question"] == "tensor core"]
+    assert {(r["dtype"], r["terms"], r["tensor_cores"]) for r in models} == {
+        (dtype, terms, True) for dtype in ("bfloat16", "float16", "float32") for terms in (16, 48)
+    }
+    # The software adds exactly and rounds to nearest, which no tensor core does.
+    assert all(r["rule"] == ["none of these"] for r in models)
     added = [r for r in found if r["question"] == "beta"]
     assert {r["rule"] for r in added if r["rank"] == 0} == {"to nearest"}
     split = [r for r in found if r["question"] == "split" and r["split_k"] > 1]
@@ -115,7 +121,7 @@ def test_epilogues(load: Load) -> None:
     for pair in epilogues.PAIRS:
         scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
         for scales in scaled:
-            taken = {e: epilogues.raw(pair, e, scales, 0)["ok"] for e in epilogues.EPILOGUES}
+            taken = {e: epilogues.ask(pair, e, scales, 0)["ok"] for e in epilogues.EPILOGUES}
             assert False not in taken.values(), (pair, scales)
             refused = pair.a == pair.b == "float8_e5m2"
             assert taken["DEFAULT"] is (None if refused else True), (pair, scales)
@@ -128,8 +134,8 @@ def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) 
     # The curve is computed otherwise: what came back is no longer what is wanted.
     monkeypatch.setattr(epilogues, "gelu", lambda x: np.maximum(x, 0))
     pair = next(p for p in epilogues.PAIRS if p.out == "bfloat16")
-    assert epilogues.raw(pair, "GELU", (), 0)["ok"] is False
-    assert epilogues.raw(pair, "RELU", (), 0)["ok"] is True
+    assert epilogues.ask(pair, "GELU", (), 0)["ok"] is False
+    assert epilogues.ask(pair, "RELU", (), 0)["ok"] is True
 
 
 # -- through lowprec ------------------------------------------------------------------------------
@@ -137,26 +143,13 @@ def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) 
 
 def test_accuracy(load: Load, software: Gpu) -> None:
     accuracy = load("gpu.accuracy")
-    found = [
-        accuracy.check(lowprec, software, case, 32, 0) for case in accuracy.cases((64,), "gpu")
-    ]
+    found = [accuracy.check(lowprec, software, case, 32, 0) for case in accuracy.cases((64,))]
     assert [r for r in found if r["ok"] is not True] == []
     kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
     assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds
     # The flags that the claims are about.
     by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
     assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)
-
-
-def test_epilogues_of_lowprec(load: Load, software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    epilogues, libraries = load("gpu.epilogues"), load("gpu.libraries")
-    monkeypatch.setattr(libraries, "arrays", lambda _: software)
-    found = [epilogues.by_lowprec(p, e, 0) for p in epilogues.PAIRS for e in epilogues.EPILOGUES]
-    assert [r for r in found if r["ok"] is False] == []
-    assert {r["fused"] for r in found if r.get("epilogue") == "RELU_BIAS" and r["ok"]} == {
-        True,
-        False,
-    }
 
 
 def test_heuristics(load: Load, software: Gpu, rng: np.random.Generator) -> None:

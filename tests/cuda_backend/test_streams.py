@@ -7,9 +7,7 @@ once: a join that is missing shows as a wrong number.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +18,6 @@ import lowprec
 import oracles
 from device_fixture import SoftwareGpu
 from lowprec import prepared
-from lowprec.arrays import libraries as known
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
 
@@ -36,19 +33,6 @@ A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
 TRUE = oracles.product(A, B)
 
 
-@pytest.fixture
-def cupy(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
-    """A CuPy on the software devices."""
-    made = Cupy(software.software.runtime)
-    monkeypatch.setitem(sys.modules, "cupy", made)
-    before = known._INSTANCES.pop("cupy", None)
-    yield made
-    known._INSTANCES.pop("cupy", None)
-    known._BY_TYPE.pop(made.ndarray, None)
-    if before is not None:
-        known._INSTANCES["cupy"] = before
-
-
 # -- a library with current streams ---------------------------------------------------------------
 
 
@@ -60,18 +44,6 @@ def test_the_current_stream_of_the_library(cupy: Cupy, mode: str) -> None:
         assert type(found) is cupy.ndarray
         np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
     assert not [op for op in stream.stream.queue if "matmul" in op.label]
-
-
-@every_mode
-def test_operands_may_go_while_the_product_waits(cupy: Cupy, mode: str) -> None:
-    with cupy.cuda.Stream():
-        a, b = cupy.asarray(A), cupy.asarray(B)
-        found = lowprec.matmul(a, b, math_mode=mode)
-        del a, b
-        gc.collect()
-        other = cupy.asarray(C)  # takes the memory, in the order of the stream
-        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
-        np.testing.assert_array_equal(cupy.asnumpy(other), C)
 
 
 def test_results_feed_the_next_product(cupy: Cupy) -> None:
@@ -146,21 +118,6 @@ def test_a_device_that_is_not_current(software: SoftwareGpu, mode: str) -> None:
     np.testing.assert_array_equal(read(runtime, found), TRUE)
 
 
-def test_threads_on_streams_of_their_own(cupy: Cupy) -> None:
-    def work(number: int) -> bool:
-        with cupy.cuda.Stream():
-            x = cupy.asarray(A + number)
-            right = True
-            for _ in range(10):
-                for mode in MODES:
-                    found = lowprec.matmul(x, cupy.asarray(B), math_mode=mode)
-                    right &= np.array_equal(cupy.asnumpy(found), oracles.product(A + number, B))
-            return bool(right)
-
-    with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(6)))
-
-
 def test_threads_share_a_bias_product(cupy: Cupy) -> None:
     """The pointer of a bias is part of a descriptor that all threads share."""
 
@@ -208,36 +165,6 @@ def test_a_warm_call_is_one_call_of_cublaslt(
 
 
 # -- graphs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
-@every_mode
-def test_a_warm_product_can_be_captured(
-    software: SoftwareGpu, cupy: Cupy, mode: str, epilogue: bool
-) -> None:
-    runtime = software.software.runtime
-    with cupy.cuda.Stream() as stream:
-        a, b, bias = cupy.asarray(A), cupy.asarray(B), cupy.asarray(C[0])
-        out = cupy.asarray(np.zeros_like(A))
-        keywords: dict[str, Any] = {"math_mode": mode, "out": out}
-        if epilogue:
-            keywords |= {"bias": bias, "activation": "relu"}
-        lowprec.matmul(a, b, **keywords)
-        eager = cupy.asnumpy(out)
-        runtime.begin_capture(stream.ptr)
-        lowprec.matmul(a, b, **keywords)
-        graph = runtime.end_capture(stream.ptr)
-        # Other work before, between and after the replays takes whatever memory is free.
-        for number in range(1, 4):
-            a.memory[...] = A * number  # the device's own memory, written where no work is queued
-            lowprec.matmul(b, b, math_mode=mode)
-            graph.replay(stream.ptr)
-            stream.synchronize()
-            found = cupy.asnumpy(out)
-            true = oracles.product(A * number, B) + (C[0] if epilogue else 0)
-            np.testing.assert_array_equal(found, np.maximum(true, 0) if epilogue else true)
-            if number == 1:
-                np.testing.assert_array_equal(found, eager)
 
 
 def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> None:
@@ -326,12 +253,6 @@ def test_a_profile_takes_times_by_events(cupy: Cupy) -> None:
     assert full.elapsed_ms > 0
     assert (full.units_used, fast.units_used) == (False, True)
     assert "tile" in str(fast.algorithm)
-
-
-def test_rtol_chooses_among_the_gpu_s_modes(cupy: Cupy) -> None:
-    a, b = cupy.asarray(draw(0, 512, 512)), cupy.asarray(draw(1, 512, 512))
-    assert str(lowprec.plan(a, b, rtol=1e-2).mode) in ("tf32", "bf16")
-    assert str(lowprec.plan(a, b, rtol=1e-4).mode) == "fp32"
 
 
 def test_the_override_of_nvidia_holds(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,8 +195,8 @@ _LIBRARIES = {
 }  # fmt: skip
 _AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
-    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 leaves "
-    "the cache aside, too.",
+    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
+    "the cache, too.",
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
