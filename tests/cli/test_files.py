@@ -197,10 +197,10 @@ def test_a_failing_rename_leaves_everything(
     path = tmp_path / "C.npy"
     path.write_bytes(b"precious")
 
-    def refuse(self: Path, target: Path) -> None:
+    def refuse(source: Path, target: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(CommandError, match="Permission denied"):
         files.write_array(str(path), np.zeros(3))
     assert path.read_bytes() == b"precious"

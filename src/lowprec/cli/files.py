@@ -1,7 +1,6 @@
 """Operands from ``.npy`` files, and results into them.
 
-Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing: the array goes
-to a temporary name in the same folder, which then takes the place of the output in one step.
+Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing.
 
 The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so whoever reads
 them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
@@ -9,12 +8,9 @@ them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cann
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import secrets
-import stat
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,10 +18,19 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from lowprec.atomic import write_file
 from lowprec.cli.errors import CommandError
 from lowprec.formats import OPERAND_DTYPES, DType
 
-__all__ = ["Array", "check_output", "numpy_dtype", "read_array", "read_pair", "write_array"]
+__all__ = [
+    "Array",
+    "check_output",
+    "numpy_dtype",
+    "read_array",
+    "read_pair",
+    "write_array",
+    "write_output",
+]
 
 Array = npt.NDArray[Any]
 
@@ -191,10 +196,12 @@ def check_output(path: str) -> None:
 
 
 def write_array(path: str, array: Array) -> None:
-    """Write an ``.npy`` file under exactly this name, wholly or not at all.
+    """Write an ``.npy`` file under exactly this name; see :func:`write_output`."""
+    write_output(path, lambda file: np.save(file, array, allow_pickle=False))
 
-    An existing file keeps its content until the new one is complete, and its permissions after that. A link stays a
-    link: what it points to is replaced.
+
+def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`.
 
     Raises
     ------
@@ -202,25 +209,7 @@ def write_array(path: str, array: Array) -> None:
         If the file cannot be written; then nothing has changed.
     """
     check_output(path)
-    target = Path(path).resolve()
     try:
-        with _temporary_beside(target) as temporary:
-            with temporary.open("xb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-            temporary.replace(target)
+        write_file(path, write)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {_reason(error)}") from None
-
-
-@contextlib.contextmanager
-def _temporary_beside(target: Path) -> Iterator[Path]:
-    """Hand out an unused name in the target's folder; whatever happens, no file of that name is left."""
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
