@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,15 +83,18 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
         If the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
     try:
-        with Path(path).open("rb") as file:
-            shape = _check_header(path, file)
-        # NumPy cannot map what has no bytes.
-        mapped = mapped and 0 not in shape
-        array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        # NumPy warns of what Python 2 wrote, and reads it all the same.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Path(path).open("rb") as file:
+                shape = _check_header(path, file)
+            # NumPy cannot map what has no bytes.
+            mapped = mapped and 0 not in shape
+            array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
         raise CommandError(f"cannot read {path}: {_reason(error)}") from None
     except ValueError as error:
-        raise CommandError(f"cannot read {path}: {error}") from None
+        raise CommandError(f"cannot read {path}: it is damaged: {error}") from None
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return _as_dtype(path, array, dtype)
@@ -114,7 +119,15 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
         raise CommandError(
             f"{path} holds records, not a matrix of numbers (.npy version {version})"
         )
-    shape, _, dtype = readers[version](file)
+    try:
+        shape, _, dtype = readers[version](file)
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever Python's own parser, to which NumPy leaves it, makes of other bytes
+        shape, dtype = (-1,), np.dtype(np.void)
+    # A bool is an int to NumPy, and -1 stands for whatever fits.
+    if not all(type(extent) is int and 0 <= extent <= sys.maxsize for extent in shape):
+        raise CommandError(f"cannot read {path}: its header is damaged")
     if dtype.hasobject:
         raise CommandError(
             f"{path} holds Python objects, which only unpickling could read, and that may run any code; "

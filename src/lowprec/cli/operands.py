@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +71,14 @@ def operand(
         For int8 the elements are all its values with equal probability, whatever the distribution.
     distribution : str
         A key of ``DISTRIBUTIONS``; complex numbers have such real and imaginary parts.
+
+    Raises
+    ------
+    MemoryError
+        If no machine has room for it.
     """
+    if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
+        raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
     if dtype is DType.INT8:
         return rng.integers(-128, 127, shape, dtype=np.int8, endpoint=True)
     draw = DISTRIBUTIONS[distribution].draw

@@ -53,12 +53,12 @@ class Table:
 
 def print_table(table: Table) -> None:
     """Print a table to standard output."""
-    console = _console(sys.stdout)
-    if console is None:
-        print_text(plain_text(table))
-        return
     with _standard_output():
-        console.print(_rich_table(table))
+        console = _console(sys.stdout)
+        if console is None:
+            print(plain_text(table))
+        else:
+            console.print(_rich_table(table))
 
 
 def print_text(text: str) -> None:
@@ -79,20 +79,22 @@ def flush() -> None:
 @contextlib.contextmanager
 def _standard_output() -> Iterator[None]:
     """Turn a failure to write into a message, except that of a reader who went away."""
+    if sys.stdout is None:  # so Python tells of a closed one
+        raise CommandError("cannot write to standard output: it is closed")
     try:
         yield
     except OSError as error:
-        _discard_output()
+        _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
         raise CommandError(f"cannot write to standard output: {error.strerror}") from None
 
 
-def _discard_output() -> None:
-    """Point standard output at nothing, so that the interpreter's last flush does not fail once more."""
+def _discard(stream: TextIO) -> None:
+    """Point a stream at nothing, so that the interpreter's last flush does not fail once more."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
 
 
@@ -137,8 +139,13 @@ def _finite(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """Print a remark about the results to standard error."""
-    print(text, file=sys.stderr)
+    """Print a remark about the results to standard error, if there is anybody to read it."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def seconds(value: float) -> str:
@@ -162,7 +169,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
     callable
         To be called with a few words before each of the ``total`` steps.
     """
-    console = _console(sys.stderr)
+    console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
         yield lambda _: None
         return
