@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowprec.formats import BFLOAT16, FLOAT32, TF32
+from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
+from lowprec.modes import MathMode
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.advice import (
     advise,
     conversion_outweighs,
@@ -65,4 +67,12 @@ SQUARE = (1024, 1024, 1024)
     ],
 )  # fmt: skip
 def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, advice):
-    assert advise(*sizes, fmt, intensity, 16.0, rounds_for) == advice
+    assert advise(*sizes, fmt, intensity, 16.0, rounds_for, tensor_cores=True) == advice
+
+
+@pytest.mark.parametrize(("capability", "told"), [(None, False), ((9, 0), True)])
+def test_tensor_cores_are_spoken_of_where_there_are_any(capability, told):
+    odd = OperandSpec.contiguous(DType.FLOAT32, (1001, 1001))
+    device = Capabilities("cpu", "any", compute_capability=capability)
+    advice = plan_gemm(GemmProblem(odd, odd), device, MathMode.TF32).advice
+    assert any("tensor cores" in sentence for sentence in advice) is told

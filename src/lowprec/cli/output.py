@@ -10,55 +10,39 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from lowprec.cli.errors import CommandError
+from lowprec.tables import Table, plain_text
 
 __all__ = [
-    "Table",
     "flush",
     "note",
     "print_json",
     "print_table",
     "print_text",
     "progress",
-    "seconds",
 ]
 
-
-@dataclass(frozen=True)
-class Table:
-    """Cells under a heading.
-
-    Parameters
-    ----------
-    title : str
-    columns : sequence of str
-        Headings; one that starts with ``>`` is aligned to the right. All empty: a list of facts without headings.
-    rows : sequence of sequence of str
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]] = field(default_factory=list)
-
-    @property
-    def headings(self) -> list[str]:
-        """The headings without their alignment."""
-        return [c.removeprefix(">") for c in self.columns]
+#: Where the other side is no terminal, and tells of no width.
+_PIPE_WIDTH = 120
+#: Columns that a table is indented.
+_MARGIN = 1
 
 
 def print_table(table: Table) -> None:
     """Print a table to standard output."""
     with _standard_output():
+        fitted = table.fitted(shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns - _MARGIN)
         console = _console(sys.stdout)
         if console is None:
-            print(plain_text(table))
+            print(plain_text(fitted))
         else:
-            console.print(_rich_table(table))
+            console.print(fitted.title, style="bold", markup=False, soft_wrap=True)
+            console.print(_rich_table(fitted))
 
 
 def print_text(text: str) -> None:
@@ -96,31 +80,6 @@ def _discard(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-
-
-def plain_text(table: Table) -> str:
-    """Return the table as aligned text.
-
-    Examples
-    --------
-    >>> print(plain_text(Table("Sizes", ["name", ">n"], [["a", "8"], ["bc", "1024"]])))
-    Sizes
-      name     n
-      a        8
-      bc    1024
-    """
-    lines = [list(row) for row in table.rows]
-    if any(table.headings):
-        lines.insert(0, table.headings)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = [c.startswith(">") for c in table.columns]
-    text = [
-        "  ".join(
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
-        )
-        for line in lines
-    ]
-    return "\n".join([table.title, *(f"  {line}".rstrip() for line in text)])
 
 
 def print_json(value: Any) -> None:
@@ -205,10 +164,12 @@ def _rich_table(table: Table) -> Any:
     from rich.text import Text
 
     drawn = RichTable(
-        title=Text(table.title, style="bold"),
-        title_justify="left",
         show_header=any(table.headings),
         box=box.SIMPLE_HEAD,
+        # As narrow as the plain text: two columns between cells, nothing around the whole.
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for column, heading in zip(table.columns, table.headings, strict=True):
         right = column.startswith(">")

@@ -87,6 +87,8 @@ def advise(
     arithmetic_intensity: float,
     flops_per_byte: float,
     rounds_for: float | None,
+    *,
+    tensor_cores: bool,
 ) -> tuple[str, ...]:
     """Return the advice of the field for this product, one sentence each; nothing for an empty product.
 
@@ -101,12 +103,14 @@ def advise(
         Of the device.
     rounds_for : float or None
         Flops that rounding one element costs, if the operands are rounded.
+    tensor_cores : bool
+        Whether the device has any.
     """
     if 0 in (m, n, k):
         return ()
     advice = []
     bits = 8 if operand_format is None else _TENSOR_CORE_BITS.get(operand_format.name)
-    misaligned = misaligned_dimensions(m, n, k, bits) if bits else ()
+    misaligned = misaligned_dimensions(m, n, k, bits) if bits and tensor_cores else ()
     if bits and misaligned:
         step = ALIGNMENT_BYTES * 8 // bits
         verb = "is not a multiple" if len(misaligned) == 1 else "are not multiples"

@@ -205,6 +205,11 @@ class GemmPlan:
 
         return rendering.to_text(self)
 
+    def _repr_html_(self) -> str:
+        from lowprec.planning import rendering
+
+        return rendering.to_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
         from lowprec.planning import rendering
@@ -425,6 +430,7 @@ def _assemble(
         advice=advise(
             layout.m, layout.n, layout.k, fmt, intensity, capabilities.flops_per_byte,
             flops_per_conversion(kernel) if rounds and (call is None or _packs(call)) else None,
+            tensor_cores=capabilities.is_gpu,
         ),
         bound=error_bound(
             mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=exact[0], b_exact=exact[1],

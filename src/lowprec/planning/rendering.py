@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from lowprec.tables import Table, html, plain_text
+
 if TYPE_CHECKING:
     from lowprec.planning.layout import OperandLayout, OperandSpec
     from lowprec.planning.plan import Candidate, GemmPlan
 
-__all__ = ["title", "to_dict", "to_text"]
+__all__ = ["title", "to_dict", "to_html", "to_text"]
 
 WIDTH = 100
 
@@ -22,14 +23,16 @@ Row = tuple[str, str]
 
 def to_text(plan: GemmPlan) -> str:
     """Return the plan as a table of two columns, no wider than 100 characters."""
-    rows = list(_rows(plan))
-    margin = max(len(name) for name, _ in rows) + 2
-    lines = [title(plan)]
-    for name, value in rows:
-        wrapped = textwrap.wrap(value, WIDTH - margin - 2, break_long_words=False) or [""]
-        lines.append(f"  {name:<{margin}}{wrapped[0]}")
-        lines += [" " * (margin + 2) + line for line in wrapped[1:]]
-    return "\n".join(lines)
+    return plain_text(_table(plan), wrap=WIDTH)
+
+
+def to_html(plan: GemmPlan) -> str:
+    """Return the plan as a table for a notebook."""
+    return html(_table(plan))
+
+
+def _table(plan: GemmPlan) -> Table:
+    return Table(title(plan), ("", ""), list(_rows(plan)))
 
 
 def title(plan: GemmPlan) -> str:
