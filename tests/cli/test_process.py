@@ -55,7 +55,7 @@ def test_the_installed_script_is_the_same_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run"]
+    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run", "completion"]
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*filter(None, [name]), "--help"]) == 0

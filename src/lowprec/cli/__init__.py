@@ -1,4 +1,4 @@
-"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check``, ``bench``, ``autotune``, ``run``.
+"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check`` and the other modules of ``commands``.
 
 Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, a bad
 environment variable) is one line on standard error and exit code 2, without a traceback. An exception that is no such

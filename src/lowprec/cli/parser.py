@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, bench, check, info, matmul, plan, run
+from lowprec.cli.commands import autotune, bench, check, completion, info, matmul, plan, run
 from lowprec.cli.errors import USAGE, CommandError
 from lowprec.cli.options import did_you_mean
 from lowprec.cli.output import note, print_text
@@ -54,6 +54,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "autotune": autotune,
     "run": run,
+    "completion": completion,
 }
 
 
@@ -104,7 +105,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", parser_class=Parser
     )
-    parser.set_defaults(run=lambda _: _help(parser))
+    parser.set_defaults(run=lambda _: _help(parser), parser=parser)
     for name, command in COMMANDS.items():
         summary, _, text = (command.__doc__ or "").partition("\n\n")
         sub = commands.add_parser(
