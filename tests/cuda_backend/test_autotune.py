@@ -163,6 +163,28 @@ def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) ->
     assert entries(cache)
 
 
+@pytest.mark.parametrize(
+    "inner",
+    ["5", "[]", "null", '{"a product": 5}', '{"a product": {"algorithm": 5}}', '"' + "[" * 9 + '"'],
+)
+def test_what_is_no_choice_counts_as_none(software: Gpu, cache: Path, inner: str) -> None:
+    x = software.put(A)
+    lowprec.autotune(x, x)
+    path = cache / "autotune.json"
+    stored = json.loads(path.read_text())
+    ((device, found),) = stored["devices"].items()
+    wrong = json.loads(inner)
+    if isinstance(wrong, dict):  # for this very product
+        wrong = {**wrong, next(iter(found)): wrong["a product"]}
+    stored["devices"] = {device: wrong, "another GPU": wrong}
+    path.write_text(json.dumps(stored))
+    restart()
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+    assert lowprec.autotune(x, x).timed
+    # What is kept is a choice again.
+    assert [set(e) > {"algorithm", "rank"} for e in entries(cache).values()] == [True]
+
+
 def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
     x = software.put(A)
     lowprec.autotune(x, x)

@@ -91,7 +91,7 @@ class Compiler:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warn_unwritable.cache_clear()
+    disk._warn_once.cache_clear()
     return tmp_path / "cache"
 
 
@@ -386,8 +386,26 @@ def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.cache_directory() == Path.home() / "here"
 
 
-def test_a_missing_platformdirs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_needs_no_cache(core: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    with pytest.raises(BackendError, match="pip install platformdirs, or set LOWPREC_CACHE_DIR"):
-        disk.cache_directory()
+    forget()
+    with pytest.warns(
+        LowprecWarning, match="pip install platformdirs, or set LOWPREC_CACHE_DIR"
+    ) as found:
+        kernel(A=1)
+    kernel(A=2)
+    assert len(found) == 1
+    assert len(core.loaded) == len(core.compiled) == 2
+
+
+def test_code_that_others_can_change_is_not_loaded(core: Compiler, cache: Path) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    path.write_bytes(compiling.hashlib.sha256(b"evil").digest() + b"evil")
+    path.chmod(0o666)
+    forget()
+    with pytest.warns(LowprecWarning, match="others than you can write to it"):
+        assert kernel(A=1) == ("finish", code)
+    assert core.loaded == [code, code]

@@ -656,12 +656,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     path = tmp_path / "profile.json"
     path.write_text("of an earlier run", "utf-8")
 
-    def full(self: Path, text: str, encoding: str) -> int:
-        with self.open("w", encoding=encoding) as file:
-            file.write(text[:100])
+    def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
         prof.to_json(path)
     assert path.read_text("utf-8") == "of an earlier run"

@@ -1,4 +1,4 @@
-"""Advice on the shape of a product: small predicates. The sentences are in ``planning.rendering``.
+"""Advice on the shape of a product: small predicates. The sentences are in ``planning.reasons``.
 
 Sources: NVIDIA, *Matrix Multiplication Background User's Guide* (alignment to 16 bytes, arithmetic intensity, small
 dimensions).
@@ -88,6 +88,8 @@ def advise(
     arithmetic_intensity: float,
     flops_per_byte: float,
     rounds_for: float | None,
+    *,
+    tensor_cores: bool,
 ) -> tuple[Reason, ...]:
     """Return the advice of the field for this product; nothing for an empty product.
 
@@ -102,12 +104,14 @@ def advise(
         Of the device.
     rounds_for : float or None
         Flops that rounding one element costs, if the operands are rounded.
+    tensor_cores : bool
+        Whether the device has any.
     """
     if 0 in (m, n, k):
         return ()
     advice = []
     bits = 8 if operand_format is None else _TENSOR_CORE_BITS.get(operand_format.name)
-    misaligned = misaligned_dimensions(m, n, k, bits) if bits else ()
+    misaligned = misaligned_dimensions(m, n, k, bits) if bits and tensor_cores else ()
     if bits and misaligned:
         step = ALIGNMENT_BYTES * 8 // bits
         advice.append(Reason.of(Why.MISALIGNED, dimensions=misaligned, step=step, bits=bits))

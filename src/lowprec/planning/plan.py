@@ -231,6 +231,11 @@ class GemmPlan:
 
         return rendering.to_text(self)
 
+    def _repr_html_(self) -> str:
+        from lowprec.planning import rendering
+
+        return rendering.to_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
         from lowprec.planning import rendering

@@ -131,6 +131,7 @@ def _advice(plan: GemmPlan, call: CublasLtCall | None) -> tuple[Reason, ...]:
         plan.arithmetic_intensity,
         plan.capabilities.flops_per_byte,
         plan.kernel_row.cost_per_element if converts else None,
+        tensor_cores=plan.capabilities.compute_capability is not None,
     )
 
 

@@ -1,8 +1,7 @@
-"""A plan as a text table for people and as plain values for JSON; the sentence of each reason."""
+"""A plan as a text table for people and as plain values for JSON."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import Enum
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowprec.modes import row
 from lowprec.planning.kernels import KernelRow, format_name
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason
+from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
     from lowprec.formats import ComputeType, DType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
-__all__ = ["WORDS", "copy_reason", "sentence", "title", "to_dict", "to_text"]
+__all__ = ["WORDS", "copy_reason", "title", "to_dict", "to_html", "to_text"]
 
 WIDTH = 100
 
@@ -28,14 +28,16 @@ Row = tuple[str, str]
 
 def to_text(plan: GemmPlan) -> str:
     """Return the plan as a table of two columns, no wider than 100 characters."""
-    rows = list(_rows(plan))
-    margin = max(len(name) for name, _ in rows) + 2
-    lines = [title(plan)]
-    for name, value in rows:
-        wrapped = textwrap.wrap(value, WIDTH - margin - 2, break_long_words=False) or [""]
-        lines.append(f"  {name:<{margin}}{wrapped[0]}")
-        lines += [" " * (margin + 2) + line for line in wrapped[1:]]
-    return "\n".join(lines)
+    return plain_text(_table(plan), wrap=WIDTH)
+
+
+def to_html(plan: GemmPlan) -> str:
+    """Return the plan as a table for a notebook."""
+    return html(_table(plan))
+
+
+def _table(plan: GemmPlan) -> Table:
+    return Table(title(plan), ("", ""), list(_rows(plan)))
 
 
 def title(plan: GemmPlan) -> str:
@@ -301,75 +303,3 @@ def copy_reason(copy: Copy) -> str:
     """Return the reasons of a copy in words."""
     text = "; ".join(map(str, copy.reasons))
     return f"staged in temporary memory: {text}" if copy.operand == "out" else text
-
-
-def sentence(reason: Reason) -> str:
-    """Return a reason in words."""
-    data = dict(reason.data)
-    dimensions = data.get("dimensions")
-    if isinstance(dimensions, tuple):
-        data["listing"] = _listing(dimensions)
-        data["are_no_multiples"] = (
-            "is not a multiple" if len(dimensions) == 1 else "are not multiples"
-        )
-    return _SENTENCES[reason.why].format(**data)
-
-
-_STRIDES = "BLAS cannot express its strides"
-
-_SENTENCES: dict[Why, str] = {
-    Why.REQUIREMENT_NOT_MET: "{missing}",
-    Why.SINGLE_PRODUCT: "{kernel} runs one product, here are {products}",
-    Why.TOO_FEW_ELEMENTS: "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}",
-    Why.TOO_SMALL_EXTENT: "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}",
-    Why.TOO_LARGE_FOR_32_BITS: "{units} counts rows, columns and leading dimensions with 32 bits",
-    Why.TOO_SMALL_PRODUCTS: (
-        "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
-    ),
-    Why.NOT_FINITE_IN_TWO_PARTS: "an Inf or NaN in an operand: FP32 units with the same rounded operands",
-    Why.OTHER_DTYPE: "{dtype} becomes {data}",
-    Why.SEVERAL_PARTS: "it is split into parts",
-    Why.STRIDES: _STRIDES,
-    Why.INNER_CONTIGUOUS: "{data} kernels read it with the inner dimension contiguous",
-    Why.READ_IN_STEPS: "{data} kernels read it in steps of {step} bytes",
-    Why.EXPORTED_COPY: "{how}",
-    Why.OVERLAP: "it overlaps another array",
-    Why.NOT_WRITTEN_AS: "products of {data} are not written as {out}",
-    Why.RESULT_STRIDES: _STRIDES,
-    Why.WRITTEN_IN_STEPS: "{data} kernels write in steps of {step} bytes",
-    Why.SCALED_OPERANDS: "the powers of two that scaled the operands are taken back",
-    Why.PADDED_COLUMNS: "columns are padded to multiples of {step}",
-    Why.ROWS_ONLY: "{data} kernels write rows",
-    Why.REAL_PRODUCT: "the product is made of real numbers",
-    Why.SEVERAL_PRODUCTS: "{products} products are summed",
-    Why.NO_FUSED_ALGORITHM: "cuBLASLt has no algorithm that adds or activates here",
-    Why.ADDEND_DIFFERS: "c lies or is stored otherwise than the result",
-    Why.BIAS_NOT_FUSED: (
-        "bias is fused for real row-major results, packed, aligned and of their element type"
-    ),
-    Why.ACTIVATION_NOT_FUSED: "{activation} is not fused for {out}",
-    Why.EXCLUDED: "excluded by the environment",
-    Why.BOUND_TOO_LARGE: "its bound exceeds rtol = {rtol:.3g}",
-    Why.BOUND_NEEDS_RANGE: "its bound depends on the data's range: {condition}",
-    Why.CHEAPEST: "the cheapest whose bound is within rtol",
-    Why.NO_CHEAPER: "no cheaper than {chosen}",
-    Why.MISALIGNED: (
-        "{listing} {are_no_multiples} of {step}, which tensor cores want of {bits}-bit data: pad"
-    ),
-    Why.SMALL_DIMENSIONS: "{listing} (at most {most}): memory-bound rather than compute-bound",
-    Why.LOW_INTENSITY: "{intensity:.3g} flops per byte, the device does {device:.3g}: memory-bound",
-    Why.ROUNDING_COSTS_MORE: (
-        "rounding the operands costs more than the product: a low-precision mode does not pay here"
-    ),
-}
-
-
-def _listing(items: tuple[str, ...]) -> str:
-    """Return items as a phrase.
-
-    Examples
-    --------
-    >>> _listing(("m = 1", "n = 2", "k = 3"))
-    'm = 1, n = 2 and k = 3'
-    """
-    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

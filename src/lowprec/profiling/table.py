@@ -10,6 +10,7 @@ from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
 from lowprec.profiling.summary import Group, extents, grouped, totals
+from lowprec.tables import Table, plain_text
 
 __all__ = ["to_text"]
 
@@ -121,7 +122,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
     return "\n".join(lines)
 
 
-def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> Iterator[str]:
+def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> list[str]:
     groups = list(
         grouped(records, lambda r: tuple(column.cell(Group([r])) for column in keys)).values()
     )
@@ -137,12 +138,14 @@ def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> Iterato
     ]  # fmt: skip
     cells = [[c.heading for c in columns], *([c.cell(g) for c in columns] for g in groups)]
     widths = _fitted([max(map(len, column)) for column in zip(*cells, strict=True)], columns)
-    for row in cells:
-        padded = [
-            cell.rjust(width) if column.right else _cut(cell, width).ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
+    headings, *rows = (
+        [
+            f">{cell}" if c.right and row is cells[0] else cell if c.right else _cut(cell, width)
+            for cell, width, c in zip(row, widths, columns, strict=True)
         ]
-        yield f"  {'  '.join(padded)}".rstrip()
+        for row in cells
+    )
+    return plain_text(Table("", headings, rows)).splitlines()[1:]
 
 
 def _devices(records: Sequence[ProductRecord]) -> str:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from lowprec.cli.files import Array
 from lowprec.formats import FLOAT32
 from lowprec.planning import GemmPlan
 
-__all__ = ["Errors", "Reference", "Verdict"]
+__all__ = ["Array", "Errors", "Reference", "Verdict"]
+
+Array = npt.NDArray[Any]
 
 
 @unique
 class Verdict(str, Enum):
     """What the comparison of an error with its bound says."""
 
-    WITHIN = "within the bound"
-    ABOVE = "ABOVE THE BOUND"
-    OVERFLOW = "overflow to Inf"
-    NO_NUMBERS = "operands hold Inf or NaN"
+    WITHIN = "within"
+    ABOVE = "ABOVE"
+    OVERFLOW = "overflow"  # to Inf, as the plan announces
+    NO_NUMBERS = "Inf or NaN"  # in the operands
 
     def __str__(self) -> str:
         return self.value

@@ -8,13 +8,15 @@ its own in the cache.
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["MIN_ROUNDS", "SETTLE", "Timing", "take_turns"]
+__all__ = ["MIN_ROUNDS", "SETTLE", "Load", "Timing", "load", "rotation", "take_turns"]
 
 #: A median of fewer is no median.
 MIN_ROUNDS = 3
@@ -25,6 +27,52 @@ _MOST_CALLS_PER_SAMPLE = 200
 
 #: Seconds for which the threads of NumPy's OpenBLAS spin after a product (0.1 measured at 2.6 GHz), and some more.
 SETTLE = 0.15
+
+
+#: Sets of operands that are rotated, and the bytes that they may take together.
+_MOST_SETS, _MOST_BYTES = 3, 2**28
+
+#: Of the CPUs: others' work that is felt.
+_BUSY_SHARE = 0.25
+
+
+class Load(NamedTuple):
+    """How busy a machine was.
+
+    Parameters
+    ----------
+    average : float or None
+        Processes that ran or waited to run, over the last minute; None where the system does not count them.
+    cpus : int
+    """
+
+    average: float | None
+    cpus: int
+
+    @property
+    def remark(self) -> str:
+        """What to know about times that were measured meanwhile; empty if nothing.
+
+        Examples
+        --------
+        >>> Load(0.2, 2).remark, Load(None, 8).remark
+        ('', '')
+        """
+        if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
+            return ""
+        return (
+            f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
+            "times and ratios are not what it can do"
+        )
+
+
+def load() -> Load:
+    """Return how busy the machine is, to be asked before anything of one's own runs."""
+    try:
+        average = os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        average = None
+    return Load(average, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +91,14 @@ class Timing:
     def median(self) -> float:
         """Seconds per call."""
         return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range of the samples, relative to their median; 0 for a single one."""
+        if len(self.samples) < 2 or not self.median:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, method="inclusive")
+        return (high - low) / 2 / self.median
 
     def speedup_over(self, other: Timing) -> float:
         """Return the median of the ratios of each round, in which both ran next to each other."""
@@ -114,3 +170,14 @@ def _sample(call: Callable[[int], Any], number: int, settle: float) -> float:
     for i in range(calls):
         call(number + 1 + i)
     return (clock() - start) / calls
+
+
+def rotation(nbytes: int) -> int:
+    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones.
+
+    Examples
+    --------
+    >>> rotation(2**20), rotation(2**28), rotation(2**34)
+    (3, 1, 1)
+    """
+    return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))
