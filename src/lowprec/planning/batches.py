@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-__all__ = ["Batches", "Dimension", "merged", "split_batches"]
-
 Shape = tuple[int, ...]
 
 #: A number of steps, and the length of a step in elements for each array that is walked.
