@@ -128,6 +128,7 @@ ROTATED = (D.COMPLEX64, D.FLOAT16, "rows", "rotated")
 FEW = (SIMPLE, ROWS_SCALED, BYTES, ROTATED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -161,7 +162,7 @@ def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Ge
 def test_more_work_than_blocks(
     variant: tuple[Any, ...], layout: str, rng: np.random.Generator
 ) -> None:
-    array = lay_out(random_bits(rng, variant[0], 1 << 19), (2, 700, 1030), layout)
+    array = lay_out(random_bits(rng, variant[0], 1 << 19), (2, 350, 1030), layout)
     check_pack(array, packing_of(array, *variant, (4, 2)))
 
 

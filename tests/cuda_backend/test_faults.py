@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from lowprec.backends import cuda
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
+
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
@@ -110,15 +112,6 @@ def each_call_fails(gpu: Gpu, route: Route, check: Callable[[str], None]) -> Non
         check(f"after a fault in call {position}: {said}")
     # Few calls are such that it makes no difference whether they worked.
     assert failures >= (position - 1) * 2 // 3 > 1
-
-
-@pytest.fixture(autouse=True)
-def cheap_collections() -> Iterator[None]:
-    """What is there already is no garbage, and need not be looked at after each call."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -321,6 +321,7 @@ def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Gen
     oracles.assert_expression(got, a, b, then=then)
 
 
+@pytest.mark.sampled(3)
 @every_mode
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("size", [(20, 25, 30), (260, 250, 255)], ids=str)
@@ -557,6 +558,7 @@ OVERLAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("n", [6, 260])
 @every_mode
@@ -584,6 +586,7 @@ def test_out_may_share_memory_in_any_library(
     oracles.assert_within_bound(writable.to_numpy(target), a_before, b_before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"]
 )

@@ -308,9 +308,9 @@ def _ranges_of(runtime: Runtime, device: int) -> NDArray[np.uint64]:
 def _image(library: ctypes.CDLL) -> tuple[int, int]:
     """Return where a library lies in memory: its static variables are the kernels' shared memory."""
     address = ctypes.cast(library["host_cuda_ranges"], ctypes.c_void_p).value or 0
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [tuple(int(x, 16) for x in line.split()[0].split("-")) for line in lines]
-    names = [line.split()[5] if len(line.split()) > 5 else "" for line in lines]
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [tuple(int(x, 16) for x in row[0].split("-")) for row in rows]
+    names = [row[5] if len(row) > 5 else "" for row in rows]
     home = next(i for i, (first, end) in enumerate(spans) if first <= address < end)
     own = [i for i, name in enumerate(names) if name and name == names[home]]
     last = own[-1]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from cpu_units import needs_amx
 from lowprec import prepared
 from lowprec.backends import Arguments, Ran, cpu
 from lowprec.planning import Capabilities, plan_gemm
@@ -424,12 +425,9 @@ def test_tile_units_say_why_not() -> None:
     assert (empty.units_used, empty.units_reason) == (False, "the product is empty")
 
 
+@needs_amx
 @pytest.mark.parametrize(("value", "used"), [(1.0, True), (np.inf, False)])
 def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
-    from lowprec.backends.cpu import amx
-
-    if not amx.is_available():
-        pytest.skip(f"no tile units: {amx.obstacle()}")
     x = np.ones((256, 256), np.float32)
     x[3, 4] = value
     with lowprec.profile() as prof:
