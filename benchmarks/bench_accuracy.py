@@ -15,7 +15,6 @@ from typing import Any
 import common
 import ml_dtypes
 import numpy as np
-import plot
 
 import lowprec
 
@@ -64,14 +63,7 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 
 
 class Oracle:
-    """A sampled part of a product in float64.
-
-    Parameters
-    ----------
-    a, b : numpy.ndarray
-        dtype float32, shapes (n, n).
-    rng : numpy.random.Generator
-    """
+    """A sampled part of a product of float32 matrices, in float64."""
 
     def __init__(self, a: Any, b: Any, rng: np.random.Generator) -> None:
         sampled = min(SAMPLED, a.shape[0])
@@ -143,47 +135,14 @@ def accuracy_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _report(distribution: str, rows: Sequence[dict[str, Any]]) -> None:
-    header = (
-        "n",
-        "mode",
-        "kernel",
-        "|E| / |AB|",
-        "|E| / |A||B|",
-        "bound",
-        "rounding alone",
-        "checks",
-    )
-    lines = [
-        [
-            str(r["n"]),
-            r["mode"],
-            r["kernel"],
-            f"{r['frobenius_relative']:.1e}",
-            f"{r['normalised']:.1e}",
-            f"{r['bound']:.1e}",
-            "-" if r["rounding"] is None else f"{r['rounding']:.1e}",
-            "ok" if r["within_bound"] and r["shows_rounding"] is not False else "FAILED",
-        ]
-        for r in rows
-    ]
-    common.print_table(f"{distribution} operands", header, lines)
-
-
 def main() -> int:
-    """Measure, print, write and draw."""
+    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     sizes = QUICK_SIZES if arguments.quick else SIZES
-    rows = []
-    for distribution in DISTRIBUTIONS:
-        found = [row for n in sizes for row in measure(distribution, n, arguments.seed)]
-        _report(distribution, found)
-        rows += found
+    rows = [row for d in DISTRIBUTIONS for n in sizes for row in measure(d, n, arguments.seed)]
     settings = {"quick": arguments.quick, "seed": arguments.seed, "sampled": SAMPLED}
     result = common.document(NAME, settings, rows, accuracy_claims(rows))
-    path = common.result_path(arguments.output, NAME)
-    common.finish(path, result)
-    plot.write(result, path.with_suffix(".svg"))
+    common.finish(common.result_path(arguments.output, NAME), result)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--no-extras] [--output DIR] [--seed N]
 
-Every call is a plain one: operands are converted and the result is allocated inside the measured time. With
+Every call is a plain one: operands are rounded and the result is allocated inside the measured time. With
 `--no-extras` the script runs itself where neither MKL nor numba can be found.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,25 +37,16 @@ QUICK = ((1, 64, 64, 64), (1, 512, 512, 512), (3, 16, 16, 16))
 #: A result further off than this is wrong, and its speed means nothing (bfloat16 results are off by 2e-3).
 WORST_ERROR = 0.02
 
+#: A variant this many times slower than `numpy.matmul` on float32 is left out, here and at larger sizes: a library
+#: without a kernel for its type takes minutes.
+TOO_SLOW = 20
+
 Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply.
-
-    Parameters
-    ----------
-    name : str
-    library : str
-        Whose call it is.
-    operands : str
-        Key of the operands in `Operands`.
-    multiply : callable
-        Takes the two operands.
-    mode : str or None
-        lowprec's math mode, where it matters.
-    """
+    """One way to multiply: whose call it is, on which of `Operands`, and in which mode of lowprec's."""
 
     name: str
     library: str
@@ -185,15 +178,20 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
     return min(31, max(9, int(3e11 / (2 * batch * m * k * n))) | 1)
 
 
-def measure(shape: Shape, seed: int, quick: bool) -> list[dict[str, Any]]:
-    """Time every variant on one shape; return one row per variant."""
-    ways = variants()
+def measure(
+    shape: Shape, seed: int, quick: bool, left_out: set[str] | None = None
+) -> list[dict[str, Any]]:
+    """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
+    left_out = set() if left_out is None else left_out
+    ways = [v for v in variants() if v.name not in left_out]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
     operands = Operands(shape, kinds, sets, seed)
     rng = np.random.default_rng(seed)
     errors = {v.name: _checked(v, operands, rng) for v in ways}
+    left_out |= _too_slow(ways, operands)
+    ways = [v for v in ways if v.name not in left_out]
     calls = {v.name: (lambda i, v=v: v.multiply(*operands.pair(v.operands, i))) for v in ways}
     seconds = timing.interleave(calls, rounds=rounds, sets=sets, seed=seed)
     batch, m, k, n = shape
@@ -231,6 +229,18 @@ def _checked(v: Variant, operands: Operands, rng: np.random.Generator) -> float:
     return error
 
 
+def _too_slow(ways: Sequence[Variant], operands: Operands) -> set[str]:
+    """Return the names of the variants that are not worth the wait, by one warm call of each."""
+    seconds = {}
+    for v in ways:
+        begin = time.perf_counter()
+        v.multiply(*operands.pair(v.operands, 0))
+        seconds[v.name] = time.perf_counter() - begin
+    # Below a tenth of a second nobody waits, and one call says too little.
+    limit = max(0.1, TOO_SLOW * seconds["numpy float32"])
+    return {name for name, taken in seconds.items() if taken > limit}
+
+
 def _kernel(v: Variant, operands: Operands) -> str | None:
     if v.library != "lowprec":
         return None
@@ -250,7 +260,7 @@ class SpeedClaim:
     each: float | None = None
 
 
-#: Floors on a CPU with AMX and two threads.
+#: Limits for a CPU with AMX and two threads.
 SPEED_CLAIMS = (
     SpeedClaim("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
     SpeedClaim("lowprec float32 bf16", "numpy float32", 4.0),
@@ -279,7 +289,7 @@ def speed_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for c in SPEED_CLAIMS:
         by_size = _speeds(rows, c.variant, c.baseline)
-        mean = timing.geometric_mean(list(by_size.values())) if by_size else None
+        mean = statistics.geometric_mean(by_size.values()) if by_size else None
         what = f"{c.variant} over {c.baseline}"
         made.append(common.claim(f"{what}, geometric mean", mean, c.mean, by_size=by_size))
         if c.each is not None:
@@ -296,33 +306,6 @@ def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
 
 
 # -- command line ---------------------------------------------------------------------------------
-
-
-def _report(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
-    header = (
-        "variant",
-        "kernel",
-        "ms",
-        "quartiles",
-        "GFLOP/s",
-        "x numpy float32",
-        "relative error",
-    )
-    lines = [
-        [
-            r["variant"],
-            r["kernel"] or "-",
-            f"{1e3 * r['seconds']['median']:.3g}",
-            f"{1e3 * r['seconds']['q1']:.3g} to {1e3 * r['seconds']['q3']:.3g}",
-            f"{r['gflops']:.0f}",
-            f"{r['speed']['numpy float32']['median']:.2f}",
-            f"{r['relative_error']:.1e}",
-        ]
-        for r in rows
-    ]
-    batch, m, k, n = shape
-    title = f"{batch} x ({m} x {k}) ({k} x {n}), {rows[0]['rounds']} rounds, {rows[0]['sets']} operand sets"
-    common.print_table(title, header, lines)
 
 
 def _arguments() -> argparse.Namespace:
@@ -346,9 +329,10 @@ def main() -> int:
         return isolation.run(sys.argv)
     shapes = QUICK if arguments.quick else SQUARE + (MORE if arguments.shapes == "more" else ())
     rows = []
+    left_out: set[str] = set()
     for shape in shapes:
-        found = measure(shape, arguments.seed, arguments.quick)
-        _report(shape, found)
+        found = measure(shape, arguments.seed, arguments.quick, left_out)
+        print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
     name = NAME
     if arguments.no_extras:
@@ -357,17 +341,22 @@ def main() -> int:
             raise RuntimeError(
                 f"these were loaded although they should be missing: {isolation.loaded_extras()}"
             )
-    claims = (
-        cost_claims(rows, 64 if arguments.quick else 2048)
-        if arguments.no_extras
-        else speed_claims(rows)
-    )
-    settings = {"quick": arguments.quick, "seed": arguments.seed, "no_extras": arguments.no_extras}
+    if arguments.no_extras:
+        claims = cost_claims(rows, 64 if arguments.quick else 2048)
+    elif machine.has_amx():
+        claims = speed_claims(rows)
+    else:
+        print("Nothing is claimed about speed on a CPU without AMX.")
+        claims = []
+    settings = {
+        "quick": arguments.quick,
+        "seed": arguments.seed,
+        "no_extras": arguments.no_extras,
+        "left_out": sorted(left_out),
+    }
     common.finish(
         common.result_path(arguments.output, name), common.document(name, settings, rows, claims)
     )
-    if not machine.has_amx():
-        print("The floors are for CPUs with AMX; this one has none.")
     return 0
 
 

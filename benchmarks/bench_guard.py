@@ -114,7 +114,6 @@ def main() -> int:
                 continue
             importlib.import_module(stage)
         rows += measure(stage, rounds, calls, arguments.seed)
-    common.print_table("enter and leave, us", *table(rows))
     settings = {"quick": arguments.quick, "seed": arguments.seed, "rounds": rounds, "calls": calls}
     common.finish(
         common.result_path(arguments.output, NAME),

@@ -33,12 +33,7 @@ FRAMEWORKS = ("cuda", "cupy", "jax", "mkl", "numba", "nvmath", "paddle", "tensor
 
 
 class OnlyDLPack:
-    """An array that speaks DLPack and nothing else.
-
-    Parameters
-    ----------
-    array : numpy.ndarray
-    """
+    """An array that speaks DLPack and nothing else."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -261,30 +256,6 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _report(rows: Sequence[dict[str, Any]]) -> None:
-    def us(s: dict[str, float]) -> str:
-        return f"{1e6 * s['median']:.2f} ({1e6 * s['q1']:.2f} to {1e6 * s['q3']:.2f})"
-
-    calls = [r for r in rows if r["measured"] == "call"]
-    table = [[r["library"], us(r["lowprec"]), us(r["own"])] for r in calls]
-    common.print_table(
-        "8 x 8 float32, us per call", ("arrays", "lowprec.matmul", "own matmul"), table
-    )
-    ways = [r for r in rows if r["measured"] == "station"]
-    names = ways[0]["libraries"]
-    table = [[r["station"], *(us(r[name]) for name in names)] for r in ways]
-    common.print_table("stations of a call, us", ("station", *names), table)
-    imported = rows[-1]
-    common.print_table(
-        "import in a fresh process, ms",
-        ("module", "median", "quartiles"),
-        [
-            [key, f"{1e3 * s['median']:.1f}", f"{1e3 * s['q1']:.1f} to {1e3 * s['q3']:.1f}"]
-            for key, s in ((key, imported[key]) for key in ("numpy", "lowprec", "added"))
-        ],
-    )
-
-
 def main() -> int:
     """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
@@ -296,7 +267,6 @@ def main() -> int:
         + measure_stations(rounds, calls, arguments.seed)
         + [imported]
     )
-    _report(rows)
     settings = {
         "quick": arguments.quick,
         "seed": arguments.seed,

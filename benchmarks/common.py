@@ -6,7 +6,9 @@ Import this module before NumPy: it sets `OPENBLAS_THREAD_TIMEOUT`, which NumPy'
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -30,18 +32,9 @@ os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: Keys that every result file has; `README.md` says what is behind each.
-DOCUMENT_KEYS = ("benchmark", "claims", "machine", "results", "settings")
-
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Return the command line that every benchmark has.
-
-    Parameters
-    ----------
-    doc : str
-        The script's docstring; its first line becomes the description.
-    """
+    """Return the command line that every benchmark has, described by the first line of the script's docstring."""
     made = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     made.add_argument(
         "--quick",
@@ -49,7 +42,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
         help="tiny sizes: does it run? No figure of it means anything",
     )
     made.add_argument(
-        "--output", type=Path, default=RESULTS, metavar="DIR", help="folder of the result file"
+        "--output",
+        "--out",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder of the result file",
     )
     made.add_argument(
         "--seed", type=int, default=0, help="of the operands and of the order of the variants"
@@ -81,6 +79,26 @@ def document(
     }
 
 
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: an infinity or NaN becomes None, what is no plain value its text.
+
+    Examples
+    --------
+    >>> plain({"a": (1, float("inf")), 2: None})
+    {'a': [1, None], '2': None}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    # NumPy's numbers.
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a result file, which appears under its name only once it is complete."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -104,18 +122,7 @@ def write_text(path: Path, text: str) -> None:
 def claim(
     what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any
 ) -> dict[str, Any]:
-    """Return a measured value beside what it should reach.
-
-    Parameters
-    ----------
-    what : str
-        The statement, for people.
-    value : float or None
-        None where it could not be measured here.
-    limit : float
-    at_most : bool
-        The limit is an upper one.
-    """
+    """Return a measured value (None where it could not be measured) beside its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
     return {
         "what": what,
@@ -148,39 +155,30 @@ def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: by rich where it is installed, else in plain columns."""
-    try:
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    from generated import table
+
+    show(f"\n**{title}**\n\n{table(header, rows, words=1)}")
+
+
+def show(markdown: str) -> None:
+    """Print a page: by rich on a terminal, where that is installed, else as it is."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain(title, header, rows)
-        return
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width, and rich would fold the table to 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+        from rich.markdown import Markdown
 
-
-def _print_plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    print(f"\n{title}")
-    for line in (header, ["-" * w for w in widths], *rows):
-        first, *rest = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
+        Console().print(Markdown(markdown))
+    else:
+        print(markdown)
 
 
 def finish(path: Path, content: Mapping[str, Any]) -> None:
-    """Print the claims, write the result file and say where it is."""
-    if content["claims"]:
-        print_table("claims", CLAIM_HEADER, claim_rows(content["claims"]))
+    """Print what the documentation would show of a result, write its file and say where it is."""
+    import render
+
     write_json(path, content)
+    show(f"\n{render.PAGES[content['benchmark']](content)}")
     print(f"wrote {path.name} to {path.parent}")
     if LOAD_BEFORE is not None and LOAD_BEFORE > QUIET_LOAD:
         print(

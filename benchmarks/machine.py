@@ -17,43 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: Instruction sets that decide how fast a product is, most telling first.
 FLAGS = (
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "amx_fp16",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx2",
-    "fma",
-    "f16c",
-)
+    "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni",
+    "avx2", "fma", "f16c",
+)  # fmt: skip
 
 LIBRARIES = (
-    "numpy",
-    "ml_dtypes",
-    "mkl",
-    "numba",
-    "llvmlite",
-    "torch",
-    "jax",
-    "jaxlib",
-    "threadpoolctl",
-)
+    "numpy", "ml_dtypes", "mkl", "numba", "llvmlite", "torch", "jax", "jaxlib", "threadpoolctl",
+)  # fmt: skip
 
 #: Variables that set the number of threads or the instruction set of a library.
 VARIABLES = (
-    "JAX_PLATFORMS",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
-    "OPENBLAS_CORETYPE",
-    "OPENBLAS_NUM_THREADS",
-)
+    "JAX_PLATFORMS", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
+)  # fmt: skip
 
 
 @functools.cache
@@ -126,14 +102,8 @@ def slug() -> str:
         (w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower()
     )
     flags = cpu_flags()
-    units = next(
-        (
-            name
-            for flag, name in (("amx_bf16", "amx"), ("avx512f", "avx512"), ("avx2", "avx2"))
-            if flag in flags
-        ),
-        None,
-    )
+    known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
+    units = next((name for flag, name in known.items() if flag in flags), None)
     return "-".join(filter(None, (family, units, f"{cores()}core")))
 
 

@@ -1,59 +1,185 @@
-"""The plot of a result of `bench_accuracy.py`; drawn from the file alone, so it can be drawn again anywhere."""
+"""Charts of the result files, drawn from a file alone, so that they can be drawn again anywhere.
+
+A chart is a light drawing that carries a dark twin of each of its colours: where it is shown in a dark theme, the
+browser takes the twins.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 
-COLOURS = {"fp32": "#4c4c4c", "tf32": "#0072b2", "bf16": "#d55e00", "fp16": "#009e73"}
-#: tf32 and fp16 often lie upon each other: one is hollow, the other inside it.
-MARKERS = {"fp32": "o", "tf32": "s", "bf16": "^", "fp16": "x"}
+#: Each colour of the drawings beside the one that takes its place in a dark theme.
+DARK = {
+    "#ffffff": "#131416",
+    "#1f2328": "#e6e6e6",
+    "#d7dbe0": "#3a3f45",
+    "#4c4c4d": "#c8c8c8",
+    "#0072b2": "#56b4e9",
+    "#d55e00": "#ff944d",
+    "#009e73": "#2fd6a4",
+    "#6ca6d9": "#4f86bb",
+    "#2f78b7": "#6fb1e8",
+    "#0b3c6f": "#d3e8fb",
+}
+PAPER, INK, GRID, *_ = DARK
+#: From the smallest product to the largest, and the marker that goes with it.
+BY_SIZE = (("#6ca6d9", "o"), ("#2f78b7", "s"), ("#0b3c6f", "D"))
+#: tf32 and fp16 have the same errors on most data: one is a wide band with hollow markers, the other a thin line on it.
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {"color": "#4c4c4d", "marker": "o"},
+    "tf32": {"color": "#0072b2", "marker": "s", "linewidth": 4, "alpha": 0.45, "markersize": 8},
+    "bf16": {"color": "#d55e00", "marker": "^"},
+    "fp16": {"color": "#009e73", "marker": "x"},
+}
+
+Rows = Sequence[Mapping[str, Any]]
 
 
-def write(result: Mapping[str, Any], path: Path) -> bool:
-    """Draw error and bound over size, one panel per distribution; return whether matplotlib is there to do it."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[plot]')")
-        return False
-    # Text as text and fixed identifiers: the same figures give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowprec", "font.size": 9}):
-        figure = _figure(result["results"])
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    common.write_text(path, drawn.getvalue())
-    print(f"wrote {path.name} to {path.parent}")
-    return True
-
-
-def _figure(rows: list[Mapping[str, Any]]) -> Any:
+def accuracy(rows: Rows) -> Any:
+    """Draw error and guaranteed bound over size, one panel per distribution."""
     from matplotlib.figure import Figure
 
     distributions = list(dict.fromkeys(r["distribution"] for r in rows))
-    modes = list(dict.fromkeys(r["mode"] for r in rows))
-    figure = Figure(figsize=(3.2 * len(distributions), 3.6), facecolor="white")
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     panels = figure.subplots(1, len(distributions), sharex=True, sharey=True, squeeze=False)[0]
     for panel, distribution in zip(panels, distributions, strict=True):
-        for mode in modes:
+        for mode in dict.fromkeys(r["mode"] for r in rows):
             own = [r for r in rows if r["mode"] == mode and r["distribution"] == distribution]
-            sizes, style = [r["n"] for r in own], {"color": COLOURS.get(mode), "linewidth": 1}
-            marker = {"marker": MARKERS.get(mode, "."), "markersize": 6 if mode == "tf32" else 4}
-            errors = [r["normalised"] for r in own]
-            panel.plot(sizes, errors, fillstyle="none", label=mode, **marker, **style)
-            panel.plot(sizes, [r["bound"] for r in own], linestyle="--", **style)
+            sizes = [r["n"] for r in own]
+            style = {"linewidth": 1, "markersize": 5, "fillstyle": "none", **MODES.get(mode, {})}
+            panel.plot(sizes, [r["normalised"] for r in own], label=f"{mode}, error", **style)
+            style |= {"marker": "", "linestyle": (0, (2, 1) if mode == "tf32" else (5, 2))}
+            panel.plot(sizes, [r["bound"] for r in own], label=f"{mode}, bound", **style)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.minorticks_off()
         panel.set_title(distribution)
         panel.set_xlabel("n")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("error / (|A| |B|), Frobenius norms")
-    panels[0].plot([], [], color="grey", linestyle="--", linewidth=1, label="bound")
-    panels[-1].legend(
-        *panels[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.02, 1)
-    )
+        panel.grid()
+    panels[0].set_ylabel("|C - AB| / (|A| |B|), Frobenius norms")
+    title = "full lines: the error that was measured; broken lines: the bound that it never exceeds"
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title, frameon=False)
     return figure
+
+
+def speed(rows: Rows) -> Any:
+    """Draw how many times as fast as `numpy.matmul` each variant is, with quartiles, for the square products."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator
+
+    square = [r for r in rows if r["batch"] == 1 and r["m"] == r["k"] == r["n"]]
+    variants = [v for v in dict.fromkeys(r["variant"] for r in square) if v != "numpy float32"]
+    figure = Figure(figsize=(7.6, 1.3 + 0.27 * len(variants)), layout="constrained")
+    panel = figure.subplots()
+    panel.axvline(1, color=INK, linewidth=1)
+    for n, (colour, marker) in zip(sorted({r["n"] for r in square}), BY_SIZE, strict=False):
+        own = {r["variant"]: r["speed"]["numpy float32"] for r in square if r["n"] == n}
+        at = [y for y, variant in enumerate(variants) if variant in own]
+        found = [own[variants[y]] for y in at]
+        middle = [f["median"] for f in found]
+        spread = [[f["median"] - f["q1"] for f in found], [f["q3"] - f["median"] for f in found]]
+        style = {"color": colour, "marker": marker, "linestyle": "", "markersize": 6}
+        panel.errorbar(middle, at, xerr=spread, label=f"n = {n}", elinewidth=1.5, **style)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_locator(
+        FixedLocator([x * 2.0**e for e in range(-6, 7) for x in (1, 1.5)])
+    )
+    panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+    panel.set_yticks(range(len(variants)), variants)
+    panel.invert_yaxis()
+    panel.grid()
+    panel.set_xlabel("times as fast as numpy.matmul on float32: median and quartiles")
+    figure.legend(loc="outside upper center", ncols=len(BY_SIZE), frameon=False)
+    return figure
+
+
+def calls(rows: Rows) -> Any:
+    """Draw what a call on 8 x 8 arrays costs, beside the library's own."""
+    from matplotlib.figure import Figure
+
+    own = [r for r in rows if r["measured"] == "call"]
+    figure = Figure(figsize=(7.6, 1.0 + 0.5 * len(own)), layout="constrained")
+    panel = figure.subplots()
+    bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#6ca6d9"))
+    for offset, (key, label, colour) in zip((-0.2, 0.2), bars, strict=True):
+        at, lengths = [y + offset for y in range(len(own))], [1e6 * r[key]["median"] for r in own]
+        drawn = panel.barh(at, lengths, height=0.38, color=colour, label=label)
+        panel.bar_label(drawn, fmt="%.1f", padding=3)
+    panel.set_yticks(range(len(own)), [r["library"] for r in own])
+    panel.invert_yaxis()
+    panel.margins(x=0.08)
+    panel.grid(axis="x")
+    panel.set_xlabel("microseconds per call on 8 x 8 float32")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+#: By the name of the benchmark: how its result is drawn, and what the drawing shows.
+CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
+    "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
+    "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
+    "gemm-no-extras": (speed, "The same with NumPy alone"),
+    "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
+}
+
+
+def chart_path(result: Path) -> Path:
+    """Return where the chart of a result file belongs: beside it."""
+    return result.with_suffix(".svg")
+
+
+def _digest(result: Path) -> str:
+    # matplotlib of another version draws another file; what must agree is what it was drawn from, and how.
+    sources = (result, Path(__file__))
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    return f"<!-- drawn from {hashlib.sha256(text.encode()).hexdigest()} -->"
+
+
+def is_current(result: Path) -> bool:
+    """Whether the chart of this result file was drawn from its figures by this script."""
+    path = chart_path(result)
+    return path.exists() and _digest(result) in path.read_text(encoding="utf-8")
+
+
+def write(result: Path) -> None:
+    """Draw the chart of a result file."""
+    import matplotlib
+
+    content = json.loads(result.read_text(encoding="utf-8"))
+    draw, _ = CHARTS[content["benchmark"]]
+    style = {
+        # Text as text and fixed identifiers: the same figures give the same file.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "lowprec",
+        "font.size": 9,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "legend.fontsize": 9,
+        **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAPER),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+        **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    }
+    with matplotlib.rc_context(style):
+        drawn = io.StringIO()
+        draw(content["results"]).savefig(drawn, format="svg", metadata={"Date": None})
+    common.write_text(chart_path(result), _with_twins(drawn.getvalue(), _digest(result)))
+
+
+def _with_twins(svg: str, digest: str) -> str:
+    """Give a drawing the dark twins of its colours, and the mark of what it was drawn from."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+        if f"{kind}: {light}" in svg
+    )
+    twins = f"{digest}\n<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
+    return svg.replace("<defs>", f"{twins}<defs>", 1)

@@ -1,51 +1,61 @@
-"""Write the tables of the documentation from the result files.
+"""Write the documentation's tables and charts from the result files.
 
 usage: python benchmarks/render.py [--check]
 
-The tables go to `docs/_generated/bench_*.md`. `--check` writes nothing and fails if one of them is not what the result
-files say.
+The tables go to `docs/_generated/bench_*.md`, one of them into the README, the charts beside the result files.
+`--check` writes nothing and fails if one of them is not what the result files say. Drawing needs matplotlib; where
+every chart is current, as in a check, nothing is drawn.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
+import functools
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import common
+import generated
+import plot
 
-ROOT = Path(__file__).resolve().parent.parent
-GENERATED = ROOT / "docs" / "_generated"
+GENERATED = generated.ROOT / "docs" / "_generated"
+README = generated.ROOT / "README.md"
 MISSING = "Not measured yet: run `python benchmarks/run_all.py`.\n"
 
 Result = Mapping[str, Any]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; numbers stand on the right."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    lines = [header, rule, *rows]
-    return "".join(
-        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in line)} |\n" for line in lines
-    )
+#: One column of words, and numbers.
+table = functools.partial(generated.table, words=1)
 
 
-def load(folder: Path, benchmark: str) -> list[Result]:
-    """Return the results of one benchmark, one per machine; quick runs mean nothing and are refused."""
-    found = []
+def load(folder: Path, benchmark: str) -> dict[Path, Result]:
+    """Return the results of one benchmark, one per machine, those with AMX first; quick runs are refused."""
+    found = {}
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result["benchmark"] != benchmark:
             continue
         if result["settings"]["quick"]:
             raise ValueError(f"{path.name} is from a quick run; measure again without --quick")
-        found.append(result)
-    return found
+        found[path] = result
+    return dict(sorted(found.items(), key=lambda item: not _has_amx(item[1])))
+
+
+def _has_amx(result: Result) -> bool:
+    return "amx_bf16" in result["machine"]["flags"]
+
+
+def _machine_name(result: Result) -> str:
+    # "Intel(R) Xeon(R) Processor" and "AMD EPYC 9B45 64-Core Processor" say less than they are long.
+    m = result["machine"]
+    cpu = re.sub(r"\([^)]*\)|Processor|\d+-Core", "", m["cpu"])
+    units = "with AMX" if _has_amx(result) else "without AMX"
+    return f"{' '.join(cpu.split())} {units}, {m['cores']} cores"
 
 
 def _machine_line(result: Result) -> str:
@@ -56,20 +66,30 @@ def _machine_line(result: Result) -> str:
     units = ", ".join(m["flags"]) or "no vector units that are listed"
     threads = ", ".join(f"{name} {count}" for name, count in m["threads"].items()) or "unknown"
     return (
-        f"{m['name']}: {m['cpu']}, {m['cores']} cores ({units}); threads: {threads}; "
+        f"Measured on {m['cpu']}, {m['cores']} cores ({units}); threads: {threads}; "
         f"Python {m['python']}, {versions}; {commit}{changed}, {m['date']}.\n"
     )
 
 
 def _claims(result: Result) -> str:
-    return table(common.CLAIM_HEADER, common.claim_rows(result["claims"]))
+    if not result["claims"]:
+        return ""
+    # "1024: 1.01" stays together; a line may end behind the comma.
+    rows = [
+        [what, sizes.replace(": ", ":\N{NO-BREAK SPACE}"), *rest]
+        for what, sizes, *rest in common.claim_rows(result["claims"])
+    ]
+    if any(c.get("by_size") for c in result["claims"]):
+        return table(common.CLAIM_HEADER, rows, words=2)
+    what, _, *rest = common.CLAIM_HEADER
+    return table([what, *rest], [[row[0], *row[2:]] for row in rows])
 
 
 # -- one page part per benchmark ------------------------------------------------------------------
 
 
 def _size(row: Mapping[str, Any]) -> str:
-    batch = f"{row['batch']} x " if row["batch"] > 1 else ""
+    batch = f"{row['batch']} of " if row["batch"] > 1 else ""
     if row["m"] == row["k"] == row["n"]:
         return f"{batch}{row['n']}"
     return f"{batch}{row['m']} x {row['k']} x {row['n']}"
@@ -77,17 +97,32 @@ def _size(row: Mapping[str, Any]) -> str:
 
 def gemm(result: Result) -> str:
     """Return speed by variant and size: GFLOP/s, in brackets times numpy.matmul in float32."""
-    sizes = list(dict.fromkeys(_size(r) for r in result["results"]))
-    by_variant: dict[str, dict[str, str]] = {}
-    for r in result["results"]:
+    rows = result["results"]
+    square = [r for r in rows if _is_square(r)]
+    others = [r for r in rows if not _is_square(r)]
+    left_out = ", ".join(result["settings"].get("left_out", ()))
+    parts = [_speeds(own) for own in (square, others) if own]
+    if left_out:
+        parts.append(f"Left out, more than 20 times slower than numpy float32: {left_out}.\n")
+    return "\n".join([*parts, _claims(result)])
+
+
+def _is_square(row: Mapping[str, Any]) -> bool:
+    return row["batch"] == 1 and row["m"] == row["k"] == row["n"]
+
+
+def _speeds(rows: Iterable[Mapping[str, Any]]) -> str:
+    cells: dict[str, dict[str, str]] = {}
+    for r in rows:
         speed = r["speed"]["numpy float32"]["median"]
-        by_variant.setdefault(r["variant"], {})[_size(r)] = f"{r['gflops']:.0f} ({speed:.2f})"
-    rows = [[variant, *(cells.get(s, "-") for s in sizes)] for variant, cells in by_variant.items()]
-    return table(["GFLOP/s (x numpy float32)", *sizes], rows) + "\n" + _claims(result)
+        cells.setdefault(r["variant"], {})[_size(r)] = f"{r['gflops']:.0f} ({speed:.2f})"
+    sizes = list(cells["numpy float32"])
+    lines = [[variant, *(own.get(s, "-") for s in sizes)] for variant, own in cells.items()]
+    return table(["GFLOP/s (x numpy float32)", *sizes], lines)
 
 
 def overhead(result: Result) -> str:
-    """Return what a small call costs, its stations, and what the import costs."""
+    """Return what a small call costs, its stages, and what the import costs."""
     rows = result["results"]
     calls = [
         [r["library"], *(f"{1e6 * r[key]['median']:.2f}" for key in ("lowprec", "own"))]
@@ -103,25 +138,25 @@ def overhead(result: Result) -> str:
     parts = [
         table(["8 x 8 float32, us per call", "lowprec.matmul", "the library's own matmul"], calls)
     ]
-    parts.append(table(["station, us", *libraries], stations))
+    parts.append(table(["stage, us", *libraries], stations))
     return "\n".join([*parts, _claims(result)])
 
 
 def accuracy(result: Result) -> str:
-    """Return error and bound by distribution, mode and size, and the plot."""
+    """Return error by distribution, mode and size, and the bound, which no distribution changes."""
+    rows = result["results"]
+    sizes = [f"n = {n}" for n in dict.fromkeys(r["n"] for r in rows)]
+    modes = list(dict.fromkeys(r["mode"] for r in rows))
     parts = []
-    sizes = list(dict.fromkeys(r["n"] for r in result["results"]))
-    for distribution in dict.fromkeys(r["distribution"] for r in result["results"]):
-        own = [r for r in result["results"] if r["distribution"] == distribution]
-        rows = [
-            [mode, *(f"{r['normalised']:.1e} ({r['bound']:.1e})" for r in own if r["mode"] == mode)]
-            for mode in dict.fromkeys(r["mode"] for r in own)
-        ]
-        parts.append(table([f"{distribution}: error (bound)", *(f"n = {n}" for n in sizes)], rows))
-    plot = common.RESULTS / f"accuracy-{result['machine']['name']}.svg"
-    if plot.exists():
-        link = os.path.relpath(plot, GENERATED).replace(os.sep, "/")
-        parts.append(f"![Error and bound by size, mode and distribution]({link})\n")
+    for distribution in dict.fromkeys(r["distribution"] for r in rows):
+        own = [r for r in rows if r["distribution"] == distribution]
+        errors = [[m, *(f"{r['normalised']:.1e}" for r in own if r["mode"] == m)] for m in modes]
+        parts.append(table([f"{distribution}: error", *sizes], errors))
+    largest = {(m, n): 0.0 for m in modes for n in dict.fromkeys(r["n"] for r in rows)}
+    for r in rows:
+        largest[r["mode"], r["n"]] = max(largest[r["mode"], r["n"]], r["bound"])
+    bounds = [[m, *(f"{b:.1e}" for (mode, _), b in largest.items() if mode == m)] for m in modes]
+    parts.append(table(["bound", *sizes], bounds))
     return "\n".join([*parts, _claims(result)])
 
 
@@ -148,47 +183,81 @@ PAGES: dict[str, Callable[[Result], str]] = {
 }
 
 
+def _part(benchmark: str, path: Path, result: Result) -> str:
+    parts = [f"**{_machine_name(result)}**\n"]
+    if benchmark in plot.CHARTS:
+        _, shows = plot.CHARTS[benchmark]
+        link = os.path.relpath(plot.chart_path(path), GENERATED).replace(os.sep, "/")
+        parts.append(f"![{shows}]({link})\n")
+    return "\n".join([*parts, PAGES[benchmark](result), _machine_line(result)])
+
+
+#: The README's rows: what it is called there, the variant, and what it is compared with.
+README_ROWS = (
+    ("float32 in mode `bf16`", "lowprec float32 bf16", "numpy float32"),
+    ("float32 in mode `tf32`", "lowprec float32 tf32", "numpy float32"),
+    ("float32 in mode `fp32`", "lowprec float32 fp32", "numpy float32"),
+    ("int8", "lowprec int8", "numpy float32"),
+    ("bfloat16", "lowprec bfloat16 (torch)", "torch bfloat16"),
+    ("float16", "lowprec float16 (torch)", "torch float16"),
+)
+
+
+def readme_table(results: Iterable[Result]) -> str:
+    """Return how fast lowprec is on each machine: the range over the square products."""
+    results = list(results)
+
+    def cell(result: Result, variant: str, baseline: str) -> str:
+        speeds = [
+            r["speed"][baseline]["median"]
+            for r in result["results"]
+            if r["variant"] == variant and _is_square(r) and baseline in r["speed"]
+        ]
+        ends = list(dict.fromkeys(f"{f(speeds):#.2g}".rstrip(".") for f in (min, max) if speeds))
+        return f"{' to '.join(ends)} x" if ends else "-"
+
+    rows = []
+    for name, variant, baseline in README_ROWS:
+        library, dtype = baseline.split(" ")
+        cells = [cell(result, variant, baseline) for result in results]
+        rows.append([name, f"`{library}.matmul` on {dtype}", *cells])
+    return table(
+        ["lowprec.matmul on", "compared with", *map(_machine_name, results)], rows, words=2
+    )
+
+
 def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
-    """Return the text of every generated file."""
+    """Return the text of every generated file, the README's table included."""
     made = {}
-    for benchmark, render in PAGES.items():
-        parts = [f"{_machine_line(r)}\n{render(r)}" for r in load(results, benchmark)]
+    for benchmark in PAGES:
+        parts = [_part(benchmark, p, r) for p, r in load(results, benchmark).items()]
         name = f"bench_{benchmark.replace('-', '_')}.md"
         made[GENERATED / name] = "\n".join(parts) or MISSING
+    speed = readme_table(load(results, "gemm").values())
+    made[README] = generated.filled(README, "speed", speed)
     return made
 
 
+def charted(results: Path = common.RESULTS) -> list[Path]:
+    """Return the result files that have a chart."""
+    return [path for benchmark in plot.CHARTS for path in load(results, benchmark)]
+
+
 def write() -> None:
-    """Bring every generated file up to date."""
-    for path, text in snippets().items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            common.write_text(path, text)
+    """Bring every generated file up to date, the charts included."""
+    generated.write(snippets())
+    for path in charted():
+        if not plot.is_current(path):
+            plot.write(path)
 
 
 def check() -> int:
     """Report the generated files that are not what the result files say; return how many."""
-    stale = 0
-    for path, text in snippets().items():
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        if found != text:
-            stale += 1
-            name = path.relative_to(ROOT).as_posix()
-            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
-            sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
-    return stale
-
-
-def main() -> int:
-    """Write the tables, or check them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, fail if a table is not current"
-    )
-    if parser.parse_args().check:
-        return 1 if check() else 0
-    write()
-    return 0
+    stale = [path for path in charted() if not plot.is_current(path)]
+    for path in stale:
+        print(f"{plot.chart_path(path).name} was not drawn from {path.name}", file=sys.stderr)
+    return generated.check(snippets()) + len(stale)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(generated.main(__doc__ or "", write, check))

@@ -9,10 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 #: A variant gets the number of the operand set to use, and returns its result.
 Variant = Callable[[int], Any]
+
+#: No contest is shorter, whatever its budget.
+MIN_ROUNDS = 3
+
+Sample = TypeVar("Sample")
 
 
 @contextmanager
@@ -29,29 +34,26 @@ def no_collection():
 
 
 def take_turns(
-    names: Sequence[str], sample: Callable[[str, int], float], *, rounds: int, seed: int = 0
-) -> dict[str, list[float]]:
-    """Take one sample per name and round, each round in a new random order.
+    names: Sequence[str],
+    sample: Callable[[str, int], Sample],
+    *,
+    rounds: int,
+    seed: int = 0,
+    budget_s: float = math.inf,
+) -> dict[str, list[Sample]]:
+    """Take one sample per name and round, each round in a new random order; the entries of one round belong together.
 
-    Parameters
-    ----------
-    names : sequence of str
-    sample : callable
-        Gets a name and the number of the round, returns seconds.
-    rounds : int
-    seed : int
-        Of the order.
-
-    Returns
-    -------
-    dict of str to list of float
-        One entry per round; the entries of one round belong together.
+    `sample` gets a name and the number of the round, and returns seconds, or whatever belongs to one sample. After
+    `budget_s` seconds no new round begins, once `MIN_ROUNDS` are done.
     """
     generator = random.Random(seed)
     order = list(names)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    begin = time.monotonic()
     with no_collection():
         for number in range(rounds):
+            if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
+                break
             generator.shuffle(order)
             for name in order:
                 samples[name].append(sample(name, number))
@@ -61,26 +63,11 @@ def take_turns(
 def interleave(
     variants: Mapping[str, Variant], *, rounds: int, sets: int = 1, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Time calls in turns.
+    """Time calls in turns, on operand sets that take turns; return seconds per call as `take_turns` does.
 
     Each timed call comes right after an untimed one of the same variant, because the first call after a pause is
     slower. The untimed call works on the operand set before, so that the timed one does not find its operands in the
     cache.
-
-    Parameters
-    ----------
-    variants : mapping of str to callable
-    rounds : int
-        Timed calls per variant.
-    sets : int
-        How many operand sets take turns.
-    seed : int
-        Of the order.
-
-    Returns
-    -------
-    dict of str to list of float
-        Seconds per call, as from `take_turns`.
     """
 
     def sample(name: str, number: int) -> float:
@@ -121,14 +108,3 @@ def speed_ratio(baseline: Sequence[float], variant: Sequence[float]) -> dict[str
     3.0
     """
     return summary([b / v for b, v in zip(baseline, variant, strict=True)])
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of positive numbers.
-
-    Examples
-    --------
-    >>> geometric_mean([1.0, 4.0])
-    2.0
-    """
-    return math.exp(math.fsum(map(math.log, values)) / len(values))

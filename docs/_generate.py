@@ -9,29 +9,23 @@ what the code says.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import _verified
-
-from lowprec import errors, modes
-from lowprec.planning import kernels
-from lowprec.policy import environment
-from lowprec.policy.controllers import controllers
 
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
+import _verified
+import generated
+from generated import table
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; a bar inside a cell is escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[" ".join(str(c).split()).replace("|", "\\|") for c in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+from lowprec import errors, modes
+from lowprec.backends.cpu.kernel_rows import KERNELS
+from lowprec.planning import rendering
+from lowprec.policy import environment
+from lowprec.policy.controllers import controllers
 
 
 def _code(text: str | None) -> str:
@@ -42,8 +36,8 @@ def _first_line(item: object) -> str:
     return (inspect.getdoc(item) or "").partition("\n\n")[0].replace("``", "`")
 
 
-def mode_table(*, only_available: bool = False) -> str:
-    """Return the math modes: what the operands become, and the neighbours' names for it."""
+def mode_table(*, available: bool = True) -> str:
+    """Return the math modes that this version runs, or those that it refuses, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
         [
@@ -51,13 +45,19 @@ def mode_table(*, only_available: bool = False) -> str:
             row.inputs,
             str(row.products),
             _code(row.jax_preset),
-            row.compute_type,
-            *([] if only_available else ["yes" if row.available else "not yet"]),
+            _gpu_words(row),
         ]
         for row in modes.TABLE
-        if row.available or not only_available
+        if row.available is available
     ]
-    return table(header if only_available else [*header, "in this version"], rows)
+    return table(header, rows)
+
+
+def _gpu_words(row: modes.ModeRow) -> str:
+    """Return what cuBLASLt is asked for; "-" for the mode that stands for another one."""
+    if row.mode is modes.MathMode.FP32_EMULATED:
+        return "-"
+    return rendering.compute_words(row.compute_type, row.data)
 
 
 def alias_table() -> str:
@@ -77,9 +77,10 @@ def variable_table() -> str:
 
 def kernel_table() -> str:
     """Return the CPU's kernels for each kind of numbers, the most welcome first."""
+    formats = ("float64", "float32", "tf32", "float16", "bfloat16", "int8")
     rows = [
-        [kind, "; else ".join(kernels.KERNELS[k].units for k in preferred)]
-        for kind, preferred in kernels.PREFERENCES.items()
+        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)]
+        for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
 
@@ -132,6 +133,7 @@ def snippets() -> dict[Path, str]:
     """Return the text of every generated file, the README's own table included."""
     made = {
         "modes.md": mode_table(),
+        "modes_later.md": mode_table(available=False),
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
@@ -141,51 +143,19 @@ def snippets() -> dict[Path, str]:
         "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
-    files[README] = _filled(README.read_text(encoding="utf-8"), mode_table(only_available=True))
+    files[README] = generated.filled(README, "modes", mode_table())
     return files
 
 
-def _filled(text: str, made: str) -> str:
-    begin, end = "<!-- generated: modes -->\n", "<!-- end of generated -->\n"
-    filled, count = re.subn(
-        f"{begin}.*?{end}", lambda _: f"{begin}{made}{end}", text, flags=re.DOTALL
-    )
-    if count != 1:
-        raise ValueError(f"README.md has {count} places for the mode table, not 1")
-    return filled
-
-
 def write() -> None:
-    """Bring every generated file up to date, leaving alone those that are."""
-    for path, text in snippets().items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+    """Bring every generated file up to date."""
+    generated.write(snippets())
 
 
 def check() -> int:
     """Report the generated files that are not what the code says; return how many."""
-    stale = 0
-    for path, text in snippets().items():
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        if found != text:
-            stale += 1
-            name = str(path.relative_to(README.parent))
-            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
-            sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
-    return stale
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the tables, or check them."""
-    if arguments == ["--check"]:
-        return 1 if check() else 0
-    if arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
-    write()
-    return 0
+    return generated.check(snippets())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(generated.main(__doc__ or "", write, check))

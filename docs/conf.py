@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "_extension",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]
@@ -38,4 +39,7 @@ napoleon_numpy_docstring = True
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["lowprec.css"]
 html_title = f"lowprec {version}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections import defaultdict
 
@@ -20,6 +21,10 @@ _KEPT = {"LOWPREC_TEST_DEVICE"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]
+
+# A shell lets what it runs in the background ignore Ctrl-C, which the programs that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
@@ -39,6 +44,27 @@ settings.register_profile("explore", max_examples=1000, deadline=None, print_blo
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of a sampled test to the sweep.
+
+    Those that stay are as in a Latin square: each value of a parameter is among them, with others each time.
+    """
+    values: dict[tuple[str, str], list[object]] = defaultdict(list)
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        total = 0
+        for name, value in item.callspec.params.items():
+            known = values[item.nodeid.partition("[")[0], name]
+            if not any(x is value for x in known):
+                known.append(value)
+            total += next(i for i, x in enumerate(known) if x is value)
+        if total % sampled.args[0]:
+            item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture

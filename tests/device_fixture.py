@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from cuda.software import Software
-from cuda.software.runtime import host_bytes
 from lowprec.arrays import Device, library_of
 from lowprec.arrays.dlpack import export
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.formats import dtype_from_name
+from software_cuda import Software
+from software_cuda.runtime import host_bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -56,6 +56,10 @@ class Gpu:
 
     def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
         """Whether of all that memory only the elements of the array differ from before."""
+        raise NotImplementedError
+
+    def free_bytes(self) -> int:
+        """Return the device's free memory, once all work is done."""
         raise NotImplementedError
 
 
@@ -146,6 +150,10 @@ class SoftwareGpu(Gpu):
         assert start + below + above <= len(now)
         return np.array_equal(now[~touched], before[~touched])
 
+    def free_bytes(self) -> int:
+        self.software.drain()
+        return int(self.software.runtime.cudaMemGetInfo()[1])
+
     # -- faults -----------------------------------------------------------------------------------
 
     def calls_made(self) -> int:
@@ -224,14 +232,15 @@ class TorchGpu(Gpu):
         torch = self.torch
         if any(s < 0 for s in host.strides):  # which torch has not
             host = np.ascontiguousarray(host)
-        flat = np.ascontiguousarray(host)
+        # torch refuses to write elements that share memory.
+        once = tuple(slice(None) if s else slice(1) for s in host.strides)
         _, above = span(host)
         offset = beyond_alignment(host) // host.itemsize
         memory = self._tensor(np.zeros(offset + max(above // host.itemsize, 1), host.dtype), device)
         strides = [s // host.itemsize for s in host.strides]
         array = torch.as_strided(memory, host.shape, strides, offset)
         if 0 not in host.shape:
-            array.copy_(self._tensor(flat, device).reshape(host.shape))
+            array[once].copy_(self._tensor(np.array(host[once], order="C"), device))
         return array, memory
 
     def get(self, array: Any) -> Array:
@@ -253,6 +262,10 @@ class TorchGpu(Gpu):
         self.torch.as_strided(mask, array.shape, array.stride(), where)[...] = False
         outside = mask.numpy()
         return bool(np.array_equal(self.get(memory)[outside], before[outside]))
+
+    def free_bytes(self) -> int:
+        self.torch.cuda.synchronize()
+        return int(self.torch.cuda.mem_get_info()[0])
 
 
 def has_real_gpu() -> bool:

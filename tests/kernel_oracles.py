@@ -13,17 +13,19 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import driver
 from lowprec.backends.cuda.convert import Packing
 from lowprec.backends.cuda.finish import Finish
-from lowprec.backends.cuda.stacks import Source
 from lowprec.formats import DType
+from lowprec.planning import MatrixStack
 
 _CANARY = 0xA5
 _MARGIN = 64
 
 
-def stack_of(array: np.ndarray, dtype: DType) -> Source:
+def stack_of(array: np.ndarray, dtype: DType) -> MatrixStack:
     """Describe a stack of matrices, shape (..., rows, cols)."""
     strides = [s // array.itemsize for s in array.strides]
-    return Source(dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2]))
+    return MatrixStack.of(
+        dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2])
+    )
 
 
 # -- arrays ---------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ def finished(
             x = x + (addend if beta == 1 else _times(addend, beta))
         if bias is not None:
             addend = bias.astype(np.float32) if bias.dtype == ml_dtypes.bfloat16 else bias
-            x = x + addend.astype(dtype)
+            x = x + addend.astype(dtype)  # of integers too small to saturate
         if spec.activation == "relu":
             x = np.where(x < 0, dtype.type(0), x)
         elif spec.activation == "gelu":

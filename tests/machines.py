@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
+import software_tiles
 from lowprec import prepared
 from lowprec.backends import cpu
-from lowprec.planning import Capabilities
+from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
+from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
+from lowprec.planning import Capabilities, KernelRow
+
+ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
+
+BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
+MKL = Capabilities("cpu", "a CPU with MKL", CPU_KERNELS, frozenset({"mkl"}))
+AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"mkl", "amx_bf16", "amx_int8"}))
+
+
+def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:
+    """Return what a GPU of a compute capability can do."""
+    return Capabilities(
+        "cuda:0",
+        "a GPU",
+        CUDA_KERNELS,
+        compute_capability=capability,
+        workspace_bytes=workspace_bytes,
+    )
+
 
 #: Those on which a test that is parametrised by machine runs.
 MACHINES = ("this machine", "NumPy alone")
+
+#: One that takes every product to the tile kernels, which NumPy stands in for.
+SOFTWARE_TILES = "tile units in software"
 
 
 @contextmanager
@@ -21,12 +47,22 @@ def on(machine: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if machine == "NumPy alone":
             numpy_alone(monkeypatch)
+        if machine == SOFTWARE_TILES:
+            rows = tuple(
+                replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
+            )
+            able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
+            monkeypatch.setattr(amx, "gemm", software_tiles.gemm)
+            _pretend(monkeypatch, able)
         yield
 
 
 def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan from now on as on a machine that has NumPy and nothing else."""
-    plain = Capabilities("cpu", "a machine with NumPy alone")
-    monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
+    _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
+    monkeypatch.setattr(cpu, "capabilities", lambda device: able)
     # Calls are remembered without the capabilities, which do not change while a process lives.
     monkeypatch.setattr(prepared, "_prepared", {})

@@ -387,3 +387,66 @@ def around(values: list[float], steps: int = 40) -> np.ndarray:
         bits = np.arange(max(start - steps, 0), min(start + steps, 0x7F800000) + 1, dtype=np.uint32)
         found += [bits, bits | np.uint32(1 << 31)]
     return np.concatenate(found).view(np.float32)
+
+
+# -- NaN, and how an operand may lie --------------------------------------------------------------
+
+#: Bits after the exponent, as shares of a significand: the lowest alone, all of them, and those where the roundings
+#: to 16 bits and TF32 add their half. Quiet NaN have the highest, signalling ones have not.
+_MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def nans(dtype: Any) -> np.ndarray:
+    """Return NaN of every class of a dtype: quiet and signalling, few and all bits of the payload, both signs."""
+    dtype = np.dtype(dtype)
+    width = _MANTISSA_BITS[dtype.name]
+    quiet = 1 << (width - 1)
+    low = sorted(
+        {
+            0,
+            1,
+            quiet - 1,
+            *(1 << i for i in range(width - 1)),
+            *(quiet - (1 << i) for i in range(width - 1)),
+        }
+    )
+    payloads = [*low[1:], *(quiet | bits for bits in low)]  # no payload at all is an infinity
+    whole = 8 * dtype.itemsize
+    exponent = ((1 << (whole - 1)) - 1) >> width << width
+    bits = [exponent | p | sign << (whole - 1) for p in payloads for sign in (0, 1)]
+    found = np.array(bits, f"u{dtype.itemsize}").view(dtype)
+    assert np.isnan(widen(found)).all()
+    return found
+
+
+def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return normal numbers of a floating-point dtype."""
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+
+
+def _within(x: np.ndarray, *step: slice) -> np.ndarray:
+    """Return the values of ``x`` as a view of a larger array, read with these slices."""
+    base = np.zeros([n * (s.step or 1) + 1 for n, s in zip(x.shape, step, strict=True)], x.dtype)
+    view = base[step][: x.shape[0], : x.shape[1]]
+    view[...] = x
+    return view
+
+
+def _twice(view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return view, view
+
+
+#: Kinds of strides: from a matrix to an array that may be written and the view of it that is read.
+STRIDES: dict[str, Any] = {
+    "C": lambda x: _twice(x.copy()),
+    "F": lambda x: _twice(np.asfortranarray(x)),
+    "transposed": lambda x: _twice(np.ascontiguousarray(x.T).T),
+    "columns of a wider matrix": lambda x: _twice(_within(x, slice(None), slice(None))),
+    "step 2": lambda x: _twice(_within(x, slice(None), slice(None, None, 2))),
+    "step 3, rows": lambda x: _twice(_within(x, slice(None, None, 3), slice(None))),
+    "negative": lambda x: _twice(x[::-1, ::-1].copy()[::-1, ::-1]),
+    "negative rows": lambda x: _twice(x[::-1].copy()[::-1]),
+    "broadcast rows": lambda x: (row := x[:1].copy(), np.broadcast_to(row, x.shape)),
+    "broadcast columns": lambda x: (column := x[:, :1].copy(), np.broadcast_to(column, x.shape)),
+}

@@ -1,1 +1,1 @@
-"""The sections of `gpu_report.py`: each measures one thing, in a process of its own."""
+"""The parts of `gpu_report.py`: each asks one thing, in a process of its own."""

@@ -7,7 +7,6 @@ queued behind a kernel that waits: when that ends, all are there. Medians and ra
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +17,6 @@ import timing
 
 from gpu import libraries
 
-MIN_ROUNDS = 3
 #: Seconds of one sample, and the most calls in it.
 _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
 #: Where the GPU takes this many times as long as the host, the host is never in the way.
@@ -28,15 +26,7 @@ _CLOCK_HZ = 2e9
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a thing.
-
-    Parameters
-    ----------
-    call : callable
-        Gets the number of the operand set.
-    around : callable
-        Returns a context manager that sets switches; it is entered outside of what is timed.
-    """
+    """One way to do a thing: a call by the number of the operand set, and switches, set outside of what is timed."""
 
     call: Callable[[int], Any]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -90,17 +80,10 @@ class HostClock:
 
 @dataclass
 class Contest:
-    """What was measured.
+    """What was measured, by variant.
 
-    Parameters
-    ----------
-    device_s, eager_s : dict of str to list of float
-        Seconds per call by variant, one per round: of the device alone, and with the host's share where that is the
-        longer one.
-    host_s : dict of str to float
-        Seconds for which a call keeps the host busy.
-    errors : dict of str to str
-        Variants that do not run, and why.
+    Seconds per call, one per round, of the device alone and with the host's share where that is the longer one
+    (`eager_s`); seconds for which a call keeps the host busy; what does not run, and why.
     """
 
     device_s: dict[str, list[float]] = field(default_factory=dict)
@@ -111,16 +94,14 @@ class Contest:
     def speed(self, name: str) -> dict[str, dict[str, float]]:
         """Return how many times as fast as each other variant one is, by the device's time."""
         mine = self.device_s.get(name)
-        if mine is None:
-            return {}
         return {
             other: timing.speed_ratio(theirs, mine)
             for other, theirs in self.device_s.items()
-            if other != name
+            if mine is not None and other != name
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Prepared:
     variant: Variant
     repeats: int
@@ -137,20 +118,7 @@ def contest(
     budget_s: float = 1.0,
     seed: int = 0,
 ) -> Contest:
-    """Time variants by turns, in a new order each round.
-
-    Parameters
-    ----------
-    variants : mapping of str to Variant
-    clock : Clock
-    sets : int
-        How many operand sets take turns.
-    rounds : int
-    budget_s : float
-        Seconds after which no new round begins, once three are done.
-    seed : int
-        Of the order.
-    """
+    """Time variants by turns on operand sets that take turns; rounds, budget and seed as for `timing.take_turns`."""
     made = Contest()
     ready: dict[str, _Prepared] = {}
     for name, variant in variants.items():
@@ -158,22 +126,20 @@ def contest(
             ready[name] = _prepare(variant, clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
             made.errors[name] = libraries.short(error)
-    made.device_s, made.eager_s = ({name: [] for name in ready} for _ in range(2))
     made.host_s = {name: entry.host_s for name, entry in ready.items()}
-    generator, order = random.Random(seed), list(ready)
-    begin, at = time.monotonic(), 0
-    with timing.no_collection():
-        for number in range(rounds):
-            if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
-                break
-            generator.shuffle(order)
-            for name in order:
-                entry = ready[name]
-                taken = _sample(entry, clock, at, sets, entry.behind_s)
-                made.device_s[name].append(taken)
-                eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
-                made.eager_s[name].append(eager)
-                at += entry.repeats
+    at = 0
+
+    def sample(name: str, _: int) -> tuple[float, float]:
+        nonlocal at
+        entry = ready[name]
+        taken = _sample(entry, clock, at, sets, entry.behind_s)
+        eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
+        at += entry.repeats
+        return taken, eager
+
+    samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
+    made.device_s = {name: [device for device, _ in taken] for name, taken in samples.items()}
+    made.eager_s = {name: [eager for _, eager in taken] for name, taken in samples.items()}
     return made
 
 

@@ -1,4 +1,7 @@
-"""Which machine, device, driver and libraries; nothing about who owns them."""
+"""Which machine, device, driver and libraries; nothing about who owns them.
+
+What costs nothing is told first: an import that hangs must not take the driver's version along.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,50 @@ from typing import Any
 
 import machine
 
-from gpu import libraries
+from gpu.libraries import optional, short
 from gpu.parts import Options, Part
 
 PACKAGES = (
     "numpy", "ml_dtypes", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib",
     "jax-cuda13-plugin", "nvmath-python", "cuda-core", "cuda-bindings", "cuda-pathfinder",
-    "nvidia-cublas", "nvidia-cuda-nvrtc", "platformdirs", "mkl", "numba", "pytest", "matplotlib",
+    "nvidia-cublas", "nvidia-cuda-nvrtc", "platformdirs", "pytest",
 )  # fmt: skip
 
 #: What nvidia-smi is asked for; it only reads.
 _QUERIES = (
-    "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit",
+    "name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit",
     "temperature.gpu", "persistence_mode",
 )  # fmt: skip
 
 
 def run(part: Part, options: Options) -> None:
-    """Describe the machine."""
-    described = machine.describe()
-    described["load_before"] = machine.load_average()
-    described["versions"] = {"lowprec": described["versions"]["lowprec"], **versions()}
-    described["name"], described["gpu"] = machine.slug(), None
-    for name, value in described.items():
-        part.fact(name, value)
-    if part.device == "gpu":
+    """Describe the machine: first without imports, then with lowprec's, then with everybody's."""
+    part.fact("nvidia_smi", nvidia_smi())
+    part.fact("load_before", machine.load_average())
+    part.fact("versions", versions())
+    name = part.facts["nvidia_smi"].get("name")
+    part.fact("name", slug(name) if name else f"none-{machine.slug()}")
+    try:
         part.fact("gpu", _gpu())
         part.fact("name", slug(part.facts["gpu"]["devices"][0]["name"]))
-    else:
-        part.fact("why_no_gpu", libraries.why_no_gpu())
-        part.fact("name", f"none-{machine.slug()}")
+    except Exception as error:  # noqa: BLE001 - the report says what it was
+        part.fact("why_no_gpu", short(error))
+        part.fact("gpu", None)
+    described = machine.describe()
+    described["versions"] = {**described["versions"], **part.facts["versions"]}
+    for fact in described.keys() - {"name"}:
+        part.fact(fact, described[fact])
     part.fact("lowprec_info", _lowprec_info())
+    for library in ("torch", "cupy", "jax", "nvmath"):
+        # A wheel that is only on the path has no place in the environment, but it has a version.
+        version = getattr(optional(library), "__version__", None)
+        part.facts["versions"] |= {f"{library} (imported)": str(version)} if version else {}
+        part.save()
+    torch = optional("torch")
+    if part.facts["gpu"] and torch is not None and torch.cuda.is_available():
+        part.fact("torch_cuda", torch.version.cuda)
+        found = torch.cuda.get_device_properties(0)
+        part.fact("l2_bytes", getattr(found, "L2_cache_size", None))
 
 
 def slug(name: str) -> str:
@@ -62,13 +78,14 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    # A wheel that is only on the path has no place in the environment, but it has a version.
-    for name in ("torch", "cupy", "jax", "nvmath"):
-        module = libraries.optional(name)
-        version = getattr(module, "__version__", None)
-        if version:
-            found[f"{name} (imported)"] = str(version)
     return found
+
+
+def _gpu() -> dict[str, Any]:
+    from lowprec.backends.cuda import facts, libraries
+
+    libraries.libraries()
+    return {"devices": facts.devices(), **facts.versions()}
 
 
 def _lowprec_info() -> Any:
@@ -77,29 +94,15 @@ def _lowprec_info() -> Any:
     try:
         return lowprec.info()
     except Exception as error:  # noqa: BLE001 - the report says what it was
-        return libraries.short(error)
-
-
-def _gpu() -> dict[str, Any]:
-    from lowprec.backends.cuda import facts
-
-    return {"devices": facts.devices(), **facts.versions(), "nvidia_smi": nvidia_smi(), **_torch()}
-
-
-def _torch() -> dict[str, Any]:
-    torch = libraries.optional("torch")
-    if torch is None or not torch.cuda.is_available():
-        return {}
-    found = torch.cuda.get_device_properties(0)
-    return {"torch_cuda": torch.version.cuda, "l2_bytes": getattr(found, "L2_cache_size", None)}
+        return short(error)
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Return clocks and driver as nvidia-smi reads them; nothing where it is missing."""
+    """Return name, clocks and driver as nvidia-smi reads them; nothing where it is missing."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
+        values = [word.strip() for word in done.stdout.splitlines()[0].split(",")]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return {}
-    values = [word.strip() for word in done.stdout.splitlines()[0].split(",")]
     return dict(zip(_QUERIES, values, strict=False))

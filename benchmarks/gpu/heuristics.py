@@ -26,13 +26,7 @@ CANDIDATES = 32
 
 
 def compare(timed: Any) -> dict[str, Any]:
-    """Return first choice and best of what was measured.
-
-    Parameters
-    ----------
-    timed : sequence of Timed
-        With `rank`, `median_ms` and `algorithm`.
-    """
+    """Return first choice and best of what was measured."""
     first = min(timed, key=lambda x: x.rank)
     best = min(timed, key=lambda x: x.median_ms)
     return {

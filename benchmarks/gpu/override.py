@@ -1,25 +1,19 @@
-"""What `NVIDIA_TF32_OVERRIDE` does to each compute type and to cuBLAS handles; each value in a fresh process.
+"""What `NVIDIA_TF32_OVERRIDE` does to each compute type and to cuBLAS handles.
 
-usage: python -m gpu.override FILE SEED (one environment; the section calls it)
+It is read once in a process, so that each value is a part of the report: `override`, `override-0` and `override-1`.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gpu.libraries import short
-from gpu.parts import Options, Part, plain
+from gpu.parts import OVERRIDE, Options, Part
 
-VARIABLE = "NVIDIA_TF32_OVERRIDE"
-VALUES = (None, "0", "1")
 COMPUTE_TYPES = (
     "COMPUTE_32F",
     "COMPUTE_32F_PEDANTIC",
@@ -76,33 +70,32 @@ def probe(seed: int) -> list[dict[str, Any]]:
     a = rng.standard_normal((_SIDE, _INNER)).astype(np.float32)
     b = rng.standard_normal((_INNER, _SIDE)).astype(np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
-    rows = []
-    for compute in COMPUTE_TYPES:
-        try:
-            product = LtProduct(a, b, compute=compute, out_dtype="float32")
-            (algorithm,) = product.algorithms(1)
-            large = LtProduct(
-                a * np.float32(_BEYOND_FLOAT16), b, compute=compute, out_dtype="float32"
-            )
-            beyond = bool(np.isfinite(large.run(algorithm)).all())
-            rows.append(
-                _row(
-                    compute, product.run(algorithm), exact, beyond_float16=beyond, **told(algorithm)
-                )
-            )
-        except Exception as error:  # noqa: BLE001 - one that is refused is an answer
-            rows.append({"what": compute, "error_text": short(error)})
+
+    def compute_type(name: str) -> dict[str, Any]:
+        product, large = (
+            LtProduct(x, b, compute=name, out_dtype="float32")
+            for x in (a, a * np.float32(_BEYOND_FLOAT16))
+        )
+        (algorithm,) = product.algorithms(1)
+        beyond = bool(np.isfinite(large.run(algorithm)).all())
+        row = _row(name, product.run(algorithm), exact)
+        return {**row, "beyond_float16": beyond, **told(algorithm)}
+
+    ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
     for name, mode in MATH_MODES.items():
+        ways[name] = lambda name=name, mode=mode: _row(name, _sgemm(mode, a, b), exact)
+    rows = []
+    for name, way in ways.items():
         try:
-            rows.append(_row(name, _sgemm(mode, a, b), exact))
-        except Exception as error:  # noqa: BLE001 - as above
+            rows.append(way())
+        except Exception as error:  # noqa: BLE001 - one that is refused is an answer
             rows.append({"what": name, "error_text": short(error)})
     return rows
 
 
-def _row(what: str, result: Any, exact: Any, **more: Any) -> dict[str, Any]:
+def _row(what: str, result: Any, exact: Any) -> dict[str, Any]:
     error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-    return {"what": what, "relative_error": error, "level": level(error), **more}
+    return {"what": what, "relative_error": error, "level": level(error)}
 
 
 def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
@@ -125,36 +118,10 @@ def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
 
 
 def run(part: Part, options: Options) -> None:
-    """Probe each environment in a process of its own."""
-    for value in VALUES:
-        for row in in_fresh_process(value, options):
-            wanted = expected(value, row.get("what", ""))
-            # What is documented and is refused has failed, too.
-            ok = None if wanted is None else row.get("level") == wanted
-            part.row(**{"ok": ok, "override": value, "expected": wanted, **row})
-
-
-def in_fresh_process(value: str | None, options: Options) -> list[dict[str, Any]]:
-    """Return the rows of one environment; one row that tells the error where its process fails."""
-    environment = {name: x for name, x in os.environ.items() if name != VARIABLE}
-    if value is not None:
-        environment[VARIABLE] = value
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "gpu.override", str(path), str(options.seed)]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False,
-                timeout=max(1.0, min(15.0, options.left())),
-            )  # fmt: skip
-            found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        except subprocess.TimeoutExpired:
-            return [{"what": "process", "ok": False, "error_text": "it took too long"}]
-        except (OSError, ValueError):
-            last = done.stderr.strip().splitlines()[-1:]
-            return [{"what": "process", "ok": False, "error_text": " ".join(last)}]
-    return found
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(plain(probe(int(sys.argv[2])))), encoding="utf-8")
+    """Probe this process's environment."""
+    value = os.environ.get(OVERRIDE)
+    for row in probe(options.seed):
+        wanted = expected(value, row["what"])
+        # What is documented and is refused has failed, too.
+        ok = None if wanted is None else row.get("level") == wanted
+        part.row(ok=ok, override=value, expected=wanted, **row)

@@ -1,6 +1,6 @@
 """One bare `cublasLtMatmul` on NumPy arrays: what the library itself does, none of lowprec's planning involved.
 
-Memory is not given back: a section is a process of its own, which soon ends.
+Memory is not given back: a part is a process of its own, which soon ends.
 """
 
 from __future__ import annotations
@@ -67,24 +67,8 @@ def _workspace() -> int:
 class LtProduct:
     """`d = epilogue(alpha a b + beta c + bias)` for row-major matrices, computed as the column-major transpose.
 
-    Parameters
-    ----------
-    a, b : numpy.ndarray
-        Shapes (m, k) and (k, n); types of ml_dtypes included.
-    compute : str
-        A key of `COMPUTE`.
-    out_dtype : str
-        Of c and d.
-    scale_dtype : str
-        Of alpha and beta.
-    epilogue : str
-        A name of `cublasLtEpilogue_t`.
-    bias : numpy.ndarray, optional
-        Shape (n,).
-    scales : sequence of float, optional
-        Factors of a and b in memory of the device (FP8).
-    inner_contiguous : bool
-        Whether b is stored transposed, as int8 and FP8 want it.
+    Operands are NumPy arrays, types of ml_dtypes included; `scales` are FP8's factors of a and b, in memory of the
+    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it.
     """
 
     def __init__(

@@ -30,16 +30,8 @@ _SAMPLED = 64
 class Kind:
     """What is multiplied.
 
-    Parameters
-    ----------
-    dtype : str
-    mode : str or None
-    precision : str
-        torch's word for its float32 products.
-    compute : str or None
-        Compute type that nvmath is asked for.
-    tolerance : float
-        Relative error of a result that may be timed.
+    With torch's word for its float32 products (`precision`), the compute type that nvmath is asked for, the relative
+    error of a result that may be timed, and whether the second operand is a vector (the libraries call gemv).
     """
 
     dtype: str
@@ -47,6 +39,7 @@ class Kind:
     precision: str = "ieee"
     compute: str | None = None
     tolerance: float = 1e-5
+    vector: bool = False
 
 
 KINDS = {
@@ -58,6 +51,8 @@ KINDS = {
     "float32 fp16": Kind("float32", "fp16", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
     "float64": Kind("float64", None, tolerance=1e-12),
     "complex64 tf32": Kind("complex64", "tf32", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
+    "bfloat16 times a vector": Kind("bfloat16", None, tolerance=1e-2, vector=True),
+    "float32 times a vector": Kind("float32", "fp32", "ieee", "COMPUTE_32F", vector=True),
 }
 CLAIMED = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 CONVERTING = ("float32 bf16", "float32 fp16")
@@ -107,15 +102,7 @@ def sets_of(n: int, itemsize: int) -> int:
 
 
 class Operands:
-    """Rotating pairs of square operands as torch tensors, and what else is made of them.
-
-    Parameters
-    ----------
-    torch : module
-    kind : Kind
-    n, sets, seed : int
-    device : str
-    """
+    """Rotating pairs of operands as torch tensors: square ones, or a matrix and a vector."""
 
     def __init__(
         self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda"
@@ -125,10 +112,10 @@ class Operands:
         drawn = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
         self.a, self.b = (
             [
-                torch.randn((n, n), generator=generator, device=device, dtype=drawn).to(dtype)
+                torch.randn(shape, generator=generator, device=device, dtype=drawn).to(dtype)
                 for _ in range(sets)
             ]
-            for _ in range(2)
+            for shape in ((n, n), (n,) if kind.vector else (n, n))
         )
         self.sets = sets
 
@@ -196,15 +183,16 @@ def relative_error(torch: Any, result: Any, a: Any, b: Any) -> float:
     """Return the relative error of some rows and columns of a product, against float64."""
     step = max(1, a.shape[0] // _SAMPLED)
     wide = torch.complex128 if a.is_complex() else torch.float64
-    exact = a[::step].to(wide) @ b[:, ::step].to(wide)
-    off = result[::step, ::step].to(wide) - exact
+    part = slice(None, None, step)
+    exact = a[part].to(wide) @ (b[:, part] if b.dim() == 2 else b).to(wide)
+    off = result[(part,) * b.dim()].to(wide) - exact
     return float(off.abs().square().sum().sqrt() / exact.abs().square().sum().sqrt())
 
 
 def row(kind_name: str, n: int, tuned: bool, found: Contest) -> dict[str, Any]:
     """Return a contest as a row of the report."""
     kind = KINDS[kind_name]
-    flops = (8 if kind.dtype.startswith("complex") else 2) * n**3
+    flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
     medians = {name: timing.summary(taken) for name, taken in found.device_s.items()}
     own = medians.get("lowprec")
     eager = {name: timing.summary(taken)["median"] for name, taken in found.eager_s.items()}

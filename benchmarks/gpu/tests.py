@@ -1,99 +1,109 @@
-"""The tests of the CUDA backend: on the GPU where there is one, else against the software cuBLASLt."""
+"""What the tests of the CUDA backend show: on the GPU where there is one, else against the software CUDA."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import machine
 
-from gpu import recorder
-from gpu.parts import Options, Part
-
-#: What the tests run on; their fixtures read it.
+#: Where the tests are that bear the marker `feature`.
+FOLDER = machine.ROOT / "tests" / "cuda_backend"
+#: What they run on; their fixtures read it.
 VARIABLE = "LOWPREC_TEST_DEVICE"
 
 #: Characters of a failure's message that the report keeps, its end, and how many failures.
 _MESSAGE, _FAILURES = 600, 60
 _KINDS = ("passed", "failed", "skipped")
+_STOPPED = "it was running when the tests were stopped"
 
 
-def run(part: Part, options: Options) -> None:
-    """Run pytest and keep what became of each module."""
-    folder = machine.ROOT / "tests" / "cuda"
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "outcomes.jsonl"
-        path.touch()
-        environment = {
-            **os.environ,
-            VARIABLE: "gpu" if part.device == "gpu" else "software",
-            recorder.VARIABLE: str(path),
-        }
-        part.fact("variable", f"{VARIABLE}={environment[VARIABLE]}")
-        # Other versions of the libraries may warn of other things; that is not what is asked here.
-        command = [
-            sys.executable, "-m", "pytest", *files(folder), "-q", "-W", "default", "-p", "gpu.recorder",
-            "-p", "no:cacheprovider", *(["-x"] if options.quick else []),
-        ]  # fmt: skip
-        status = _status(command, environment, options.left())
-        part.fact("exit", status)
-        keep(part, outcomes(path), stopped=status is None)
-    if not part.rows:
-        part.row(ok=False, module="tests/cuda", message=f"no test ran; exit status {status}")
+def modules() -> list[str]:
+    """Return the names of the modules that show features; a part of the report each."""
+    found = [p for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")]
+    # Those of the kernels alone take longest and say least.
+    return sorted((p.stem for p in found), key=lambda name: (name == "test_convert", name))
 
 
-def files(folder: Path) -> list[str]:
-    """Return the test modules; those that use the device by the fixture `gpu` come first, as time may run out."""
-    found = sorted(folder.glob("test_*.py"))
-    return [str(p) for p in sorted(found, key=lambda p: "gpu: Gpu" not in p.read_text("utf-8"))]
+def command(module: str, *, quick: bool) -> list[str]:
+    """Return how to run the tests of one module that show features."""
+    # Other versions of the libraries may warn of other things; that is not what is asked here.
+    wanted = "feature and not sweep" if quick else "feature"
+    return [
+        sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", wanted,
+        "-W", "default", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30",
+    ]  # fmt: skip
 
 
-def _status(command: list[str], environment: Mapping[str, str], limit_s: float) -> int | None:
-    """Return the exit status, None for a run that had to be stopped."""
-    try:
-        done = subprocess.run(
-            command, env=environment, cwd=machine.ROOT, check=False, timeout=max(limit_s, 1.0)
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+def read(path: Path) -> dict[str, Any]:
+    """Return what a run of pytest left behind, as a part of the report; a ValueError if that is nothing."""
+    if not path.exists():
+        raise ValueError("it wrote nothing")
+    return digest(_entries(path))
 
 
-def outcomes(path: Path) -> list[dict[str, str]]:
-    """Read what the plugin wrote; a line that was being written counts as none."""
-    found = []
+def _entries(path: Path) -> Iterable[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+            yield json.loads(line)
+        except ValueError:  # it was being written
+            return
 
 
-def keep(part: Part, found: Iterable[Mapping[str, str]], *, stopped: bool) -> None:
-    """Keep one row per module, and what failed; a test that was running when all was stopped has failed."""
-    # The last word on a test counts: that it has begun, what became of it, a teardown that failed.
-    latest = {outcome["id"]: outcome for outcome in found}
-    modules: dict[str, dict[str, int]] = {}
-    failures = []
-    for test, outcome in latest.items():
-        kind, message = outcome["kind"], outcome["message"]
-        if kind == "begun":
-            kind, message = (
-                "failed",
-                "it was running when the tests were stopped" if stopped else "",
-            )
-        counts = modules.setdefault(test.partition("::")[0], dict.fromkeys(_KINDS, 0))
-        counts[kind] += 1
-        if kind == "failed":
-            failures.append({"id": test, "message": message[-_MESSAGE:]})
-    part.fact("counts", {kind: sum(c[kind] for c in modules.values()) for kind in _KINDS})
-    part.fact("failures", failures[:_FAILURES])
-    for module, counts in sorted(modules.items()):
-        ok = False if counts["failed"] else True if counts["passed"] else None
-        part.row(ok=ok, module=module, **counts)
+def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one row per feature, and what failed; a test that has no end has failed."""
+    tests: dict[str, dict[str, Any]] = {}
+    complete = False
+    for entry in entries:
+        if entry["$report_type"] == "SessionFinish":
+            # 2: stopped, 3 and more: pytest itself failed, or found no test.
+            complete = entry["exitstatus"] in (0, 1)
+            continue
+        kind, when = entry["outcome"], entry.get("when")
+        if when is None and kind == "passed":
+            continue
+        test = tests.setdefault(entry["nodeid"], {"kind": "failed", "message": _STOPPED})
+        test["shows"] = entry.get("user_properties", [])
+        # Of setup and teardown only what went wrong.
+        if kind != "passed" or when == "call":
+            test["kind"], test["message"] = kind, _message(entry["longrepr"])
+    by_feature: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for test in tests.values():
+        shown = [value for name, value in test["shows"] if name == "feature"]
+        (device,) = [value for name, value in test["shows"] if name == "device"] or ["unknown"]
+        for feature in shown:
+            by_feature[feature, device][test["kind"]] += 1
+    kinds = Counter(test["kind"] for test in tests.values())
+    failures = [
+        {"id": name, "message": test["message"][-_MESSAGE:]}
+        for name, test in tests.items()
+        if test["kind"] == "failed"
+    ]
+    skips = Counter(test["message"] for test in tests.values() if test["kind"] == "skipped")
+    rows = [
+        {
+            "feature": feature, "device": device, **{kind: count[kind] for kind in _KINDS},
+            "ok": False if count["failed"] else True if count["passed"] else None,
+        }
+        for (feature, device), count in by_feature.items()
+    ]  # fmt: skip
+    if failures and not any(row["ok"] is False for row in rows):
+        rows.append({"feature": None, "device": None, **{k: kinds[k] for k in _KINDS}, "ok": False})
+    facts = {
+        "counts": {kind: kinds[kind] for kind in _KINDS},
+        "failures": failures[:_FAILURES],
+        "skips": dict(skips),
+    }
+    return {"complete": complete, "facts": facts, "rows": rows}
+
+
+def _message(longrepr: Any) -> str:
+    """Return what pytest says of a failure or a skip."""
+    if isinstance(longrepr, Mapping):
+        crash = longrepr.get("reprcrash") or {}
+        return str(crash.get("message", ""))
+    return str(longrepr[-1] if isinstance(longrepr, list) else longrepr or "")

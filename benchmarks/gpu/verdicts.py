@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import common
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 #: Extents of the square products that the claims are about.
 SIZES = (1024, 2048, 4096, 8192, 16384)
 
-#: Kind of product in the section `speed`: the claim's words.
+#: Kind of product in the part `speed`: the claim's words.
 KINDS = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -28,17 +28,16 @@ CONVERSION_FLOOR, CONVERSION_SIZE = 1.3, 8192
 HOST_LIMIT = 1.5
 
 
-def rows(results: Results, section: str, **where: Any) -> list[Row]:
-    """Return the rows of a section that were measured on a GPU and have these values."""
-    found = results.get(section, {}).get("rows", [])
-    where = {"device": "gpu", **where}
+def rows(results: Results, part: str, **where: Any) -> list[Row]:
+    """Return the rows of a part that have these values."""
+    found = results.get(part, {}).get("rows", [])
     return [r for r in found if all(r.get(name) == value for name, value in where.items())]
 
 
 def claims(results: Results) -> list[dict[str, Any]]:
     """Return all claims with what was measured."""
     made = [_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS]
-    return [*made, _conversion(results), _host(results), *(make(results) for make in _COUNTED)]
+    return [*made, _conversion(results), _host(results), *_shares(results)]
 
 
 def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
@@ -71,17 +70,23 @@ def _host(results: Results) -> dict[str, Any]:
     return common.claim(what, max(ratios, default=None), HOST_LIMIT, at_most=True)
 
 
-def _share(
-    what: str, section: str, where: Mapping[str, Any], good: Callable[[Row], bool | None]
-) -> Callable[[Results], dict[str, Any]]:
-    """Return the maker of a claim that holds of every row: its value is the share of rows of which it does."""
+def _shares(results: Results) -> Iterable[dict[str, Any]]:
+    """Return the claims that hold of every row: the value is the share of rows of which they do."""
 
-    def make(results: Results) -> dict[str, Any]:
-        judged = [good(r) for r in rows(results, section, **where)]
-        value = share(judged)
-        return common.claim(what, value, 1.0, rows=len([x for x in judged if x is not None]))
+    def tensor_cores(mode: str) -> list[bool | None]:
+        real = rows(results, "accuracy", dtypes=["float32", "float32"], mode=mode)
+        return [r.get("tensor_cores") for r in real]
 
-    return make
+    # What was seen in software says nothing about a GPU.
+    shown = [r["ok"] for part in results for r in rows(results, part, device="gpu")]
+    judged = {
+        "features that work on the GPU, share": shown,
+        "errors within the plan's bound, share of products": [r["ok"] for r in rows(results, "accuracy")],
+        "tf32: algorithms on tensor cores, share": tensor_cores("tf32"),
+        "fp32: algorithms without tensor cores, share": [None if x is None else not x for x in tensor_cores("fp32")],
+    }  # fmt: skip
+    for what, found in judged.items():
+        yield common.claim(what, share(found), 1.0, rows=len([x for x in found if x is not None]))
 
 
 def share(judged: Iterable[bool | None]) -> float | None:
@@ -94,29 +99,3 @@ def share(judged: Iterable[bool | None]) -> float | None:
     """
     known = [x for x in judged if x is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-def _ok(row: Row) -> bool | None:
-    return row["ok"]  # type: ignore[no-any-return]
-
-
-def _on_tensor_cores(row: Row) -> bool | None:
-    return row.get("tensor_cores")
-
-
-def _not_on_tensor_cores(row: Row) -> bool | None:
-    told = row.get("tensor_cores")
-    return None if told is None else not told
-
-
-_REAL = {"dtypes": ["float32", "float32"]}
-
-_COUNTED = (
-    _share("errors within the plan's bound, share of products", "accuracy", {}, _ok),
-    _share("captured products replay bit by bit, share", "graphs", {}, _ok),
-    _share("tf32: algorithms on tensor cores, share", "accuracy", {**_REAL, "mode": "tf32"}, _on_tensor_cores),
-    _share("fp32: algorithms without tensor cores, share", "accuracy", {**_REAL, "mode": "fp32"}, _not_on_tensor_cores),
-    _share("test modules that pass, share", "tests", {}, _ok),
-    _share("features that work on torch tensors, share", "features", {}, _ok),
-    _share("right results on libraries' own streams, share", "streams", {}, _ok),
-)  # fmt: skip

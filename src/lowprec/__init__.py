@@ -34,6 +34,7 @@ from lowprec.request import ShapeDtype
 if typing.TYPE_CHECKING:
     from lowprec import linalg
     from lowprec.backends.cuda.cublas import cublas_handle
+    from lowprec.checking import check
     from lowprec.explain import plan
     from lowprec.profiling import profile
     from lowprec.report import info
@@ -56,6 +57,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autotune",
+    "check",
     "cublas_handle",
     "fp32_guard",
     "get_math_mode",
@@ -73,6 +75,7 @@ __all__ = [
 # What explains, what measures and what solves takes long to import, and few programs need it.
 _LAZY = {
     "autotune": "lowprec.tuning",
+    "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",
@@ -91,4 +94,4 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -53,6 +53,7 @@ def matmul(
     alpha, beta : number
         Factors of the product and of ``c``.
     bias : array, shape (n,), optional
+        With int8 operands int8 or int32; a sum beyond int32 becomes the nearest int32.
     activation : {"relu", "gelu"}, optional
         ``"gelu"`` is the tanh form.
     out_dtype : dtype or str, optional
@@ -94,7 +95,7 @@ def matmul(
     """
     library = library_of(a)
     x = library.view(a)
-    y = library.view(b) if type(b) is type(a) else library_of(b).view(b)
+    y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
@@ -123,7 +124,7 @@ def matmul(
         execute(request.arguments(x, y, target))
     else:
         streams.run(execute, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
-    return library.finish(target.owner, a) if out is None else out
+    return library.finish(target.owner, a, b, c, bias) if out is None else out
 
 
 def _aside(

@@ -1,4 +1,4 @@
-"""Exception classes, and nothing else.
+"""Exception classes, and how their messages show what came.
 
 Every error derives from :class:`LowprecError` and from the built-in exception that fits, so that both
 ``except lowprec.LowprecError`` and ``except ValueError`` read as one expects.
@@ -19,6 +19,23 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
 ]
+
+_LONGEST = 80
+
+
+def quoted(value: object) -> str:
+    """Return what a caller passed as text for a message: cut where it is long, by its type where it has no text.
+
+    Examples
+    --------
+    >>> quoted("half"), quoted(10**5000)  # Python writes no integers of more than 4300 digits
+    ("'half'", '<int>')
+    """
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the caller's own class may raise anything
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class LowprecError(Exception):

@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, library_of
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import backend_of
 from lowprec.modes import MathMode
-from lowprec.planning import Candidate, Copy, GemmPlan, GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import (
+    Candidate,
+    Copy,
+    GemmPlan,
+    GemmProblem,
+    OperandSpec,
+    Reason,
+    Why,
+    plan_gemm,
+)
 from lowprec.request import (
     Request,
     check_devices,
@@ -22,6 +30,7 @@ from lowprec.request import (
     spec_of,
 )
 from lowprec.selection import mode_within
+from lowprec.strides import contiguous_strides
 
 __all__ = ["plan"]
 
@@ -107,7 +116,7 @@ class _Call(NamedTuple):
         scale_a: Any,
         scale_b: Any,
     ) -> _Call:
-        given = {name: x for name, x in arrays.items() if x is not None}
+        given = {name: x for name, x in arrays.items() if x is not None or name in ("a", "b")}
         described = {name: spec_of(x) for name, x in given.items() if is_description(x)}
         views = {
             name: library_of(x).writable_view(x) if name == "out" else library_of(x).view(x)
@@ -165,10 +174,12 @@ class _Call(NamedTuple):
 
     def copies(self, made: GemmPlan) -> tuple[Copy, ...]:
         """Return the copies that the arrays themselves cause, before and after the planned product."""
-        copies = [Copy(n, v.copied, v.nbytes) for n, v in self.views.items() if v.copied]
+        copies = [
+            Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
+            for name, view in self.views.items()
+            if view.copied is not None
+        ]
         if self.aside:
             nbytes = prod(made.out_shape) * made.out_dtype.itemsize
-            copies.append(
-                Copy("out", "it overlaps another array: computed aside, then written", nbytes)
-            )
+            copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
         return tuple(copies)

@@ -12,9 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 
-from lowprec.errors import DTypeError
+from lowprec.errors import DTypeError, quoted
 
-__all__ = ["DType", "NumberFormat", "dtype_from_name", "promote"]
+
+@unique
+class ComputeType(Enum):
+    """What cuBLASLt may do with the operands: ``cublasComputeType_t``, the values being the library's."""
+
+    COMPUTE_32F = 68
+    COMPUTE_32F_PEDANTIC = 69
+    COMPUTE_64F = 70
+    COMPUTE_32I = 72
+    COMPUTE_32F_FAST_TF32 = 77
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +91,43 @@ FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 
 # Inside the class below the names FLOAT32 and FLOAT64 are its members.
 _SINGLE, _DOUBLE = FLOAT32, FLOAT64
+_C = ComputeType
+_FROM_8_BITS = ("bfloat16", "float16", "float32")
 
 
 @unique
 class DType(Enum):
     """Element types of the operands, by the name that NumPy, ml_dtypes and the frameworks share.
 
-    Each member's value is ``(name, bits, DLPack code, cudaDataType, format, is_complex)``. ``bits`` counts the
-    whole element, so 64 for complex64.
+    Each member is a row: ``(name, bits, DLPack code, cudaDataType, format, is_complex, compute type, accumulator,
+    results)``. ``bits`` counts the whole element, so 64 for complex64. The compute type is cuBLASLt's for a product of
+    this type, the accumulator the type in which products are summed and the epilogue is computed, and the results are
+    the types that a product may be rounded to, the first by default.
     """
 
-    FLOAT64 = ("float64", 64, 2, 1, FLOAT64, False)
-    FLOAT32 = ("float32", 32, 2, 0, FLOAT32, False)
-    FLOAT16 = ("float16", 16, 2, 2, FLOAT16, False)
-    BFLOAT16 = ("bfloat16", 16, 4, 14, BFLOAT16, False)
-    COMPLEX64 = ("complex64", 64, 5, 4, _SINGLE, True)
-    COMPLEX128 = ("complex128", 128, 5, 5, _DOUBLE, True)
-    INT8 = ("int8", 8, 0, 3, None, False)
-    INT32 = ("int32", 32, 0, 10, None, False)
-    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, 10, 28, FLOAT8_E4M3FN, False)
-    FLOAT8_E5M2 = ("float8_e5m2", 8, 12, 29, FLOAT8_E5M2, False)
+    FLOAT64 = ("float64", 64, 2, 1, FLOAT64, False, _C.COMPUTE_64F, "float64", ("float64",))
+    FLOAT32 = (
+        "float32", 32, 2, 0, FLOAT32, False,
+        _C.COMPUTE_32F, "float32", ("float32", "float16", "bfloat16"),
+    )  # fmt: skip
+    FLOAT16 = (
+        "float16", 16, 2, 2, FLOAT16, False, _C.COMPUTE_32F, "float32", ("float16", "float32"),
+    )  # fmt: skip
+    BFLOAT16 = (
+        "bfloat16", 16, 4, 14, BFLOAT16, False, _C.COMPUTE_32F, "float32", ("bfloat16", "float32"),
+    )  # fmt: skip
+    COMPLEX64 = ("complex64", 64, 5, 4, _SINGLE, True, _C.COMPUTE_32F, "complex64", ("complex64",))
+    COMPLEX128 = (
+        "complex128", 128, 5, 5, _DOUBLE, True, _C.COMPUTE_64F, "complex128", ("complex128",),
+    )  # fmt: skip
+    INT8 = ("int8", 8, 0, 3, None, False, _C.COMPUTE_32I, "int32", ("int32",))
+    INT32 = ("int32", 32, 0, 10, None, False, _C.COMPUTE_32I, "int32", ())
+    FLOAT8_E4M3FN = (
+        "float8_e4m3fn", 8, 10, 28, FLOAT8_E4M3FN, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS,
+    )  # fmt: skip
+    FLOAT8_E5M2 = (
+        "float8_e5m2", 8, 12, 29, FLOAT8_E5M2, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS,
+    )  # fmt: skip
 
     label: str
     bits: int
@@ -106,6 +135,7 @@ class DType(Enum):
     cuda_data_type: int
     format: NumberFormat | None
     is_complex: bool
+    compute_type: ComputeType
 
     def __init__(
         self,
@@ -115,6 +145,9 @@ class DType(Enum):
         cuda_data_type: int,
         format: NumberFormat | None,  # noqa: A002 - the field's word
         is_complex: bool,
+        compute_type: ComputeType,
+        accumulator: str,
+        results: tuple[str, ...],
     ) -> None:
         self.label = label
         self.bits = bits
@@ -122,7 +155,25 @@ class DType(Enum):
         self.cuda_data_type = cuda_data_type
         self.format = format
         self.is_complex = is_complex
+        self.compute_type = compute_type
+        self._accumulator = accumulator
+        self._results = results
         self._hash = hash(label)
+
+    @property
+    def accumulator(self) -> DType:
+        """Element type in which products are summed and the epilogue is computed."""
+        return _BY_NAME[self._accumulator]
+
+    @property
+    def results(self) -> tuple[DType, ...]:
+        """Element types that a product may have, the first by default; empty for what is no operand."""
+        return tuple(_BY_NAME[name] for name in self._results)
+
+    @property
+    def is_single_precision(self) -> bool:
+        """Whether a math mode acts on it: float32 and complex64."""
+        return self.format is _SINGLE
 
     # Enum hashes its name at every call; plan keys hold several members, so the hash is kept.
     def __hash__(self) -> int:
@@ -142,10 +193,11 @@ class DType(Enum):
         return self.label
 
 
-#: Element types that an operand may have; int32 is a result only.
-OPERAND_DTYPES = tuple(d for d in DType if d is not DType.INT32)
-
 _BY_NAME = {d.label: d for d in DType}
+
+#: Element types that an operand may have; int32 is a result only.
+OPERAND_DTYPES = tuple(d for d in DType if d.results)
+
 _BY_DLPACK = {(d.dlpack_code, d.bits): d for d in DType}
 
 
@@ -170,7 +222,9 @@ def dtype_from_name(name: str) -> DType:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise DTypeError(f"dtype {name!r} is not supported; supported: {operand_names()}") from None
+        raise DTypeError(
+            f"dtype {quoted(name)} is not supported; supported: {operand_names()}"
+        ) from None
 
 
 def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:

@@ -6,25 +6,12 @@ the order of the documentation; ``planning.bounds`` gives the guaranteed error o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, unique
 
 from lowprec import formats
-from lowprec.errors import ModeError
-from lowprec.formats import NumberFormat
-
-__all__ = [
-    "ALIASES",
-    "TABLE",
-    "MathMode",
-    "ModeRow",
-    "ModeSource",
-    "ResolvedMode",
-    "available_modes",
-    "mode_names",
-    "parse_mode",
-    "row",
-]
+from lowprec.errors import ModeError, quoted
+from lowprec.formats import ComputeType, DType, NumberFormat
 
 
 @unique
@@ -54,6 +41,22 @@ class MathMode(str, Enum):
     __hash__ = str.__hash__
 
 
+#: Which part of ``a`` is multiplied with which part of ``b``; 0 is the leading part.
+Pair = tuple[int, int]
+
+
+def _pairs(parts: int, up_to: int) -> tuple[Pair, ...]:
+    """Return the pairs of parts whose indices add up to at most ``up_to``, the smallest products first.
+
+    Examples
+    --------
+    >>> _pairs(2, 1)
+    ((0, 1), (1, 0), (0, 0))
+    """
+    pairs = ((i, order - i) for order in range(up_to, -1, -1) for i in range(order + 1))
+    return tuple((i, j) for i, j in pairs if i < parts and j < parts)
+
+
 @dataclass(frozen=True, slots=True)
 class ModeRow:
     """One row of the mode table.
@@ -63,74 +66,108 @@ class ModeRow:
     mode : MathMode
     operand_format : NumberFormat
         The format to which each part of an operand is rounded.
-    parts : int
-        In how many parts each operand is split.
-    products : int
-        How many matrix products are formed and summed.
-    jax_preset : str or None
-        Name of the equal preset of ``jax.lax.DotAlgorithmPreset``.
-    compute_type : str
-        The cuBLASLt compute type (without the ``CUBLAS_`` prefix) and, if not float32, the data it gets.
     inputs : str
         What the operands become, in words.
-    uses_tf32 : bool
-        Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``.
+    jax_preset : str or None
+        Name of the equal preset of ``jax.lax.DotAlgorithmPreset``.
+    compute_type : ComputeType
+        What cuBLASLt may do with the data it gets.
+    data : DType or None
+        Element type of what a GPU multiplies; None where it is the operands' own.
+    parts : int
+        In how many parts each operand is split.
+    pairs : tuple of (int, int)
+        The products that are formed and summed, in this order.
+    part_exponent : int
+        Each part but the first is multiplied by two to this power more than the part before.
     available : bool
         Whether this version runs the mode.
     """
 
     mode: MathMode
     operand_format: NumberFormat
-    parts: int
-    products: int
-    jax_preset: str | None
-    compute_type: str
     inputs: str
-    uses_tf32: bool = False
+    jax_preset: str | None = None
+    compute_type: ComputeType = ComputeType.COMPUTE_32F
+    data: DType | None = None
+    parts: int = 1
+    pairs: tuple[Pair, ...] = ((0, 0),)
+    part_exponent: int = 0
     available: bool = True
 
+    @property
+    def products(self) -> int:
+        """How many matrix products are formed and summed."""
+        return len(self.pairs)
 
-_FLOAT16_DATA = "COMPUTE_32F on float16 data"
-_BFLOAT16_DATA = "COMPUTE_32F on bfloat16 data"
-_M = MathMode
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``."""
+        return self.operand_format is formats.TF32
+
+
+#: For parts of each format: cuBLASLt's compute type, and the element type of its data where it is not float32.
+_ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
+    formats.FLOAT32: (ComputeType.COMPUTE_32F, None),
+    formats.TF32: (ComputeType.COMPUTE_32F_FAST_TF32, None),
+    formats.BFLOAT16: (ComputeType.COMPUTE_32F, DType.BFLOAT16),
+    formats.FLOAT16: (ComputeType.COMPUTE_32F, DType.FLOAT16),
+}
+
+
+def _row(mode: MathMode, fmt: NumberFormat, inputs: str, preset: str | None) -> ModeRow:
+    return ModeRow(mode, fmt, inputs, preset, *_ON_TENSOR_CORES[fmt])
 
 
 def _recovery(
-    mode: MathMode, fmt: NumberFormat, parts: int, products: int, preset: str | None, inputs: str
+    mode: MathMode,
+    fmt: NumberFormat,
+    inputs: str,
+    preset: str | None,
+    pairs: tuple[Pair, ...],
+    part_exponent: int = 0,
 ) -> ModeRow:
-    compute = {
-        "tf32": "COMPUTE_32F_FAST_TF32",
-        "bfloat16": _BFLOAT16_DATA,
-        "float16": _FLOAT16_DATA,
-    }[fmt.name]
-    uses_tf32 = fmt is formats.TF32
-    return ModeRow(mode, fmt, parts, products, preset, compute, inputs, uses_tf32, available=False)
+    parts = 1 + max(max(pair) for pair in pairs)
+    row = _row(mode, fmt, inputs, preset)
+    return replace(row, parts=parts, pairs=pairs, part_exponent=part_exponent, available=False)
 
+
+_M = MathMode
+_TWO_FLOAT16 = "2 float16 parts"
+_SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
 
 #: Every mode, in the order of the documentation.
 TABLE: tuple[ModeRow, ...] = (
-    ModeRow(_M.FP32, formats.FLOAT32, 1, 1, "F32_F32_F32", "COMPUTE_32F", "float32"),
-    ModeRow(_M.FP32_PEDANTIC, formats.FLOAT32, 1, 1, None, "COMPUTE_32F_PEDANTIC", "float32"),
-    ModeRow(
-        _M.TF32, formats.TF32, 1, 1, "TF32_TF32_F32", "COMPUTE_32F_FAST_TF32",
-        "TF32 (8-bit exponent, 10-bit mantissa)", uses_tf32=True,
+    _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
+    replace(
+        _row(_M.FP32_PEDANTIC, formats.FLOAT32, "float32", None),
+        compute_type=ComputeType.COMPUTE_32F_PEDANTIC,
     ),
-    ModeRow(_M.BF16, formats.BFLOAT16, 1, 1, "BF16_BF16_F32", _BFLOAT16_DATA, "bfloat16"),
-    ModeRow(_M.FP16, formats.FLOAT16, 1, 1, "F16_F16_F32", _FLOAT16_DATA, "float16"),
-    _recovery(_M.BF16X3, formats.BFLOAT16, 2, 3, "BF16_BF16_F32_X3", "2 bfloat16 parts"),
-    _recovery(_M.BF16X6, formats.BFLOAT16, 3, 6, "BF16_BF16_F32_X6", "3 bfloat16 parts"),
-    _recovery(_M.BF16X9, formats.BFLOAT16, 3, 9, "BF16_BF16_F32_X9", "3 bfloat16 parts"),
-    _recovery(_M.TF32X3, formats.TF32, 2, 3, "TF32_TF32_F32_X3", "2 TF32 parts"),
-    _recovery(_M.FP16X3, formats.FLOAT16, 2, 3, None, "2 float16 parts, the low one scaled by 2^11"),
-    _recovery(_M.FP16X4, formats.FLOAT16, 2, 4, None, "2 float16 parts, the low one scaled by 2^11"),
-    _recovery(_M.FP16X3_UNSCALED, formats.FLOAT16, 2, 3, None, "2 float16 parts"),
-    _recovery(_M.FP16X4_UNSCALED, formats.FLOAT16, 2, 4, None, "2 float16 parts"),
-    _recovery(_M.FP16_KARATSUBA, formats.FLOAT16, 2, 3, None, "2 float16 parts (scaled Karatsuba)"),
-    ModeRow(
-        _M.FP32_EMULATED, formats.FLOAT32, 1, 1, None, "-",
-        "the fastest scheme whose bound is no worse than fp32's", available=False,
+    _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
+    _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
+    _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
+    _recovery(_M.BF16X3, formats.BFLOAT16, "2 bfloat16 parts", "BF16_BF16_F32_X3", _pairs(2, 1)),
+    _recovery(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
+    _recovery(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
+    _recovery(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
+    _recovery(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), part_exponent=11),
+    _recovery(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), part_exponent=11),
+    _recovery(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
+    _recovery(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
+    # Its third product is that of the sums of the parts, for which a pair has no index yet.
+    _recovery(
+        _M.FP16_KARATSUBA, formats.FLOAT16, f"{_TWO_FLOAT16} (scaled Karatsuba)", None, _pairs(2, 1)
     ),
-)  # fmt: skip
+    replace(
+        _row(
+            _M.FP32_EMULATED,
+            formats.FLOAT32,
+            "the fastest scheme whose bound is no worse than fp32's",
+            None,
+        ),
+        available=False,
+    ),
+)
 
 _ROWS = {r.mode: r for r in TABLE}
 
@@ -236,7 +273,7 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
     if found is None:
-        raise ModeError(f"{what} {name!r} is not a math mode; choose one of: {mode_names()}")
+        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}")
     if not _ROWS[found].available:
         raise ModeError(
             f"{what} {str(name)!r}: the mode {found} is not available in this version; choose one of: {mode_names()}"

@@ -10,7 +10,7 @@ from lowprec.backends import Executor, backend_of
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.planning import GemmPlan, plan_gemm
-from lowprec.request import PLAIN, Request, check_devices, check_scalars, spec_of
+from lowprec.request import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
 
 __all__ = ["Observer", "Prepared", "look_up", "observe"]
 
@@ -66,8 +66,10 @@ def look_up(
 
 
 def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Prepared:
-    check_devices(request.views(x, y))
+    views = request.views(x, y)
+    check_devices(views)
     backend = backend_of(x.device)
     made = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
     check_scalars(request, made.compute_dtype)
+    check_sizes(views, made.out_shape, made.out_dtype)
     return Prepared(backend.prepare(made), made.out_shape, made.out_dtype, made)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import numbers
+import sys
+from cmath import isinf
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any, NamedTuple
 
 from lowprec.arrays import ArrayView, library_of, may_overlap
 from lowprec.backends import Arguments
-from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
 
@@ -18,6 +23,7 @@ __all__ = [
     "ShapeDtype",
     "check_devices",
     "check_scalars",
+    "check_sizes",
     "is_description",
     "make_request",
     "parse_dtype",
@@ -50,9 +56,11 @@ class ShapeDtype:
 
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
-        shape = tuple(self.shape)
-        if any(not isinstance(n, numbers.Integral) or n < 0 for n in shape):
-            raise ShapeError(f"shape must hold non-negative integers, got {self.shape!r}")
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
+        if not all(isinstance(n, numbers.Integral) and 0 <= n < 2**63 for n in shape):
+            raise ShapeError(
+                f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}"
+            )
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
 
 
@@ -74,7 +82,7 @@ def parse_dtype(dtype: Any) -> DType:
         return dtype
     if isinstance(dtype, str):
         return dtype_from_name(dtype)
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or quoted(dtype)
     return dtype_from_name(str(name).removeprefix("torch."))
 
 
@@ -239,11 +247,16 @@ def _scalar(name: str, value: Any) -> complex:
     """Return a factor as a Python number."""
     if type(value) is float:
         return value
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if isinstance(value, numbers.Complex):
-        return complex(value)
-    raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not isinstance(value, numbers.Complex):
+        raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
+    number: complex = inf
+    with suppress(OverflowError):
+        number = float(value) if isinstance(value, numbers.Real) else complex(value)
+    if isinf(number) and number != value:
+        raise UnsupportedError(
+            f"{name} is {quoted(value)}, which is beyond float64; scale the operands instead"
+        )
+    return number
 
 
 def check_scalars(request: Request, compute_dtype: DType) -> None:
@@ -266,4 +279,14 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             raise DeviceError(
                 f"{first} is on {views[first].device} and {name} on {view.device}; "
                 "move one of them to the other's device"
+            )
+
+
+def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
+    """Raise if an array of a call, or its result, has more bytes than there are addresses."""
+    specs = {name: (view.shape, view.dtype) for name, view in views.items()}
+    for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
+        if prod(shape) * dtype.itemsize > sys.maxsize:
+            raise ShapeError(
+                f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses"
             )

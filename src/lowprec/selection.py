@@ -6,7 +6,7 @@ from lowprec import policy
 from lowprec.arrays import Device
 from lowprec.backends import backend_of
 from lowprec.errors import ModeError
-from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode
+from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import Candidate, GemmProblem, check_rtol, select_mode
 
 __all__ = ["mode_within"]
@@ -43,7 +43,7 @@ def mode_within(
     rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
-            f"rtol={rtol} and math_mode={str(math_mode)!r} exclude each other; pass one of them"
+            f"rtol={rtol} and math_mode={str(parse_mode(math_mode))!r} exclude each other; pass one of them"
         )
     imposed = policy.overriding_mode()
     if imposed is not None:

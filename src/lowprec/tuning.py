@@ -10,12 +10,13 @@ from typing import Any
 from lowprec import policy, streams
 from lowprec.arrays import library_of
 from lowprec.backends import Arguments, Timed, backend_of
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
 from lowprec.prepared import look_up
 from lowprec.request import make_request, scale_view
+from lowprec.tables import Table, plain_text
 
 __all__ = ["MOST_CANDIDATES", "Tuning", "autotune"]
 
@@ -51,16 +52,19 @@ class Tuning:
         return first.median_ms / self.timed[0].median_ms
 
     def __str__(self) -> str:
-        lines = [f"{self.product} on {self.device}"]
+        title = f"{self.product} on {self.device}"
         if not self.timed:
-            return f"{lines[0]}: nothing to choose, the device has one way to run it"
+            return f"{title}: nothing to choose, the device has one way to run it"
         first = min(self.timed, key=lambda x: x.rank)
-        lines.append("  rank  time / first choice  algorithm")
-        for entry in self.timed:
-            ratio = entry.median_ms / first.median_ms
-            taken = "  (taken)" if entry is self.timed[0] else ""
-            lines.append(f"  {entry.rank:4}  {ratio:19.3f}  {entry.algorithm}{taken}")
-        return "\n".join(lines)
+        rows = [
+            (
+                str(entry.rank),
+                f"{entry.median_ms / first.median_ms:.3f}",
+                f"{entry.algorithm}{'  (taken)' if entry is self.timed[0] else ''}",
+            )
+            for entry in self.timed
+        ]
+        return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
 
 def autotune(
@@ -122,7 +126,7 @@ def autotune(
     environment.autotune()  # a bad value is an error here as it is where a product uses it
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(
-            f"candidates must be from 1 to {MOST_CANDIDATES}, got {candidates!r}"
+            f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)

@@ -18,11 +18,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cpu_units import needs_amx
 from lowprec.backends.cpu import amx, threads
 
-pytestmark = pytest.mark.skipif(
-    not amx.is_available(), reason="this machine has no AMX units (or no numba to reach them)"
-)
+pytestmark = needs_amx
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {

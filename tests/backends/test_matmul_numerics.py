@@ -124,6 +124,7 @@ def test_single_precision(
     oracles.assert_within_bound(c, a, b, mode)
 
 
+@pytest.mark.sampled(3)
 @rounding_mode
 @named("size", ["small", "tiles", "ragged", "long"])
 @named("distribution", DISTRIBUTIONS)
@@ -424,6 +425,7 @@ SPECIAL = {
 }
 
 
+@pytest.mark.sampled(3)
 @every_mode
 @named("size", ["small", "tiles", "ragged"])
 @named("special", SPECIAL)
@@ -551,6 +553,7 @@ def test_subnormal_float32_numbers(
 # -- shapes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @every_mode
 @named(
     "shapes",

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from lowprec.backends.cpu import gemm, mkl, threads
+from lowprec.formats import dtype_from_name
+from lowprec.planning import MatrixStack
 
 needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
 
@@ -88,14 +90,14 @@ def test_products_outlive_the_library_that_they_were_asked_of(
     """Threads that open MKL at the same moment get an object each, and one of them stays."""
     opened = mkl.loaded_mkl()
     a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
-    row_major = [mkl.Matrix(True, columns) for columns in (30, 10, 10)]
+    out = np.zeros((20, 10), dtype)
+    stacks = [MatrixStack.of(dtype_from_name(dtype), *x.shape, x.shape[1], 1) for x in (a, b, out)]
     another = mkl.Mkl(ctypes.CDLL(opened.path), opened.path, opened.is_sequential)
-    product = another.product(dtype, 20, 10, 30, *row_major)
+    product = another.product(*stacks)
     del another
     gc.collect()
     # Where its memory was, if it is free, other numbers are now.
     others = [np.array([3, 5], dtype) for _ in range(1000)]
-    out = np.zeros((20, 10), dtype)
     product(a.ctypes.data, b.ctypes.data, out.ctypes.data)
     assert len(others) == 1000
     assert_product(out, a, b)

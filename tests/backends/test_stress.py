@@ -66,6 +66,7 @@ def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generat
         stress.exact_operands(rng, 2, 1025, 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
 )

@@ -228,6 +228,7 @@ def test_memory_stays_flat(operands: tuple[np.ndarray, np.ndarray]) -> None:
     assert min(growths) < 1 << 17
 
 
+@pytest.mark.sweep
 def test_memory_stays_flat_over_ever_new_shapes() -> None:
     whole = np.ones((200, 200), np.float32)
 

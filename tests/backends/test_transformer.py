@@ -82,6 +82,7 @@ def test_the_reader(weights: dict[str, np.ndarray]) -> None:
     assert 0.01 < some.std() < 0.1
 
 
+@pytest.mark.sampled(3)
 @every_mode
 @every_layer
 def test_a_layer_on_activations(
@@ -94,6 +95,7 @@ def test_a_layer_on_activations(
     oracles.assert_honest(result, x, weight.T, mode)
 
 
+@pytest.mark.sampled(6)
 @every_mode
 @pytest.mark.parametrize("number", range(6))
 def test_layers_multiplied_by_each_other(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.modes import available_modes
+from lowprec.checking import Timing
+from lowprec.cli import output
+from lowprec.modes import MathMode, available_modes
+from machines import ROWS
 
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
 
-MACHINE_KEYS = {"lowprec", "python", "machine", "tile_units", "blas", "versions"}
+MACHINE_KEYS = {"lowprec", "python", "machine", "load_average", "tile_units", "blas", "versions"}
 
 
 def _json(outcome: Any) -> Any:
@@ -191,6 +196,7 @@ ROW_KEYS = {
     "mode_has_effect",
     "kernel",
     "median_ms",
+    "spread",
     "samples",
     "speedup",
     "error",
@@ -223,11 +229,11 @@ def test_check_as_text(command: Command) -> None:
     title, heading, fp32, bf16, *_ = done.out.splitlines()
     assert title.startswith("normal: float32 24x40 @ float32 40x16")
     assert heading.split() == [
-        "mode", "kernel", "time", "speed-up", "error", "scaled", "bound", "verdict",
+        "mode", "kernel", "time", "spread", "speed-up", "error", "scaled", "bound", "verdict",
     ]  # fmt: skip
     assert fp32.split()[0] == "fp32"
     assert bf16.split()[0] == "bf16"
-    assert bf16.endswith("within the bound")
+    assert bf16.endswith("within")
 
 
 def test_check_tells_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,5 +294,51 @@ def test_bench_as_json(command: Command) -> None:
 def test_bench_as_text(command: Command) -> None:
     done = command("bench", "--sizes", "16", "--rounds", "1", "--dtypes", "bfloat16")
     assert (done.code, done.err) == (0, "")
-    row = done.out.splitlines()[2].split()
-    assert row[:3] == ["16", "bfloat16", "-"]
+    numpy, own = (line.split() for line in done.out.splitlines()[2:4])
+    assert numpy[:4] == ["16", "float32", "numpy.matmul", "-"]
+    assert numpy[-1] == "1.00"
+    assert own[:3] == ["16", "bfloat16", "-"]
+
+
+@pytest.mark.parametrize("words", [CHECK, ("bench", "--sizes", "8", "--rounds", "1")])
+def test_a_busy_machine_is_told_of(
+    command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0), raising=False)
+    assert "the machine is busy (load average 99.0 on " in command(*words).err
+    assert json.loads(command(*words, "--json").out)["load_average"] == 99
+
+
+@pytest.mark.parametrize("label", ["fp32_pedantic", "fp32_pedantic, ran tf32"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_row_is_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    width: int,
+    label: str,
+) -> None:
+    a = np.ones((8, 8), np.float32)
+    found = lowprec.check(a, a, modes=["fp32_pedantic"], rounds=1)
+    # The widest of everything.
+    row = dataclasses.replace(found.rows[1], timing=Timing((31.51e-3,) * 4), speedup=123.45)
+    row = dataclasses.replace(
+        row,
+        plan=dataclasses.replace(
+            row.plan, kernel_row=ROWS["amx_bf16_pair"], fallback=ROWS["numpy"]
+        ),
+    )
+    if label != "fp32_pedantic":
+        assert row.plan.resolved is not None
+        resolved = dataclasses.replace(row.plan.resolved, requested=MathMode.FP32_PEDANTIC)
+        plan = dataclasses.replace(row.plan, resolved=resolved, mode=MathMode.TF32)
+        row = dataclasses.replace(row, plan=plan)
+    table = dataclasses.replace(found, rows=(found.rows[0], row)).table
+    monkeypatch.setenv("COLUMNS", str(width))
+    output.print_table(table)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines[1:])) <= width
+    for cell in (label, "31.5 ms", "0%", "123.45x", "within"):
+        assert cell in lines[-1]
+    assert ("amx_bf16_pair" in lines[-1]) == (width == 120)

@@ -139,6 +139,68 @@ def test_a_short_file_is_refused_before_memory_is_asked_for(tmp_path: Path) -> N
         files.read_array(str(path))
 
 
+def _with_header(path: Path, header: str, version: bytes = b"\x01\x00") -> str:
+    data = header.encode("latin-1")
+    size = len(data).to_bytes(2 if version == b"\x01\x00" else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + version + size + data + bytes(64))
+    return str(path)
+
+
+_SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), ",
+        "{'descr': '<f4",
+        "((((((((",
+        "(" * 4000,
+        "-" * 9000 + "1",
+        "{'a'\n   b: 1\n  c}\n d",
+        "{1: 2, 'descr': '<f4', 'fortran_order': True, 'shape': (2, 2)}",
+        "{'descr': [('a',)], 'fortran_order': False, 'shape': (2, 2), }",
+        "{'descr': '<f4\0', 'fortran_order': False, 'shape': (2, 2), }",
+        "{'descr': 5, 'fortran_order': False, 'shape': (2, 2), }",
+        _SHAPED % "(True, True)",
+        _SHAPED % "(2, True)",
+        _SHAPED % "(2.0, 2.0)",
+        _SHAPED % "(-1,)",
+        _SHAPED % "(-2, -2)",
+        _SHAPED % f"({10**20}, 0)",
+        _SHAPED % f"({'9' * 6000}, 2)",
+        _SHAPED % f"({', '.join('1' * 70)})",
+        _SHAPED % f"({2**62}, {2**62}, 0)",
+    ],
+    ids=range(20),
+)
+@pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_damaged_header_is_told_in_a_few_words(
+    tmp_path: Path, header: str, version: bytes, mapped: bool
+) -> None:
+    path = _with_header(tmp_path / "a.npy", header, version)
+    with pytest.raises(CommandError, match=r"a\.npy.*damaged") as found:
+        files.read_array(path, mapped=mapped)
+    assert len(str(found.value)) < len(path) + 150
+
+
+def test_a_header_that_ends_too_early(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros((8, 8)))
+    whole = path.read_bytes()
+    for length in range(128):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CommandError, match=r"a\.npy( is not an \.npy file|.* damaged)"):
+            files.read_array(str(path))
+
+
+def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
+    path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
+    assert files.read_array(path).shape == (2, 3)
+
+
 # -- writing --------------------------------------------------------------------------------------
 
 
@@ -197,10 +259,10 @@ def test_a_failing_rename_leaves_everything(
     path = tmp_path / "C.npy"
     path.write_bytes(b"precious")
 
-    def refuse(self: Path, target: Path) -> None:
+    def refuse(source: Path, target: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(CommandError, match="Permission denied"):
         files.write_array(str(path), np.zeros(3))
     assert path.read_bytes() == b"precious"

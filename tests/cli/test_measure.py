@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import pytest
 
-from lowprec.cli import measure
+from lowprec.checking import measure
 
 
 class _Clock:
@@ -80,3 +81,25 @@ def test_the_speedup_is_the_median_of_ratios() -> None:
     base, other = measure.Timing((4.0, 1.0, 9.0)), measure.Timing((2.0, 1.0, 3.0))
     assert other.speedup_over(base) == 2.0
     assert base.median == 4.0
+
+
+def test_the_spread_is_half_the_interquartile_range() -> None:
+    # Quartiles of 1..5 are 2 and 4, around a median of 3.
+    assert measure.Timing((5.0, 1.0, 3.0, 2.0, 4.0)).spread == pytest.approx(1 / 3)
+    assert measure.Timing((7.0,)).spread is None
+    assert measure.Timing((0.0, 0.0)).spread is None
+
+
+@pytest.mark.parametrize(
+    ("average", "cpus", "busy"), [(0.5, 2, False), (0.6, 2, True), (3.9, 16, False), (5, 16, True)]
+)
+def test_a_busy_machine_is_told_of(average: float, cpus: int, busy: bool) -> None:
+    remark = measure.Load(average, cpus).remark
+    assert bool(remark) is busy
+    assert not busy or f"load average {average:.1f} on {cpus} CPUs" in remark
+
+
+def test_where_the_system_has_no_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "getloadavg", raising=False)
+    assert measure.load().average is None
+    assert measure.load().remark == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,14 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "the following arguments are required: COMMAND"),
         (("multiply",), "invalid choice: 'multiply'"),
+        (("chek",), "invalid choice: 'chek'; did you mean 'check'?"),
+        (("Bench",), "did you mean 'bench'?"),
+        (("check", "--distribution", "wid"), "invalid choice: 'wid'; did you mean 'wide'?"),
+        ((*PRODUCT, "--mode", "ft32"), "did you mean 'tf32'?"),
+        ((*PRODUCT, "--mode", "FP23"), "did you mean 'fp32'?"),
+        (("check", "--modes", "tf32,bf61"), "did you mean 'bf16'?"),
+        ((*PRODUCT, "--dtype", "bflaot16"), "did you mean 'bfloat16'?"),
         (("info", "--verbose"), "unrecognized arguments: --verbose"),
         (("info", "--js"), "unrecognized arguments: --js"),
         (("matmul", "A.npy", "B.npy"), "required: -o/--output"),
@@ -63,6 +70,13 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("check", "--seed", "x"), "'x' is not a whole number"),
         (("check", "--dtype", "float64"), "no mode acts on float64"),
         (("check", "float64.npy", "float64.npy"), "--dtype float32 checks the operands rounded"),
+        (("check", "--size", "99999999999"), "not enough memory: "),
+        (("check", "--size", "99999999999", "--dtype", "int8"), "not enough memory: "),
+        (("check", "--size", "9" * 5000), "is too large"),
+        (("bench", "--sizes", "99999999999"), "not enough memory: "),
+        (("bench", "--sizes", "9" * 5000), "is too large"),
+        (("plan", "--shapes", "2x" + "9" * 30, "2x2"), "is too large"),
+        (("check", "--seed", "9" * 5000), "is too large"),
         (("bench", "--sizes", "0"), "'0' is not a whole number of at least 1"),
         (("bench", "--dtypes", "float31"), "'float31' is not supported"),
     ],
@@ -70,6 +84,12 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
 def test_words(refused: Refused, words: tuple[str, ...], says: str) -> None:
     assert says in refused(*words)
     assert not Path("C.npy").exists()
+
+
+def test_no_words_at_all(command: Callable[..., Any]) -> None:
+    code, out, err = command()
+    assert (code, out) == (2, "")
+    assert command("--help").out == err
 
 
 @pytest.mark.parametrize("name", ["plan", "matmul", "check"])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lowprec.checking.comparison import seconds
 from lowprec.cli import output
-from lowprec.cli.output import Table
+from lowprec.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
 
@@ -37,7 +38,7 @@ def _terminal(monkeypatch: pytest.MonkeyPatch, stream: str) -> _Terminal:
 
 
 def test_plain_text_is_aligned() -> None:
-    assert output.plain_text(TABLE).splitlines() == [
+    assert plain_text(TABLE).splitlines() == [
         "Sizes [of things]",
         "  name        n",
         "  [bold]a     8",
@@ -47,7 +48,7 @@ def test_plain_text_is_aligned() -> None:
 
 def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(TABLE)
-    assert capsys.readouterr().out == output.plain_text(TABLE) + "\n"
+    assert capsys.readouterr().out == plain_text(TABLE) + "\n"
 
 
 def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +69,7 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stdout")
     output.print_table(TABLE)
-    assert terminal.getvalue() == output.plain_text(TABLE) + "\n"
+    assert terminal.getvalue() == plain_text(TABLE) + "\n"
 
 
 @pytest.mark.usefixtures("no_rich")
@@ -95,6 +96,7 @@ def test_the_whole_command_without_rich() -> None:
     code = (
         "import sys\n"
         "sys.modules['rich'] = None\n"
+        "import os; os.getloadavg = lambda: (0.0, 0.0, 0.0)\n"
         "from lowprec.cli import main\n"
         "sys.exit(main(['check', '--size', '16', '--rounds', '1']))"
     )
@@ -110,7 +112,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
 
     master, slave = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    words = ("check", "--size", "16", "--rounds", "1", "--distribution", "normal")
+    words = ("info",)
     with open(tmp_path / "err", "wb") as err, open(master, "rb", 0) as reader:
         process = subprocess.Popen(
             [sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables
@@ -127,7 +129,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
             chunks.append(chunk)
         assert process.wait(60) == 0
     text = b"".join(chunks).decode()
-    assert "normal: float32 16x16" in text
+    assert "libraries" in text
     assert "─" in text
     assert (tmp_path / "err").read_bytes() == b""
 
@@ -143,10 +145,41 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     ],
 )
 def test_seconds(value: float, shown: str) -> None:
-    assert output.seconds(value) == shown
+    assert seconds(value) == shown
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"a": [float("inf"), (float("nan"), 1.5)], "b": None})
     words = "".join(capsys.readouterr().out.split())
     assert words == '{"a":[null,[null,1.5]],"b":null}'
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_optional_columns_give_way(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rich: bool
+) -> None:
+    if rich:
+        pytest.importorskip("rich", reason="rich is not installed")
+    else:
+        request.getfixturevalue("no_rich")
+    table = Table("T", ["name", "first", ">second"], [["n" * 40, "f" * 20, "s" * 20]], ["first"])
+    for width, shown in ((120, True), (80, False)):
+        terminal = _terminal(monkeypatch, "stdout")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(width))
+        output.print_table(table)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+        (line,) = (line for line in text.splitlines() if "nnn" in line)
+        assert "n" * 40 in line
+        assert "s" * 20 in line
+        assert ("f" * 20 in line) is shown
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+def test_a_title_is_not_broken_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    terminal = _terminal(monkeypatch, "stdout")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    output.print_table(Table("a long title [of] a small table", ["x"], [["1"]]))
+    assert "a long title [of] a small table" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())

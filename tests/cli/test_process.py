@@ -55,7 +55,7 @@ def test_the_installed_script_is_the_same_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run"]
+    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run", "completion"]
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*filter(None, [name]), "--help"]) == 0
@@ -95,10 +95,19 @@ BUFFERING = pytest.mark.parametrize(
 )
 
 
+#: Each says something on standard output.
+TALKING = pytest.mark.parametrize(
+    "words", [("info",), ("plan", "--shapes", "2x2", "2x2"), ("--help",), ("info", "-h"), ("--version",)]
+)  # fmt: skip
+
+
+@TALKING
 @BUFFERING
-def test_a_reader_that_goes_away_is_no_defect(variables: Mapping[str, str]) -> None:
+def test_a_reader_that_goes_away_is_no_defect(
+    words: tuple[str, ...], variables: Mapping[str, str]
+) -> None:
     with subprocess.Popen(
-        [*MODULE, "info"],
+        [*MODULE, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **variables},
@@ -111,11 +120,14 @@ def test_a_reader_that_goes_away_is_no_defect(variables: Mapping[str, str]) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@TALKING
 @BUFFERING
-def test_a_full_disk_behind_standard_output_is_told(variables: Mapping[str, str]) -> None:
+def test_a_full_disk_behind_standard_output_is_told(
+    words: tuple[str, ...], variables: Mapping[str, str]
+) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*MODULE, "info"],
+            [*MODULE, *words],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,6 +136,65 @@ def test_a_full_disk_behind_standard_output_is_told(variables: Mapping[str, str]
         )
     assert done.returncode == 2
     assert done.stderr == "lowprec: cannot write to standard output: No space left on device\n"
+
+
+def _in_shell(text: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of shell in which $LOWPREC is the command."""
+    command = f"{sys.executable} -m lowprec"
+    return subprocess.run(
+        ["sh", "-c", text.replace("$LOWPREC", command)],
+        capture_output=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no POSIX shell")
+@TALKING
+def test_a_closed_standard_output_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = _in_shell(f"$LOWPREC {' '.join(words)} >&-", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == b"lowprec: cannot write to standard output: it is closed\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full", "<&- 2>&-"])
+def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> None:
+    mistake = _in_shell(f"$LOWPREC check missing.npy B.npy {stream}", tmp_path)
+    assert (mistake.returncode, mistake.stdout, mistake.stderr) == (2, b"", b"")
+    words = "check --size 8 --rounds 1 --dtype int8"  # has a remark for standard error
+    done = _in_shell(f"$LOWPREC {words} {stream}", tmp_path)
+    assert done.returncode == 0
+    assert b"verdict" in done.stdout
+    assert b"has no effect" not in done.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names are text on Windows")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict", "ascii", "latin-1"])
+@pytest.mark.parametrize("name", [b"\xff.npy", "\u2200.npy".encode()])
+def test_a_name_that_cannot_be_printed(
+    tmp_path: Path, files: tuple[Path, Path], encoding: str, name: bytes
+) -> None:
+    try:
+        os.rename(os.fsencode(files[0]), os.fsencode(tmp_path) + b"/" + name)
+    except OSError:
+        pytest.skip("this file system has no such names")
+    quoted = "".join(f"\\{byte:o}" for byte in name)
+    script = f"name=$(printf '{quoted}'); "
+    for words in (
+        '$LOWPREC matmul "$name" B.npy -o "C$name"',
+        '$LOWPREC check "$name" B.npy --rounds 1 --modes bf16',
+        '$LOWPREC plan "$name" B.npy',
+    ):
+        done = _in_shell(script + words, tmp_path, PYTHONIOENCODING=encoding)
+        assert done.returncode == 0
+        assert b"Traceback" not in done.stderr
+    done = _in_shell(script + '$LOWPREC plan "no$name" B.npy', tmp_path, PYTHONIOENCODING=encoding)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"lowprec: cannot read no")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

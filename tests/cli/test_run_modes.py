@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lowprec.backends.cpu import cpuinfo
+from cpu_units import medium_lowers
 from programs import GUARD, LIBRARY, TF32, same, start, write
 
 
@@ -297,10 +296,6 @@ if __name__ == "__main__":
 """
 
 
-def has_bf16_units() -> bool:
-    return "avx512_bf16" in cpuinfo.cpu_flags() and sys.platform == "linux"
-
-
 @pytest.mark.parametrize(
     ("under", "word", "is_full"),
     [(("--mode", "bf16"), "medium", False), (GUARD, "highest", True)],
@@ -309,8 +304,8 @@ def has_bf16_units() -> bool:
 def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", under=under)
-    # A CPU without bfloat16 units computes in full FP32 whatever the switch says.
-    low = not is_full and has_bf16_units()
+    # Many a CPU computes in full FP32 whatever the switch says.
+    low = not is_full and medium_lowers(256)
     # 2^-9 per operand for bfloat16, so about 2e-3; FP32's own 2^-24 gives 3e-7.
     assert seen == (0, 3 * f"{word} {low} {not low}\n", "")
 
@@ -318,7 +313,7 @@ def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
 def test_pytorch_set_by_the_program_under_the_guard() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", "set", under=GUARD)
-    low = has_bf16_units()
+    low = medium_lowers(256)
     assert (seen.code, seen.out) == (0, 3 * f"medium {low} {not low}\n")
     said = "lowprec run --guard: torch: get_float32_matmul_precision() = 'medium', "
     assert [line.startswith(said) for line in seen.err.splitlines()] == [True, True]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +19,28 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(DOCS)
+    for folder in ("benchmarks", "docs"):
+        monkeypatch.syspath_prepend(DOCS.parent / folder)
+    before = set(sys.modules)
     yield importlib.import_module("_verified")
-    sys.modules.pop("_verified", None)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("_verified", "common", "gpu", "machine"):
+            del sys.modules[name]
 
 
-def _report(*rows: dict[str, Any], section: str = "graphs", **settings: Any) -> dict[str, Any]:
-    """A report of an H200 with some rows in one section."""
+def _report(*rows: dict[str, Any], part: str = "test_device", **settings: Any) -> dict[str, Any]:
+    """A report of an H200 with some rows in one part."""
     device = {"name": "NVIDIA H200", "compute_capability": "9.0"}
     gpu = {"devices": [device], "cuda": "13.0", "cublas": "13.1.0"}
     machine = {"gpu": gpu, "date": "2030-01-02", "versions": {"torch": "2.11.0"}, "commit": "abc"}
-    given = [{"device": "gpu", "ok": True, **row} for row in rows]
+    given = [{"feature": "x", "device": "gpu", "ok": True, **row} for row in rows]
     return {
         "benchmark": "gpu",
         "machine": machine,
         "settings": {"quick": False, **settings},
         "claims": [],
-        "results": {section: {"rows": given}},
+        "results": {part: {"rows": given}},
     }
-
-
-def _feature(verified: ModuleType, *sections: str, **where: Any) -> Any:
-    evidence = tuple(verified.Evidence(s, tuple(where.items())) for s in sections)
-    return verified.Feature("something", evidence)
 
 
 def test_nothing_is_seen_without_a_report(verified: ModuleType) -> None:
@@ -49,37 +50,37 @@ def test_nothing_is_seen_without_a_report(verified: ModuleType) -> None:
 
 
 def test_a_row_that_is_well_is_seen(verified: ModuleType) -> None:
-    report = _report({"route": "direct"}, {"route": "packed", "ok": False})
-    feature = _feature(verified, "graphs", route="direct")
-    assert verified.seen(feature, [report]) == "NVIDIA H200, 2030-01-02"
+    report = _report({}, {"feature": "y", "ok": False})
+    assert verified.seen("x", [report]) == "NVIDIA H200, 2030-01-02"
     other = {**report, "machine": {**report["machine"], "date": "2030-02-03"}}
-    assert verified.seen(feature, [report, other]).endswith("; NVIDIA H200, 2030-02-03")
+    assert verified.seen("x", [report, other]).endswith("; NVIDIA H200, 2030-02-03")
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
         ([], "not yet seen on a GPU"),
-        # On a CPU, not judged, something else.
-        ([{"device": "cpu"}], "not yet seen on a GPU"),
+        # In software, not judged, something else.
+        ([{"device": "software"}], "not yet seen on a GPU"),
         ([{"ok": None}], "not yet seen on a GPU"),
-        ([{"route": "aside"}], "not yet seen on a GPU"),
+        ([{"feature": "y"}], "not yet seen on a GPU"),
         # One that fails spoils it, whatever else is well.
         ([{}, {"ok": False}], "**failed** on NVIDIA H200, 2030-01-02"),
     ],
 )
 def test_what_does_not_count(verified: ModuleType, rows: list[dict[str, Any]], said: str) -> None:
-    report = _report(*({"route": "direct", **row} for row in rows))
-    assert verified.seen(_feature(verified, "graphs", route="direct"), [report]) == said
+    assert verified.seen("x", [_report(*rows)]) == said
 
 
-def test_all_evidence_is_needed(verified: ModuleType) -> None:
-    report = _report({})
-    assert verified.seen(_feature(verified, "graphs", "streams"), [report]) == (
-        "not yet seen on a GPU"
-    )
-    report["results"]["streams"] = {"rows": [{"device": "gpu", "ok": True}]}
-    assert "H200" in verified.seen(_feature(verified, "graphs", "streams"), [report])
+def test_a_measurement_shows_a_feature(verified: ModuleType) -> None:
+    feature = verified.Measured("exact", "sums", (("question", "split"),))
+    rows = [{"question": "split", "ok": ok} for ok in (True, None)] + [
+        {"question": "", "ok": False}
+    ]
+    assert verified.seen(feature, [_report(*rows, part="sums")]) == "NVIDIA H200, 2030-01-02"
+    assert verified.seen(feature, [_report(*rows)]) == "not yet seen on a GPU"
+    rows[0]["ok"] = False
+    assert "failed" in verified.seen(feature, [_report(*rows, part="sums")])
 
 
 def test_a_quick_report_is_refused(verified: ModuleType, tmp_path: Path) -> None:
@@ -112,40 +113,38 @@ def test_claims_are_shown_with_their_verdicts(verified: ModuleType) -> None:
     ]
 
 
-def test_a_test_that_is_named_must_exist(verified: ModuleType) -> None:
-    for features in verified.FEATURES.values():
-        for feature in features:
-            assert verified.covered_by(feature)
-    for wrong in ("test_products.py::test_nothing_at_all", "test_nowhere.py::test_products"):
-        with pytest.raises(ValueError, match="there is no test"):
-            verified.covered_by(verified.Feature("something", (), wrong))
+def test_features_and_markers_are_the_same(verified: ModuleType, tmp_path: Path) -> None:
+    """Each feature has a test, and each marker is listed: a misspelt one would never be seen."""
+    marked = verified.markers()
+    features = [f for group in verified.FEATURES.values() for f in group if isinstance(f, str)]
+    assert len(features) == len(set(features))
+    assert all("`test_" in verified.covered_by(f, marked) for f in features)
+    assert [m for m in marked if not any(verified.matches(m, f) for f in features)] == []
+    with pytest.raises(ValueError, match="no test bears the marker of the feature 'nothing'"):
+        verified.covered_by("nothing", marked)
+    (tmp_path / "test_a.py").write_text('@pytest.mark.feature("a", "{b} c")\ndef test_x(): ...')
+    assert verified.markers(tmp_path) == {w: ["`test_a.py`, `test_x`"] for w in ("a", "{b} c")}
+    assert verified.matches("{b} c", "d e c")
+    assert not verified.matches("{b} c", "d c e")
 
 
-def test_sections_of_the_evidence_are_those_of_the_report(
-    verified: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
-    sections = importlib.import_module("gpu.sections").SECTIONS
-    named = {e.section for group in verified.FEATURES.values() for f in group for e in f.evidence}
-    assert named <= set(sections)
-    for name in [n for n in sys.modules if n == "gpu" or n.startswith("gpu.")]:
-        del sys.modules[name]
+def test_features_are_those_that_pytest_collects(verified: ModuleType) -> None:
+    """What becomes of the fields of the markers; without a device CuPy alone is played."""
+    pytest.importorskip("nvmath", reason="nvmath-python is not installed")
+    code = (
+        "import pytest, sys\n"
+        "class P:\n"
+        " def pytest_collection_finish(self, session):\n"
+        "  print({v for i in session.items for n, v in i.user_properties if n == 'feature'})\n"
+        "pytest.main(['-q', '--collect-only', '-m', 'feature', sys.argv[1]], plugins=[P()])"
+    )
+    command = [sys.executable, "-c", code, str(verified.tests.FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=DOCS.parent)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    listed = {f for group in verified.FEATURES.values() for f in group if isinstance(f, str)}
+    assert {f.replace("torch", "cupy") for f in listed} == ast.literal_eval(line)
 
 
-def test_names_of_checks_are_those_of_the_report(
-    verified: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A misspelt name would never be seen."""
-    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "4")
-    before = set(sys.modules)
-    names = {s: set(importlib.import_module(f"gpu.{s}").CHECKS) for s in ("features", "streams")}
-    for features in verified.FEATURES.values():
-        for feature in features:
-            for evidence in feature.evidence:
-                where = dict(evidence.where)
-                if evidence.section in names:
-                    assert where["name"] in names[evidence.section]
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
-            del sys.modules[name]
+def test_parts_of_measurements_are_those_of_the_report(verified: ModuleType) -> None:
+    named = {f.part for g in verified.FEATURES.values() for f in g if not isinstance(f, str)}
+    assert named <= set(importlib.import_module("gpu.parts").MEASUREMENTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import datetime
 import gc
 import itertools
 import subprocess
@@ -14,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of, loaded_libraries
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
-from lowprec.errors import ArrayError, DeviceError, DTypeError
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
 from lowprec.formats import DType
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
@@ -326,6 +329,57 @@ def test_jax_waits_for_the_array(jax: Any) -> None:
     assert view.ndarray()[-1, -1] == pytest.approx(600)
 
 
+def test_jax_results_are_committed_as_those_of_jax_are(jax: Any) -> None:
+    free = jax.numpy.eye(3, dtype=jax.numpy.float32)
+    bound = jax.device_put(free, jax.devices()[0])
+    host = np.eye(3, dtype=np.float32)
+    assert (free.committed, bound.committed) == (False, True)
+    for operands in ((free, free), (free, bound), (bound, free), (free, host), (bound, host)):
+        result = lowprec.matmul(*operands)
+        assert result.committed == jax.numpy.matmul(*operands).committed
+        assert (result.device, result.sharding) == (free.device, free.sharding)
+    assert lowprec.matmul(free, free, c=bound, beta=1.0).committed
+    assert lowprec.matmul(free, free, bias=bound[0]).committed
+    assert not lowprec.matmul(free, free, c=free, beta=1.0, bias=free[0]).committed
+
+
+def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
+    a = jax.numpy.arange(64.0, dtype=jax.numpy.float32).reshape(8, 8)
+    expected = np.asarray(a) @ np.asarray(a)  # integers below 2^24: exact
+    result = lowprec.matmul(a, a)
+    again = lowprec.matmul(result, jax.numpy.eye(8, dtype=jax.numpy.float32))
+    twice = jax.jit(lambda x: x + x, donate_argnums=0)(result)  # the memory may be reused, or not
+    assert result.is_deleted() or (np.asarray(result) == expected).all()
+    np.testing.assert_array_equal(np.asarray(twice), 2 * expected)
+    np.testing.assert_array_equal(np.asarray(again), expected)
+    again.delete()
+    with pytest.raises(ArrayError, match=r"the JAX array cannot be read: .*deleted"):
+        lowprec.matmul(again, a)
+    # In a trace a product of arrays that are there is computed at once, and is a constant of the program.
+    jaxpr = jax.make_jaxpr(lambda x: x + lowprec.matmul(a, a))(a)
+    assert [str(e.primitive) for e in jaxpr.eqns] == ["add"]
+    with jax.transfer_guard("disallow_explicit"):
+        assert not lowprec.matmul(a, a).committed
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "linearize", "make_jaxpr"])
+@pytest.mark.parametrize("place", ["a", "b", "c", "bias", "scale_a", "alpha"])
+def test_jax_tracers_are_refused_in_every_argument(jax: Any, place: str, transform: str) -> None:
+    x = jax.numpy.eye(3, dtype=jax.numpy.float32)
+
+    def call(tracer: Any) -> Any:
+        arguments = {"a": x, "b": x, "c": x, "beta": 1.0} | {place: tracer}
+        return lowprec.matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
+
+    made = getattr(jax, transform)
+    run = (lambda v: made(call, v)) if transform == "linearize" else made(call)
+    error, message = ArrayError, "a JAX tracer .*jax.pure_callback"
+    if place == "alpha":
+        error, message = DTypeError, "must be a number, got .*Tracer"
+    with pytest.raises(error, match=message):
+        run(x)
+
+
 def test_jax_several_devices() -> None:
     """In its own process: the number of CPU devices is fixed when JAX starts."""
     load_or_skip(Backend.JAX)
@@ -333,23 +387,41 @@ def test_jax_several_devices() -> None:
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, numpy as np
+import lowprec
 from lowprec.arrays import CPU, library_of
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
-one = jax.device_put(np.ones((4, 2), np.float32), jax.devices()[1])
+first, second = jax.devices()
+one = jax.device_put(np.ones((4, 2), np.float32), second)
 library = library_of(one)
 view = library.allocate((4, 2), DType.FLOAT32, library.view(one).device, one)
 view.ndarray()[...] = 3
 result = library.finish(view.owner, one)
 assert result.device == one.device and float((result + one).sum()) == 32
+
+free = jax.numpy.ones((2, 2), np.float32)
+with jax.default_device(second):
+    elsewhere = jax.numpy.ones((2, 2), np.float32)
+bound = jax.device_put(free, second)
+for operands in (free, bound), (bound, free), (bound, bound), (bound, elsewhere):
+    ours, theirs = lowprec.matmul(*operands), jax.numpy.matmul(*operands)
+    assert (ours.device, ours.committed) == (theirs.device, theirs.committed), operands
+    assert float(ours.sum()) == 8
+result = lowprec.matmul(elsewhere, elsewhere)
+assert (result.device, result.committed) == (second, False)
+assert (result + free).device == (elsewhere + free).device
+
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-both = jax.device_put(one, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-try:
-    library.view(both)
-except ArrayError as error:
-    assert "spread over several devices" in str(error), error
-else:
-    raise SystemExit("a sharded array was accepted")
+parts, copies = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+for spec in parts, copies:
+    both = jax.device_put(one, jax.sharding.NamedSharding(mesh, spec))
+    for arguments in (both, one.T), (one.T, both), (np.ones((2, 4), np.float32), both):
+        try:
+            lowprec.matmul(*arguments)
+        except ArrayError as error:
+            assert "spread over several devices" in str(error), error
+        else:
+            raise SystemExit("a sharded array was accepted")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -375,20 +447,23 @@ class Capsules:
         self.deleted += 1
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.changes.get("device_type", 1), 0
+        return self.changes.get("device_type", 1), self.changes.get("device_id", 0)
 
     def capsule(self) -> object:
         memory = self.memory
         ndim = memory.ndim
-        self._shape = (ctypes.c_int64 * ndim)(*memory.shape)
-        self._strides = (ctypes.c_int64 * ndim)(*[s // memory.itemsize for s in memory.strides])
+        shape = self.changes.get("shape") or memory.shape
+        strides = self.changes.get("strides") or [s // memory.itemsize for s in memory.strides]
+        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+        self._strides = (ctypes.c_int64 * len(strides))(*strides)
         values = {
             "data": memory.ctypes.data, "device_type": 1, "device_id": 0, "ndim": ndim, "code": 2,
             "bits": 8 * memory.itemsize, "lanes": 1, "shape": ctypes.addressof(self._shape),
             "strides": ctypes.addressof(self._strides), "byte_offset": 0,
             "major": 1, "minor": 0, "flags": 0,
         }  # fmt: skip
-        values |= self.changes
+        integers = ("shape", "strides")
+        values |= {k: v for k, v in self.changes.items() if v is None or k not in integers}
         versioned = isinstance(self.struct, _Versioned)
         tensor = self.struct.tensor if versioned else self.struct
         for field in ("major", "minor", "flags") if versioned else ():
@@ -431,7 +506,6 @@ def test_the_deleter_is_called_once_when_the_view_dies(kind: Any, memory: np.nda
     del host
     gc.collect()
     assert producer.deleted == 1
-    # The second time, the type is known to lack or have the keyword.
     assert library_of(producer).view(producer).shape == (3, 4)
     assert producer.deleted == 2
 
@@ -474,6 +548,16 @@ def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
         ({"ndim": -1}, ArrayError, r"describes no array: ndim is -1"),
         ({"ndim": 1000}, ArrayError, r"describes no array: ndim is 1000"),
         ({"shape": None}, ArrayError, r"describes no array"),
+        ({"shape": (3, -4)}, ArrayError, r"describes no array: its shape is \(3, -4\)"),
+        ({"shape": (-(2**63), 0)}, ArrayError, r"describes no array: its shape is"),
+        ({"shape": (2**32, 2**31)}, ArrayError, r"outside of the address space"),
+        ({"shape": (2**62, 2**62), "strides": None}, ArrayError, r"outside of the address space"),
+        ({"strides": (2**62, 1)}, ArrayError, r"outside of the address space"),
+        ({"strides": (-(2**63), 1)}, ArrayError, r"outside of the address space"),
+        ({"strides": (-(2**50), 1)}, ArrayError, r"outside of the address space"),
+        ({"byte_offset": 2**64 - 4}, ArrayError, r"outside of the address space"),
+        ({"data": 2**64 - 64}, ArrayError, r"outside of the address space"),
+        ({"data": 2**64 - 64, "shape": (0, 4)}, ArrayError, r"outside of the address space"),
         ({"data": None}, ArrayError, r"no data: its pointer is null"),
         ({"code": 1}, DTypeError, r"\(code 1, bits 32, lanes 1\) is not supported"),
     ],
@@ -485,6 +569,15 @@ def test_bad_capsules_are_refused(
     producer = Capsules(memory, **changes)
     with pytest.raises(error, match=message):
         library_of(producer).view(producer)
+    gc.collect()
+    assert producer.deleted == 1
+
+
+def test_zero_size_capsules_may_have_any_strides(memory: np.ndarray) -> None:
+    producer = Capsules(memory, shape=(0, 4), strides=(2**62, -(2**62)), data=None)
+    view = library_of(producer).view(producer)
+    assert view.ndarray().shape == (0, 4)
+    assert lowprec.matmul(producer, memory.T).shape == (0, 3)
 
 
 def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> None:
@@ -492,8 +585,16 @@ def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> 
     producer.name = b"used_dltensor"
     with pytest.raises(ArrayError, match="capsule named b'used_dltensor'"):
         view_of_capsule(producer.capsule())
-    with pytest.raises(ArrayError, match="returned a dict, not a capsule"):
-        view_of_capsule({})
+    gc.collect()
+    assert producer.deleted == 1
+    for other in ({}, None, type("PyCapsule", (), {})()):
+        with pytest.raises(
+            ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"
+        ):
+            view_of_capsule(other)
+    other = datetime.datetime_CAPI  # a capsule of Python's own
+    with pytest.raises(ArrayError, match=r"named b'datetime.datetime_CAPI'"):
+        view_of_capsule(other)
 
 
 @pytest.mark.parametrize(
@@ -529,6 +630,196 @@ def test_a_producers_refusal_is_passed_on() -> None:
 
     with pytest.raises(ArrayError, match=r"Shy refuses to be exported by DLPack: not today"):
         library_of(Shy()).view(Shy())
+
+
+class Moody(Capsules):
+    """A producer of read-only arrays whose first export fails with a TypeError of its own."""
+
+    calls = 0
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.calls += 1
+        if self.calls == 1:
+            raise TypeError("'NoneType' object is not iterable")
+        if max_version is None:  # an unversioned capsule cannot say that it is read-only
+            self.name, self.struct = b"dltensor", _Tensor()
+        return self.capsule()
+
+
+def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) -> None:
+    producer = Moody(memory, flags=1)
+    expected = memory.copy()
+    with pytest.raises(ArrayError, match=r"Moody refuses .*'NoneType' object is not iterable"):
+        lowprec.matmul(memory, memory.T, out=producer)
+    assert producer.calls == 1
+    for _ in range(2):
+        with pytest.raises(ArrayError, match="out is read-only"):
+            lowprec.matmul(memory, memory.T, out=producer)
+    np.testing.assert_array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("make", [OldCapsules, lambda m: DLPackOnly(OldCapsules(m))])
+def test_producers_without_versions_are_asked_twice_each_time(
+    memory: np.ndarray, make: Any
+) -> None:
+    """Also behind another object that passes the keywords on."""
+    producer = make(memory)
+    for _ in range(2):
+        assert library_of(producer).view(producer).address == memory.ctypes.data
+
+
+class Nested:
+    """A producer that has lowprec read another before it exports."""
+
+    def __init__(self, inner: Any, calls: list[int]) -> None:
+        self.inner = inner
+        self.calls = calls
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.calls.append(1)
+        import_array(self.inner)
+        raise AssertionError("the innermost refuses")
+
+
+def test_nested_producers_are_asked_once_each(memory: np.ndarray) -> None:
+    calls: list[int] = []
+    producer: Any = Capsules(memory, lanes=4)
+    for _ in range(12):
+        producer = Nested(producer, calls)
+    with pytest.raises(ArrayError, match=r"Nested refuses to be exported.*lanes 4"):
+        library_of(producer).view(producer)
+    assert len(calls) == 12
+
+
+@pytest.mark.parametrize(
+    "device",
+    [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)],
+    ids=str,
+)
+def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
+    producer = Capsules(memory)
+    producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
+    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+        library_of(producer).view(producer)
+    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+        lowprec.linalg.solve(producer, producer)
+    assert producer.deleted == 0
+
+
+@pytest.mark.parametrize(("says", "is_on"), [(1, 2), (2, 1), (2, 10)])
+def test_a_device_that_is_not_that_of_the_memory_is_refused(
+    memory: np.ndarray, says: int, is_on: int
+) -> None:
+    """The one decides which stream the data are ready on, the other which memory is read."""
+    producer = Capsules(memory, device_type=is_on)
+    producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: (says, 0)})
+    with pytest.raises(ArrayError, match=r"says that it is on .*, and exports memory on "):
+        library_of(producer).view(producer)
+    gc.collect()
+    assert producer.deleted == 1
+
+
+class Clumsy(Capsules):
+    """A producer whose deleter raises."""
+
+    def _destroy(self, _: int) -> None:
+        super()._destroy(_)
+        raise RuntimeError("no")
+
+
+def test_a_deleter_that_raises_is_called_once_and_harms_nothing(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: raised.append(error.exc_value))
+    producer = Clumsy(memory)
+    result = lowprec.matmul(producer, memory.T)
+    gc.collect()
+    np.testing.assert_array_equal(result, memory @ memory.T)
+    assert producer.deleted == 1
+    assert [str(error) for error in raised] == ["no"]
+
+
+class Fickle(Capsules):
+    """A producer whose exports differ: first a matrix, then what no product can take."""
+
+    exports = 0
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+        self.exports += 1
+        if self.exports > 1:
+            self.changes = {"ndim": 0}
+        return self.capsule()
+
+
+def test_an_argument_is_exported_once_in_a_call(memory: np.ndarray) -> None:
+    producer = Fickle(memory)
+    result = lowprec.matmul(producer, memory.T)
+    np.testing.assert_array_equal(result, memory @ memory.T)
+    assert (producer.exports, producer.deleted) == (1, 1)
+    with pytest.raises(ShapeError, match=r"0-d|no axes|dimension"):
+        lowprec.matmul(producer, memory.T)
+
+
+def test_classes_of_producers_are_not_kept_alive(memory: np.ndarray) -> None:
+    kind: Any = type("Passing", (Capsules,), {})
+    alive = weakref.ref(kind)
+    for _ in range(2):
+        assert library_of(kind(memory)).name == "dlpack"
+    del kind
+    gc.collect()
+    assert alive() is None
+
+
+class Passing:
+    """An object that passes everything on to another; it names no class but its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_what_stands_for_another_array_is_looked_up_each_time(
+    memory: np.ndarray, xp: ArrayNamespace
+) -> None:
+    """One type of proxy stands for arrays of every type."""
+    masked = np.ma.array(memory)
+    for wrap in (weakref.proxy, Passing):
+        array = xp.asarray(memory)
+        with contextlib.suppress(ArrayError, TypeError):  # whether it is taken is not the question
+            library_of(wrap(array)).view(wrap(array))
+        assert library_of(Passing(Capsules(memory))).name == "dlpack"
+        with pytest.raises(ArrayError, match=r"ProxyType is not accepted"):
+            library_of(weakref.proxy(masked))
+        with pytest.raises(ArrayError, match=r"expected an array .*got .*Passing"):
+            library_of(Passing([]))
+
+
+def test_torch_tensors_whose_storage_is_freed_are_refused(torch: Any) -> None:
+    freed = torch.ones(3, 3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ArrayError, match=r"its storage has been freed, as FSDP does"):
+        lowprec.matmul(freed, torch.ones(3, 3))
+
+
+def test_other_protocols_are_named_as_no_array(memory: np.ndarray) -> None:
+    class InterfaceOnly:
+        __array_interface__ = memory.__array_interface__
+
+    class ArrayOnly:
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            return memory
+
+    for other in (InterfaceOnly(), ArrayOnly(), memoryview(memory), memory.data):
+        with pytest.raises(ArrayError, match=r"expected an array .*wrap it with numpy.asarray"):
+            lowprec.matmul(other, memory.T)
+    with pytest.raises(ArrayError, match=r"expected an array .*got type"):
+        library_of(Capsules)
 
 
 @ALL_DTYPES

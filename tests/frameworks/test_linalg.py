@@ -7,6 +7,7 @@ real ones (ASNA lemma 3.5: its error is at most sqrt(2) gamma_4).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
@@ -20,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 import lowprec
+from cpu_units import imitated_units, medium_lowers
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec import linalg
@@ -459,6 +461,7 @@ def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespa
         assert isinstance(part, kinds)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("function", [f for f in routes.FUNCTIONS if f not in SCIPYS])
 def test_wide_types_are_the_librarys_own_result(
@@ -555,18 +558,22 @@ AFFECTED = {
 }
 
 
+@pytest.mark.parametrize("units", ["of this machine", "imitated"])
 @pytest.mark.parametrize("function", AFFECTED)
-def test_torch_computes_in_full_fp32(function: str, medium: Any, rng: np.random.Generator) -> None:
+def test_torch_computes_in_full_fp32(
+    function: str, units: str, medium: Any, rng: np.random.Generator
+) -> None:
     a = medium.tensor(make(rng, 128, 128) / 12)
     arguments = {"cdist": (a,), "matrix_power": (5,)}.get(function, ())
-    lowered = AFFECTED[function](medium, a)
-    guarded = getattr(linalg, function)(a, *arguments)
+    with imitated_units(medium) if units == "imitated" else contextlib.nullcontext():
+        lowered = AFFECTED[function](medium, a)
+        guarded = getattr(linalg, function)(a, *arguments)
     assert medium.get_float32_matmul_precision() == "medium"
     medium.set_float32_matmul_precision("highest")
     full = AFFECTED[function](medium, a)
     assert medium.equal(guarded, full)
-    # The control: on a CPU with units for it, "medium" is bfloat16, eight bits of which are right.
-    if medium.ops.mkldnn._is_mkldnn_bf16_supported():
+    # The control: with units for it, "medium" is bfloat16, eight bits of which are right.
+    if units == "imitated" or medium_lowers(128):
         assert float(medium.linalg.norm(lowered - full) / medium.linalg.norm(full)) > 1e-4
 
 

@@ -14,7 +14,8 @@ import lowprec
 import oracles
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from machines import MACHINES, on
+from lowprec.planning.bounds import MAX_K_INT8
+from machines import MACHINES, SOFTWARE_TILES, on
 from oracles import Epilogue
 
 DTYPES = ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"]
@@ -321,6 +322,7 @@ def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Gen
     oracles.assert_expression(got, a, b, then=then)
 
 
+@pytest.mark.sampled(3)
 @every_mode
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("size", [(20, 25, 30), (260, 250, 255)], ids=str)
@@ -357,6 +359,36 @@ def test_int8_takes_a_bias_and_relu(size: Any, machine: str, rng: np.random.Gene
     bias = rng.integers(-(2**20), 2**20, n, dtype=np.int32)
     want = np.maximum(a.astype(np.int64) @ b.astype(np.int64) + bias, 0).astype(np.int32)
     oracles.assert_equal(lowprec.matmul(a, b, bias=bias, activation="relu"), want)
+
+
+def saturated(wide: np.ndarray) -> np.ndarray:
+    limits = np.iinfo(np.int32)
+    return np.clip(wide, limits.min, limits.max).astype(np.int32)
+
+
+@pytest.mark.parametrize("machine", [*MACHINES, SOFTWARE_TILES])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_sum_of_int8_and_bias_beyond_int32_saturates(
+    machine: str, sign: int, activation: str | None, rng: np.random.Generator
+) -> None:
+    """At the longest inner dimension that is allowed, where the product itself is nearly as large as int32."""
+    k = MAX_K_INT8
+    a, b = np.full((3, k), -128, np.int8), np.full((k, 12), -128 if sign > 0 else 127, np.int8)
+    a[1] = 0
+    product = a.astype(np.int64) @ b.astype(np.int64)
+    assert abs(product).max() > 2**31 - 2**25
+    top, bottom = 2**31 - 1, -(2**31)
+    bias = np.array(
+        [0, 1, -1, 16383, 16384, 20000, top, top - 1, bottom, bottom + 1, -(2**24), 2**24]
+    )
+    want = saturated(product + bias)
+    assert (want != product + bias).sum() >= 2
+    with on(machine):
+        got = lowprec.matmul(a, b, bias=bias.astype(np.int32), activation=activation)
+        oracles.assert_equal(got, np.maximum(want, 0) if activation else want)
+        few = rng.integers(-128, 128, 12).astype(np.int8)
+        oracles.assert_equal(lowprec.matmul(a, b, bias=few), (product + few).astype(np.int32))
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "gelu"])
@@ -557,6 +589,7 @@ OVERLAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("n", [6, 260])
 @every_mode
@@ -584,6 +617,7 @@ def test_out_may_share_memory_in_any_library(
     oracles.assert_within_bound(writable.to_numpy(target), a_before, b_before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"]
 )
@@ -798,3 +832,26 @@ def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
 
 def test_backends_are_the_ones_of_the_design() -> None:
     assert {b.value for b in Backend} == {"numpy", "torch", "jax", "dlpack_only"}
+
+
+@pytest.mark.parametrize("math_mode", ["fp32", "bf16"])
+def test_axes_of_length_one_may_have_any_stride(math_mode: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    row = torch.arange(4.0).as_strided((1, 4), (2**61, 1))
+    column = torch.ones(4).as_strided((4, 1), (1, 2**61))
+    assert lowprec.matmul(row, column, math_mode=math_mode).tolist() == [[6.0]]
+
+
+@pytest.mark.parametrize("math_mode", ["fp32", "bf16"])
+def test_more_bytes_than_addresses_are_refused(math_mode: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    one = torch.ones(1, 1)
+    with pytest.raises(
+        lowprec.ShapeError, match=r"a of shape .* has more bytes than memory has addresses"
+    ):
+        lowprec.matmul(one.expand(1, 2**61), one.expand(2**61, 1), math_mode=math_mode)
+    empty = np.empty((2**33, 0), np.float32)
+    with pytest.raises(
+        lowprec.ShapeError, match=r"the result of shape .* has more bytes than memory has"
+    ):
+        lowprec.matmul(empty, empty.T, math_mode=math_mode)

@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 import lowprec
 import oracles
 from frameworks.backends import ArrayNamespace, Backend
-from machines import MACHINES, on
+from machines import MACHINES, SOFTWARE_TILES, on
 from oracles import Epilogue
 
 AVAILABLE = [b for b in Backend if b.skip_reason() is None]
 DTYPES = ["float32", "complex64", "float64", "complex128", "float16", "bfloat16"]
 
 extents = st.integers(0, 9)
+inner_extents = extents | st.integers(16, 20)  # from 16 on tiles pay
 seeds = st.integers(0, 2**32 - 1)
 modes = st.sampled_from(oracles.ALL_MODES)
-machines = st.sampled_from(MACHINES)
+machines = st.sampled_from([*MACHINES, SOFTWARE_TILES])
 namespaces = st.sampled_from(AVAILABLE).map(lambda b: b.load())
 steps = st.sampled_from([1, 1, 1, 2, 3, -1, -2])
 
@@ -65,7 +66,7 @@ def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Draw two shapes that multiply."""
-    m, n, k = draw(extents), draw(extents), draw(extents)
+    m, n, k = draw(extents), draw(extents), draw(inner_extents)
     batch = draw(st.lists(st.integers(0, 3), max_size=2))
     ones_a, ones_b = (draw(st.lists(st.booleans(), min_size=2, max_size=2)) for _ in range(2))
     skip_a, skip_b = draw(st.integers(0, len(batch))), draw(st.integers(0, len(batch)))
@@ -123,10 +124,12 @@ def expressions(
     draw: st.DrawFn,
 ) -> tuple[NDArray[Any], NDArray[Any], Epilogue, NDArray[Any] | None]:
     """Draw two operands, what follows their product, and perhaps an array for the result."""
-    m, n, k = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(extents)
-    batch = tuple(draw(st.lists(st.integers(1, 3), max_size=1)))
+    m, n, k = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(inner_extents)
+    batch = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
     dtype = numpy_dtype(draw(st.sampled_from(["float32", "float64", "float16", "bfloat16"])))
     a, b = draw(views((*batch, m, k), dtype)), draw(views((k, n), dtype))
+    if draw(st.booleans()):  # repeated by its own strides
+        b = np.broadcast_to(b, (*batch, k, n))
     beta = draw(st.sampled_from([0.0, 1.0, -0.75]))
     c = draw(views((*batch, m, n), dtype)) if beta else None
     bias = draw(st.none() | views((n,), dtype))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lowprec.formats import BFLOAT16, FLOAT32, TF32
+import machines
+from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
+from lowprec.modes import MathMode
+from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.advice import (
     advise,
     conversion_outweighs,
@@ -42,7 +45,7 @@ SQUARE = (1024, 1024, 1024)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fmt", "intensity", "rounds_for", "advice"),
+    ("sizes", "fmt", "intensity", "rounds_for", "expected"),
     [
         (SQUARE, BFLOAT16, 100.0, 60.0, ()),
         (SQUARE, FLOAT32, 100.0, None, ()),
@@ -64,5 +67,13 @@ SQUARE = (1024, 1024, 1024)
         ((0, 3, 5), BFLOAT16, 0.0, 60.0, ()),
     ],
 )  # fmt: skip
-def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, advice):
-    assert advise(*sizes, fmt, intensity, 16.0, rounds_for) == advice
+def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, expected):
+    advice = advise(*sizes, fmt, intensity, 16.0, rounds_for, tensor_cores=True)
+    assert tuple(map(str, advice)) == expected
+
+
+@pytest.mark.parametrize(("device", "told"), [(machines.BARE, False), (machines.gpu(), True)])
+def test_tensor_cores_are_spoken_of_where_there_are_any(device, told):
+    odd = OperandSpec.contiguous(DType.FLOAT32, (1001, 1001))
+    advice = plan_gemm(GemmProblem(odd, odd), device, MathMode.TF32).advice
+    assert any("tensor cores" in str(reason) for reason in advice) is told

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,9 +36,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     yield importlib.import_module
-    own = {path.stem for path in BENCHMARKS.glob("*.py")}
-    for name in (set(sys.modules) - before) & own:
-        del sys.modules[name]
+    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -56,8 +59,20 @@ def test_ratio_is_taken_within_each_round(load: Load) -> None:
         load("timing").speed_ratio([1.0], [1.0, 2.0])
 
 
-def test_geometric_mean(load: Load) -> None:
-    assert load("timing").geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0, rel=1e-15)
+@pytest.mark.parametrize(
+    "name",
+    ["common", "generated", "timing", "gpu.device", "gpu.override", "gpu.speed", "gpu.verdicts"],
+)
+def test_examples(load: Load, name: str) -> None:
+    found = doctest.testmod(load(name))
+    assert (found.failed, found.attempted > 0) == (0, True)
+
+
+def test_a_contest_ends_when_its_time_is_over(load: Load) -> None:
+    timing = load("timing")
+    samples = timing.take_turns("ab", lambda name, number: number, rounds=9, budget_s=-1.0)
+    assert samples == {"a": [0, 1, 2], "b": [0, 1, 2]}
+    assert timing.MIN_ROUNDS == 3
 
 
 def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
@@ -135,6 +150,34 @@ def test_cost_is_the_inverse_of_speed(load: Load) -> None:
     assert (claim["value"], claim["met"]) == (1.25, True)
 
 
+def test_a_variant_without_a_kernel_is_left_out(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = load("bench_gemm")
+    # A clock that each call moves on by as much as it is said to take.
+    now = 0.0
+
+    def takes(seconds: float) -> Callable[[Any, Any], Any]:
+        def multiply(a: Any, b: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return a @ b
+
+        return multiply
+
+    cost = {"numpy float32": 1 / 64, "as slow as can be": 20 / 64, "too slow": 21 / 64}
+    ways = [bench.Variant(name, "x", "float32", takes(cost[name])) for name in cost]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(bench, "variants", lambda: ways)
+    left_out: set[str] = set()
+    rows = bench.measure((1, 8, 8, 8), 0, True, left_out)
+    assert left_out == {"too slow"}
+    assert [r["variant"] for r in rows] == ["numpy float32", "as slow as can be"]
+    # At the next size it is not even tried.
+    cost["too slow"] = 0.0
+    assert len(bench.measure((1, 8, 8, 8), 0, True, left_out)) == 2
+
+
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
     operands = bench.Operands((1, 8, 8, 8), ["float32"], 1, 0)
@@ -195,6 +238,32 @@ def test_slug(
 # -- rendering ------------------------------------------------------------------------------------
 
 
+def test_a_table_has_one_line_a_row(load: Load) -> None:
+    made = load("generated").table(["a", "n"], [["x |\n y", "1\N{NO-BREAK SPACE}2"]], words=1)
+    assert made == "| a | n |\n| --- | ---: |\n| x \\| y | 1\N{NO-BREAK SPACE}2 |\n"
+
+
+def test_generated_files(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generated = load("generated")
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
+    path, old = (
+        tmp_path / "page.md",
+        "<!-- generated: x -->\nold\n<!-- end of generated -->\nmore\n",
+    )
+    path.write_text(old)
+    wanted = {path: generated.filled(path, "x", "new\n"), tmp_path / "new" / "a.md": "a\n"}
+    assert wanted[path] == old.replace("old", "new")
+    assert generated.check(wanted) == 2
+    assert "-old\n+new\n" in capsys.readouterr().err
+    assert path.read_text() == old
+    generated.write(wanted)
+    assert generated.check(wanted) == 0
+    with pytest.raises(ValueError, match=r"page\.md has 0 places for the table of y, not 1"):
+        generated.filled(path, "y", "")
+
+
 def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
     result = {"benchmark": "stress", "settings": {"quick": True}}
     (tmp_path / "stress-x.json").write_text(json.dumps(result))
@@ -204,11 +273,105 @@ def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
 
 def test_nothing_measured_is_said(load: Load, tmp_path: Path) -> None:
     render = load("render")
-    assert set(render.snippets(tmp_path).values()) == {render.MISSING}
+    made = render.snippets(tmp_path)
+    del made[render.README]
+    assert set(made.values()) == {render.MISSING}
 
 
-def test_committed_tables_are_current(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_committed_tables_and_charts_are_current(
+    load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert load("render").check() == 0, capsys.readouterr().err
+
+
+def test_every_table_and_chart_is_shown(load: Load) -> None:
+    render = load("render")
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    shown = set(re.findall(r"\{include\} _generated/(bench_\w+\.md)", pages))
+    assert shown == {path.name for path in render.snippets() if path != render.README}
+    tables = "".join(render.snippets().values())
+    charts = [render.plot.chart_path(path) for path in render.charted()]
+    assert charts
+    assert all(f"](../../benchmarks/results/{chart.name})" in tables for chart in charts)
+
+
+def test_a_machine_without_amx_comes_second(load: Load, tmp_path: Path) -> None:
+    render = load("render")
+    (xeon, result), *_ = render.load(BENCHMARKS / "results", "gemm").items()
+    shutil.copy(xeon, tmp_path / "gemm-z.json")
+    flags = [flag for flag in result["machine"]["flags"] if not flag.startswith("amx")]
+    machine = {**result["machine"], "flags": flags, "cpu": "AMD EPYC 9654 96-Core Processor"}
+    rows = [r for r in result["results"] if "float16" not in r["variant"]]
+    settings = {**result["settings"], "left_out": ["torch float16"]}
+    other = {**result, "machine": machine, "results": rows, "claims": [], "settings": settings}
+    (tmp_path / "gemm-a.json").write_text(json.dumps(other), encoding="utf-8")
+    made = render.snippets(tmp_path)
+    page = made[render.GENERATED / "bench_gemm.md"]
+    name = "**AMD EPYC 9654 without AMX, 2 cores**"
+    with_amx, without = page.split(name)
+    assert with_amx.startswith("**Intel Xeon with AMX, 2 cores**")
+    assert "| claim |" in with_amx
+    assert "| claim |" not in without
+    assert "slower than numpy float32: torch float16." in without
+    table = made[render.README].split("<!-- generated: speed -->")[1].splitlines()
+    assert table[1].endswith(
+        "| Intel Xeon with AMX, 2 cores | AMD EPYC 9654 without AMX, 2 cores |"
+    )
+    # The two machines have the same figures here, but for what was left out.
+    by_name = {cells[1].strip(): cells for cells in (row.split("|") for row in table[3:9])}
+    assert by_name["int8"][3] == by_name["int8"][4]
+    assert by_name["float16"][4].strip() == "-"
+
+
+@pytest.fixture
+def result_file(load: Load, tmp_path: Path) -> Path:
+    """A copy of a committed result of `bench_overhead.py`."""
+    (found, *_) = load("render").load(BENCHMARKS / "results", "overhead")
+    return Path(shutil.copy(found, tmp_path))
+
+
+def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws")
+    plot = load("plot")
+    assert not plot.is_current(result_file)
+    plot.write(result_file)
+    assert plot.is_current(result_file)
+    drawn = plot.chart_path(result_file).read_text(encoding="utf-8")
+    plot.write(result_file)
+    assert plot.chart_path(result_file).read_text(encoding="utf-8") == drawn
+    changed = json.loads(result_file.read_text(encoding="utf-8"))
+    changed["results"][0]["lowprec"]["median"] *= 2
+    result_file.write_text(json.dumps(changed), encoding="utf-8")
+    assert not plot.is_current(result_file)
+
+
+@pytest.mark.parametrize("benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead"])
+def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
+    plot, render = load("plot"), load("render")
+    assert benchmark in plot.CHARTS
+    for result in render.load(BENCHMARKS / "results", benchmark):
+        svg = plot.chart_path(result).read_text(encoding="utf-8")
+        style, drawing = re.fullmatch(r".*?<style>(.*?)</style>(.*)", svg, re.DOTALL).groups()
+        # Text without a colour of its own would be black on black.
+        assert all("fill: #" in tag for tag in re.findall(r"<text [^>]*>", drawing))
+        used = set(re.findall(r"(fill|stroke): (#\w+)", drawing))
+        assert ("fill", "#ffffff") in used, "no paper behind the drawing"
+        assert used == set(re.findall(r"\"(fill|stroke): (#\w+)\"", style.replace('*="', '"')))
+        assert "prefers-color-scheme: dark" in style
+
+
+def test_accuracy_chart_tells_its_modes_apart(load: Load) -> None:
+    plot = load("plot")
+    styles = [plot.MODES[mode] for mode in load("bench_accuracy").MODES]
+    assert len({style["marker"] for style in styles}) == len(styles)
+    assert len({style["color"] for style in styles}) == len(styles)
+    # Where these two coincide, the narrower line lies on the wider one.
+    tf32, fp16 = (plot.MODES[mode] for mode in ("tf32", "fp16"))
+    assert tf32["linewidth"] > fp16.get("linewidth", 1)
+    for result in load("render").load(BENCHMARKS / "results", "accuracy"):
+        svg = plot.chart_path(result).read_text(encoding="utf-8")
+        for words in ("tf32, error", "fp16, bound", "the bound that it never exceeds"):
+            assert words in svg
 
 
 # -- the scripts ----------------------------------------------------------------------------------
@@ -241,7 +404,7 @@ def _result(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
-def test_gemm_runs(tmp_path: Path) -> None:
+def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     printed = _run("bench_gemm.py", tmp_path)
     rows = _result(tmp_path, "gemm")["results"]
     found = {r["variant"] for r in rows}
@@ -256,7 +419,7 @@ def test_gemm_runs(tmp_path: Path) -> None:
     assert errors["lowprec float32 fp32"] < 1e-6
     assert errors["lowprec float32 bf16"] > 2**-10 > errors["lowprec float32 tf32"] > 2**-13
     assert errors["lowprec int8"] == 0
-    assert "claims" in printed
+    assert ("claims" in printed) is load("machine").has_amx()
 
 
 def test_gemm_runs_without_extras(tmp_path: Path) -> None:
@@ -295,12 +458,6 @@ def test_accuracy_runs(tmp_path: Path) -> None:
         assert row["within_bound"] is True
         assert row["shows_rounding"] is (None if row["mode"] == "fp32" else True)
     assert all(c["met"] for c in result["claims"])
-    drawn = list(tmp_path.glob("accuracy-*.svg"))
-    if importlib.util.find_spec("matplotlib") is None:
-        assert not drawn
-    else:
-        text = drawn[0].read_text()
-        assert all(re.search(rf">\s*{word}\s*<", text) for word in ("normal", "tf32", "bound"))
 
 
 def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

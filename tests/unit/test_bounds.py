@@ -9,7 +9,7 @@ import pytest
 from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, gamma, holds
-from lowprec.planning.kernels import Kernel
+from machines import ROWS
 
 ROUNDED_MODES = (MathMode.TF32, MathMode.BF16, MathMode.FP16)
 FLUSH = np.float32(2.0**-126)
@@ -79,7 +79,7 @@ def check(bound, computed, a, b, slack=1.0):
 @pytest.mark.parametrize("mode", ROUND)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20])
 def test_errors_stay_within_the_bound(mode, k, scale, rng):
-    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, Kernel.NUMPY)
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, ROWS["numpy"])
     for draw in (rng.standard_normal, rng.random):
         a, b = ((draw(s) * scale).astype(np.float32) for s in ((6, k), (k, 5)))
         check(bound, product(mode, a, b), a, b)
@@ -90,7 +90,7 @@ def test_the_bound_is_nearly_reached(mode):
     """Every element just below half a step above 1: all lose nearly u, in the same direction."""
     u = {MathMode.TF32: TF32, MathMode.BF16: BFLOAT16, MathMode.FP16: FLOAT16}[mode].unit_roundoff
     a = np.full((1, 4), 1 + u * (1 - 2.0**-6), np.float32)
-    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 4, Kernel.NUMPY)
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 4, ROWS["numpy"])
     exact = (a.astype(np.float64) @ a.T.astype(np.float64)).item()
     error = abs(product(mode, a, a.T).item() - exact) / exact
     assert 0.95 * bound.relative < error <= bound.relative
@@ -99,7 +99,7 @@ def test_the_bound_is_nearly_reached(mode):
 def test_the_bound_tells_the_modes_apart():
     """An FP32 result would miss half of what rounding bfloat16 operands must cost; the bounds are far apart."""
     relative = {
-        mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, Kernel.NUMPY).relative
+        mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, ROWS["numpy"]).relative
         for mode in ROUND
     }
     assert relative[MathMode.FP32] < relative[MathMode.TF32] / 50
@@ -109,7 +109,7 @@ def test_the_bound_tells_the_modes_apart():
 @pytest.mark.parametrize("k", [1, 33, 200])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-63, 2.0**-64])
 def test_tile_units_stay_within_their_bound(k, scale, rng):
-    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, k, Kernel.AMX_BF16)
+    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, k, ROWS["amx_bf16"])
     for draw in (rng.standard_normal, rng.random):
         a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
         x, y = ROUND[MathMode.BF16](a), ROUND[MathMode.BF16](b)
@@ -125,7 +125,7 @@ def pair(x: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("mode", [MathMode.TF32, MathMode.FP16])
 @pytest.mark.parametrize(("k", "scale"), [(1, 1.0), (100, 1.0), (100, 2.0**-10), (40, 2.0**-62)])
 def test_pairs_on_tile_units_stay_within_their_bound(mode, k, scale, rng):
-    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, Kernel.AMX_BF16_PAIR)
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, ROWS["amx_bf16_pair"])
     for draw in (rng.standard_normal, rng.random):
         a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
         x, y = ROUND[mode](a), ROUND[mode](b)
@@ -136,7 +136,7 @@ def test_pairs_on_tile_units_stay_within_their_bound(mode, k, scale, rng):
 @pytest.mark.parametrize("mode", ROUND)
 def test_complex_errors_stay_within_the_bound(mode, rng):
     k = 60
-    bound = error_bound(mode, DType.COMPLEX64, DType.COMPLEX64, k, Kernel.NUMPY)
+    bound = error_bound(mode, DType.COMPLEX64, DType.COMPLEX64, k, ROWS["numpy"])
     ar, ai = (rng.standard_normal((5, k)).astype(np.float32) for _ in range(2))
     br, bi = (rng.standard_normal((k, 4)).astype(np.float32) for _ in range(2))
     real = product(mode, np.hstack([ar, -ai]), np.vstack([br, bi]))
@@ -145,7 +145,7 @@ def test_complex_errors_stay_within_the_bound(mode, rng):
 
 
 def test_complex_sums_cost_the_square_root_of_two():
-    bound = error_bound(MathMode.FP32, DType.COMPLEX128, DType.COMPLEX128, 10, Kernel.NUMPY)
+    bound = error_bound(MathMode.FP32, DType.COMPLEX128, DType.COMPLEX128, 10, ROWS["numpy"])
     assert bound.relative == pytest.approx(2**0.5 * gamma(20, FLOAT64), rel=1e-12, abs=0)
 
 
@@ -153,7 +153,7 @@ def test_tile_units_may_lose_subnormal_operands(rng):
     """A subnormal of a counts as zero, and a large b shows that far above the loss in the products."""
     a, b = rng.random((5, 40)) * 2.0**-127, rng.random((40, 4)) * 2.0**100
     a, b = a.astype(np.float32), b.astype(np.float32)
-    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 40, Kernel.AMX_BF16)
+    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 40, ROWS["amx_bf16"])
     computed = tile_product([ROUND[MathMode.BF16](a)], [ROUND[MathMode.BF16](b)])
     assert np.all(computed == 0)
     check(bound, computed, a, b)
@@ -163,7 +163,7 @@ def test_the_complex_bound_is_nearly_reached():
     """Rounding the components costs a complex number no more than u: no factor sqrt(2) on the rounding."""
     part = 1 + BFLOAT16.unit_roundoff * (1 - 2.0**-8)
     rounded = ROUND[MathMode.BF16](np.float32([part])).item()
-    bound = error_bound(MathMode.BF16, DType.COMPLEX64, DType.COMPLEX64, 1, Kernel.NUMPY)
+    bound = error_bound(MathMode.BF16, DType.COMPLEX64, DType.COMPLEX64, 1, ROWS["numpy"])
     error = abs((rounded + 1j * rounded) ** 2 - (part + 1j * part) ** 2)
     assert 0.95 * bound.relative < error / abs(part + 1j * part) ** 2 <= bound.relative
 
@@ -174,7 +174,7 @@ def test_the_complex_bound_is_nearly_reached():
 def test_a_narrow_result_is_rounded_once_more(out, numpy_dtype, rng):
     k = 40
     for scale in (1.0, 2.0**-12):
-        bound = error_bound(MathMode.FP32, DType.FLOAT32, out, k, Kernel.NUMPY)
+        bound = error_bound(MathMode.FP32, DType.FLOAT32, out, k, ROWS["numpy"])
         a, b = ((rng.standard_normal(s) * scale).astype(np.float32) for s in ((6, k), (k, 5)))
         check(bound, product(MathMode.FP32, a, b).astype(numpy_dtype).astype(np.float64), a, b)
 
@@ -182,7 +182,7 @@ def test_a_narrow_result_is_rounded_once_more(out, numpy_dtype, rng):
 def test_float16_underflow_is_in_the_absolute_term(rng):
     """Operands near the smallest subnormal of float16 lose everything; the relative term alone would deny that."""
     a, b = ((rng.standard_normal(s) * 2.0**-26).astype(np.float32) for s in ((6, 30), (30, 5)))
-    bound = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT32, 30, Kernel.NUMPY)
+    bound = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT32, 30, ROWS["numpy"])
     computed = product(MathMode.FP16, a, b)
     error = np.linalg.norm(computed - a.astype(np.float64) @ b)
     assert error > 10 * bound.relative * np.linalg.norm(a) * np.linalg.norm(b)
@@ -190,9 +190,9 @@ def test_float16_underflow_is_in_the_absolute_term(rng):
 
 
 def test_operands_that_are_exact_are_not_rounded():
-    one = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, Kernel.NUMPY, a_exact=True)
+    one = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True)
     both = error_bound(
-        MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, Kernel.NUMPY, a_exact=True, b_exact=True
+        MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True, b_exact=True
     )
     # k = 1 leaves one rounding of the product: gamma_1 is a hair above u.
     assert one.relative == pytest.approx(2.0**-8, rel=1e-3)
@@ -202,14 +202,14 @@ def test_operands_that_are_exact_are_not_rounded():
 @pytest.mark.parametrize(
     ("compute", "out", "kernel", "formula"),
     [
-        (DType.FLOAT64, DType.FLOAT64, Kernel.MKL, "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
-        (DType.FLOAT16, DType.FLOAT32, Kernel.NUMPY, "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
-        (DType.FLOAT16, DType.FLOAT16, Kernel.NUMPY,
+        (DType.FLOAT64, DType.FLOAT64, ROWS["mkl"], "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
+        (DType.FLOAT16, DType.FLOAT32, ROWS["numpy"], "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
+        (DType.FLOAT16, DType.FLOAT16, ROWS["numpy"],
          "(1 + gamma_100) (1 + 2^-11) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
-        (DType.BFLOAT16, DType.FLOAT32, Kernel.AMX_BF16, "(1 + gamma_21) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
-        (DType.COMPLEX128, DType.COMPLEX128, Kernel.MKL,
+        (DType.BFLOAT16, DType.FLOAT32, ROWS["amx_bf16"], "(1 + gamma_21) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
+        (DType.COMPLEX128, DType.COMPLEX128, ROWS["mkl"],
          "(1 + sqrt(2) gamma_200) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
-        (DType.INT8, DType.INT32, Kernel.AMX_INT8, "exact"),
+        (DType.INT8, DType.INT32, ROWS["amx_int8"], "exact"),
     ],
 )  # fmt: skip
 def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formula):
@@ -221,32 +221,32 @@ def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formul
 def test_int8_sums_fit_int32_up_to_the_stated_length():
     assert MAX_K_INT8 * 128 * 128 < 2**31 <= (MAX_K_INT8 + 1) * 128 * 128
     assert (
-        error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, Kernel.NUMPY).frobenius(1, 1, 2, 2)
+        error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, ROWS["numpy"]).frobenius(1, 1, 2, 2)
         == 0
     )
 
 
 def test_small_float64_bounds_keep_their_digits():
     """(1 + x) - 1 in float64 would give 0 or 2.2e-16 here."""
-    bound = error_bound(MathMode.FP32, DType.FLOAT64, DType.FLOAT64, 1, Kernel.NUMPY)
+    bound = error_bound(MathMode.FP32, DType.FLOAT64, DType.FLOAT64, 1, ROWS["numpy"])
     assert 2.0**-53 <= bound.relative < 2.0**-53 * 1.000001
 
 
 def test_an_empty_sum_is_exact():
-    for kernel in (Kernel.NUMPY, Kernel.AMX_BF16):
+    for kernel in (ROWS["numpy"], ROWS["amx_bf16"]):
         bound = error_bound(MathMode.FP32, DType.BFLOAT16, DType.FLOAT32, 0, kernel)
         assert (bound.relative, bound.formula) == (0.0, "exact")
 
 
 def test_sums_too_long_for_the_accumulator_have_no_bound():
-    bound = error_bound(MathMode.FP32, DType.FLOAT32, DType.FLOAT32, 2**24, Kernel.NUMPY)
+    bound = error_bound(MathMode.FP32, DType.FLOAT32, DType.FLOAT32, 2**24, ROWS["numpy"])
     assert bound.relative == np.inf
     assert gamma(2**24 - 1, FLOAT32) == 2**24 - 1
 
 
 def test_only_float16_operands_depend_on_the_range_of_the_data():
     for mode in ROUND:
-        bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 8, Kernel.NUMPY)
+        bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, 8, ROWS["numpy"])
         assert bound.unconditional is (mode is not MathMode.FP16)
         assert ("65504" in bound.condition) is (mode is MathMode.FP16)
 

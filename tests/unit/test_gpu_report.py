@@ -1,8 +1,8 @@
-"""The report of a GPU: sections that hang, crash or print garbage; merging; what it says about the claims."""
+"""The report of a GPU: parts that hang, crash or print garbage; merging; what it says about the claims."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -40,47 +40,49 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 @pytest.fixture
 def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
-    """Run some Python as a section; it finds the path of its part in ``sys.argv[1]``."""
-    running = load("gpu.running")
+    """Run some Python as a part; it finds the path of its file in ``sys.argv[1]``."""
+    parts = load("gpu.parts")
 
     def run(code: str, limit_s: float = 20.0) -> Result:
         path = tmp_path / "part.json"
         command = [sys.executable, "-c", code, str(path)]
-        return running.execute(command, path, tmp_path / "log", limit_s, dict(os.environ))
+        return parts.execute(
+            command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path)
+        )
 
     return run
 
 
 def _part(**values: Any) -> str:
     """Code that writes a part."""
-    part = {"available": True, "why": "", "complete": True, "facts": {}, "rows": [], **values}
+    part = {"complete": True, "facts": {}, "rows": [], **values}
     return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
 
 
-# -- sections that end well, and otherwise --------------------------------------------------------
+# -- parts that end well, and otherwise -----------------------------------------------------------
 
 
-def test_a_section_that_ends_well(load: Load, execute: Callable[..., Result]) -> None:
+def test_a_part_that_ends_well(load: Load, execute: Callable[..., Result]) -> None:
     found = execute(_part(rows=[{"ok": True}]) + "print('on the way')")
     assert (found["exit"], found["error"], found["output"]) == (0, "", [])
-    assert load("gpu.running").state(found) == "1 rows, all well"
+    assert load("gpu.parts").state(found) == "1 rows, all well"
 
 
 def test_a_crash_keeps_what_was_found(load: Load, execute: Callable[..., Result]) -> None:
     code = _part(rows=[{"ok": True}], complete=False) + "raise RuntimeError('the driver is gone')"
     found = execute(code)
     assert found["rows"] == [{"ok": True}]
-    assert found["error"] == "exit status 1"
+    assert found["error"] == "exit status 1; it ended before it was done"
     assert "the driver is gone" in found["output"][-1]
-    assert load("gpu.running").state(found) == "exit status 1"
+    assert load("gpu.parts").state(found) == f"{found['error']}; 1 rows, all well"
 
 
 def test_a_signal_is_told(execute: Callable[..., Result]) -> None:
     found = execute("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert found["error"] == "exit status -11; the section wrote nothing"
+    assert found["error"] == "exit status -11; it wrote nothing"
 
 
-def test_a_section_that_hangs_is_stopped_with_its_children(
+def test_a_part_that_hangs_is_stopped_with_its_children(
     execute: Callable[..., Result], tmp_path: Path
 ) -> None:
     alive = tmp_path / "alive"
@@ -93,18 +95,18 @@ def test_a_section_that_hangs_is_stopped_with_its_children(
     found = execute(code, 1.5)
     assert time.monotonic() - begin < 30
     assert found["exit"] is None
-    assert found["error"].startswith("stopped after 2 s")
+    assert found["error"] == "stopped after 2 s"
     assert found["rows"] == [{"ok": None}]
     size = alive.stat().st_size
     assert size > 0
     time.sleep(0.3)
-    assert alive.stat().st_size == size, "what the section had started lives on"
+    assert alive.stat().st_size == size, "what the part had started lives on"
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("print('hello')", "the section wrote nothing"),
+        ("print('hello')", "it wrote nothing"),
         ("import sys; open(sys.argv[1], 'w').write('{\"rows\": [')", "is no JSON"),
         ("import sys; open(sys.argv[1], 'w').write('[1, 2]')", "is no part of a report"),
         ("import sys; open(sys.argv[1], 'w').write('{\"rows\": 3}')", "is no part of a report"),
@@ -123,30 +125,19 @@ def test_bytes_that_are_no_text_do_not_matter(execute: Callable[..., Result]) ->
     json.dumps(found, allow_nan=False)
 
 
-def test_what_is_not_available_is_no_error(load: Load, execute: Callable[..., Result]) -> None:
-    found = execute(_part(available=False, complete=False, why="no driver"))
-    assert found["error"] == ""
-    assert load("gpu.running").state(found) == "not run: no driver"
-
-
 def test_failed_rows_are_counted(load: Load, execute: Callable[..., Result]) -> None:
     found = execute(_part(rows=[{"ok": True}, {"ok": False}, {"ok": None}]))
-    assert load("gpu.running").state(found) == "3 rows, 1 of 2 FAILED"
-
-
-# -- parts ----------------------------------------------------------------------------------------
+    assert load("gpu.parts").state(found) == "3 rows, 1 of 2 FAILED"
 
 
 def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
     parts = load("gpu.parts")
-    part = parts.Part(tmp_path / "part.json", "gpu")
+    part = parts.Part(tmp_path / "part.json")
     part.fact("side", np.int64(3))
     part.row(ok=True, error=math.inf, value=np.float32(0.5), array=np.float64("nan"))
     found = parts.read(tmp_path / "part.json")
     assert found["facts"] == {"side": 3}
-    assert found["rows"] == [
-        {"device": "gpu", "error": None, "value": 0.5, "array": None, "ok": True}
-    ]
+    assert found["rows"] == [{"error": None, "value": 0.5, "array": None, "ok": True}]
     assert found["complete"] is False
     part.finish()
     assert parts.read(tmp_path / "part.json")["complete"] is True
@@ -156,85 +147,115 @@ def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def options() -> types.SimpleNamespace:
-    return types.SimpleNamespace(quick=True, seed=3, limit=100.0)
+def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+    """Run the report with parts that only tell how they were run; return that, and the report."""
+    report, out = load("gpu_report"), tmp_path / "out"
+
+    def run(*names: str, gone_s: float = 0.0, gpu: bool = False) -> tuple[list[Any], Any]:
+        asked: list[tuple[str, float, str | None]] = []
+
+        def execute(_: Any, log: Path, limit: float, variables: Any, reader: Any) -> Result:
+            # The report is there after each part.
+            assert (out / "gpu-here.json").exists() is bool(asked)
+            asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
+            assert variables.get("NVIDIA_TF32_OVERRIDE") == {"override-0": "0"}.get(log.stem)
+            log.write_text(f"output of {log.stem}")
+            facts = {
+                "name": "here",
+                "gpu": {"cublas": "13.1"} if gpu else None,
+                "why_no_gpu": "no driver",
+            }
+            return {
+                **report.parts.not_run(""), "complete": True, "facts": facts if log.stem == "device" else {},
+            }  # fmt: skip
+
+        options = report._parser().parse_args(
+            ["--quick", "--out", str(out), "--limit", "100", "--parts", ",".join(names)]
+        )
+        path, content = report.run_all(
+            options, tmp_path, begin=time.monotonic() - gone_s, execute=execute
+        )
+        assert json.loads(path.read_text()) == content
+        assert path.with_suffix(".log").read_text().count("output of") == len(asked)
+        return asked, content
+
+    return run
 
 
-def test_sections_run_in_order_within_what_is_left(
-    load: Load, options: types.SimpleNamespace, tmp_path: Path
+def test_parts_run_in_order_within_what_is_left(
+    run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = load("gpu_report")
-    limits = {}
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    asked, content = run_all("override-0", "override", "test_products", gone_s=90, gpu=True)
+    assert [n for n, _, _ in asked] == ["device", "override-0", "override", "test_products"]
+    assert [limit for _, limit, _ in asked] == pytest.approx([10] * 4, abs=2)
+    assert asked[-1][2] == "gpu"
+    assert set(content) == {"benchmark", "claims", "machine", "results", "settings"}
+    assert content["machine"]["name"] == "here"
+    assert content["settings"]["quick"] is True
 
-    def execute(command: list[str], path: Path, log: Path, limit: float, _: Any) -> Result:
-        name = command[command.index("--child") + 1]
-        limits[name] = limit
-        return report.running.skipped("")
 
-    # 90 of the 100 seconds are gone.
-    report.run_all(
-        ["accuracy", "rounding"], options, tmp_path, begin=time.monotonic() - 90, execute=execute
-    )
-    assert list(limits) == ["accuracy", "rounding"]
-    assert limits["accuracy"] == pytest.approx(10, abs=1)
-    assert limits["rounding"] == pytest.approx(10, abs=1)
-    results = report.run_all(
-        ["device"], options, tmp_path, begin=time.monotonic() - 99.5, execute=execute
-    )
-    assert results["device"]["why"] == "no time was left"
-    assert "device" not in limits
+def test_what_does_not_fit_is_told(run_all: Callable[..., Any]) -> None:
+    asked, content = run_all("rounding", gone_s=99.5, gpu=True)
+    assert asked == []
+    assert {r["not_run"] for r in content["results"].values()} == {"no time was left"}
+    # A machine that could not even be described still has a report.
+    assert content["machine"]["name"] == "unknown"
+
+
+def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(
+    load: Load, run_all: Callable[..., Any]
+) -> None:
+    asked, content = run_all("test_products", "speed", "host")
+    told = [(name, device) for name, _, device in asked]
+    assert told == [("device", None), ("test_products", "software")]
+    assert content["results"]["speed"]["not_run"] == "no driver"
+    assert load("gpu.parts").state(content["results"]["speed"]) == "not run: no driver"
+    assert {c["met"] for c in content["claims"]} == {None}
 
 
 def test_all_limits_fit_into_the_whole(load: Load) -> None:
-    sections = load("gpu.sections")
-    *others, last = sections.SECTIONS.values()
-    # The last one takes what is left, at least a minute.
-    assert sum(s.limit_s for s in others) <= sections.TOTAL_S - 60
-    assert (last.name, sections.TOTAL_S <= 480) == ("tests", True)
-    for section in sections.SECTIONS.values():
-        assert callable(load(section.module).run)
+    limits, parts = load("gpu_report").limits(), load("gpu.parts")
+    names = list(limits)
+    assert names[0] == "device"
+    assert {"test_products", "test_device", "test_convert", "test_cublas_handle"} <= set(names)
+    assert parts.TOTAL_S < 480
+    # What the claims are about ends in time if the tests take half of what they may.
+    first = [limits[name] for name in names[: names.index("speed") + 1] if "test_" not in name]
+    tests = [limits[name] for name in names if "test_" in name]
+    assert sum(first) + sum(tests) / 2 <= parts.TOTAL_S
+    for name in parts.MEASUREMENTS:
+        assert callable(load(f"gpu.{name.partition('-')[0]}").run)
 
 
-def test_the_report_is_merged(load: Load, options: types.SimpleNamespace) -> None:
-    report = load("gpu_report")
-    device = {**report.running.skipped(""), "facts": {"name": "h200", "gpu": {"cublas": "13.1"}}}
-    content = report.merge({"device": device, "speed": report.running.skipped("none")}, options)
-    assert set(content) == {"benchmark", "claims", "machine", "results", "settings"}
-    assert content["machine"]["name"] == "h200"
-    assert content["settings"]["sections"] == ["device", "speed"]
-    assert content["settings"]["quick"] is True
-    json.dumps(content, allow_nan=False)
-    # A machine that could not even be described still has a report.
-    assert report.merge({}, options)["machine"]["name"] == "unknown"
-
-
-def test_sections_are_named(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_are_named(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     parser = load("gpu_report")._parser()
-    assert parser.parse_args(["--sections", "speed, host,speed"]).sections == ["speed", "host"]
+    assert parser.parse_args(["--parts", "speed, host,speed"]).parts == ["device", "speed", "host"]
     with pytest.raises(SystemExit, match="2"):
-        parser.parse_args(["--sections", "sped"])
-    assert "choose of device, accuracy" in capsys.readouterr().err
+        parser.parse_args(["--parts", "sped"])
+    assert "choose of device, test_" in capsys.readouterr().err
 
 
 def test_it_runs_to_its_end_here(tmp_path: Path) -> None:
     command = [
         sys.executable, str(BENCHMARKS / "gpu_report.py"), "--quick", "--out", str(tmp_path),
-        "--sections", "device,accuracy,graphs",
+        "--parts", "device,test_cublas_handle,rounding",
     ]  # fmt: skip
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("gpu-none-*.json")
+    (path,) = tmp_path.glob("gpu-*.json")
     content = json.loads(path.read_text())
     results = content["results"]
-    assert (results["graphs"]["available"], results["graphs"]["rows"]) == (False, [])
-    assert results["graphs"]["why"]
-    assert all(r["error"] == "" for r in results.values())
-    rows = results["accuracy"]["rows"]
-    assert {r["device"] for r in rows} == {"cpu"}
-    assert {r["mode"] for r in rows} >= {"fp32", "tf32", "bf16", "fp16"}
-    assert all(r["ok"] for r in rows if "float8" not in r["dtypes"][0])
-    # What was seen on a CPU says nothing about a GPU.
+    assert results["rounding"]["not_run"] == results["device"]["facts"]["why_no_gpu"] != ""
+    assert results["device"]["error"] == ""
+    assert str(BENCHMARKS.parent) not in json.dumps(results["device"]), "the machine has no owner"
+    if importlib.util.find_spec("nvmath") is not None:
+        assert results["test_cublas_handle"]["error"] == ""
+        (row,) = results["test_cublas_handle"]["rows"]
+        assert (row["feature"], row["ok"]) == ("`cublas_handle` and the guard", True)
+        assert row["device"] == "software"
+    # What was seen in software says nothing about a GPU.
     assert {c["met"] for c in content["claims"]} == {None}
     assert "not measured" in done.stdout
 
@@ -279,10 +300,8 @@ def test_speed_is_judged_at_its_worst_size(
     assert (tuned["met"], tuned["limit"]) == (None, 1.0)
 
 
-def test_a_cpu_proves_nothing(load: Load) -> None:
-    sizes = load("gpu.verdicts").SIZES
-    rows = [{**_speed("bfloat16", n, 2.0), "device": "cpu"} for n in sizes]
-    found = _claims(load, speed=rows, graphs=[{"device": "cpu", "ok": True}])
+def test_software_proves_nothing(load: Load) -> None:
+    found = _claims(load, test_device=[{"feature": "a", "device": "software", "ok": True}])
     assert {c["met"] for c in found.values()} == {None}
 
 
@@ -317,9 +336,9 @@ def test_flags_are_judged_by_mode(load: Load) -> None:
     assert found["fp32: algorithms without tensor cores, share"]["met"] is True
 
 
-def test_one_replay_that_differs_is_a_miss(load: Load) -> None:
-    rows = [{"device": "gpu", "ok": ok} for ok in (True, True, False)]
-    claim = _claims(load, graphs=rows)["captured products replay bit by bit, share"]
+def test_one_feature_that_fails_is_a_miss(load: Load) -> None:
+    rows = [{"feature": str(i), "device": "gpu", "ok": i < 2} for i in range(3)]
+    claim = _claims(load, test_device=rows)["features that work on the GPU, share"]
     assert (claim["value"], claim["met"]) == (pytest.approx(2 / 3), False)
 
 
@@ -381,7 +400,7 @@ def test_short_calls_are_queued_behind_a_pause(load: Load) -> None:
     found = clock.contest(
         {"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0
     )
-    assert len(found.device_s["tiny"]) == clock.MIN_ROUNDS
+    assert len(found.device_s["tiny"]) == load("timing").MIN_ROUNDS
     assert found.device_s["tiny"] == pytest.approx([1e-6] * 3)
     assert found.host_s["tiny"] > 1e-4
     # Each sample is taken twice: hidden behind a pause of the device, and as a caller meets it.
@@ -450,8 +469,7 @@ def test_wide_products_are_checked_in_a_wider_type(
     import lowprec
 
     accuracy = load("gpu.accuracy")
-    case = accuracy.Case((dtype, dtype), "normal", 64)
-    a, b = accuracy.operands(case, 32, 0)
+    a, b = accuracy.operands((dtype, dtype), "normal", 64, 32, 0)
     found = accuracy.judge(a @ b, a, b, lowprec.plan(a, b).bound)
     # Not zero, as it would be against float64 itself.
     assert found["ok"] is True
@@ -475,14 +493,14 @@ class _Plans:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_one_wrong_element_is_noticed(load: Load, mode: str) -> None:
-    accuracy, libraries = load("gpu.accuracy"), load("gpu.libraries")
+    accuracy = load("gpu.accuracy")
 
     def wrong(result: Any) -> Any:
         result[3, 5] += 1000
         return result
 
     case = accuracy.Case(("float32", "float32"), "normal", 64, mode)
-    arrays = libraries.NumpyArrays()
+    arrays = types.SimpleNamespace(put=lambda x: x, get=np.asarray)
     assert accuracy.check(_Plans(lambda x: x), arrays, case, 32, 0)["ok"] is True
     assert accuracy.check(_Plans(wrong), arrays, case, 32, 0)["ok"] is False
 
@@ -515,25 +533,25 @@ def test_operands_repeat_the_patterns(load: Load, side: str, k: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_of_a_sum_is_told(load: Load, dtype: str) -> None:
-    beta = load("gpu.beta")
-    a, b, c = beta.sum_operands(0, dtype)
+    accumulation = load("gpu.accumulation")
+    a, b, c = accumulation.sum_operands(0, dtype)
     product = a.astype(np.float64) @ b.astype(np.float64)
     # The product itself is exact in FP32, so that only the sum is rounded.
     np.testing.assert_array_equal(product.astype(np.float32), product)
     exact = product + c
     nearest = exact.astype(np.float32)
-    found = beta.classify_sum(a, b, c, nearest)
+    found = accumulation.classify_sum(a, b, c, nearest)
     assert (found["rule"], found["shares"]["toward zero"]) == ("to nearest", 0.0)
     assert found["telling"] > 1000
     toward = np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest)
-    assert beta.classify_sum(a, b, c, toward)["rule"] == "toward zero"
-    assert beta.classify_sum(a, b, c, nearest + 1)["rule"] == "neither"
+    assert accumulation.classify_sum(a, b, c, toward)["rule"] == "toward zero"
+    assert accumulation.classify_sum(a, b, c, nearest + 1)["rule"] == "neither"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_split_sums_are_exact_in_fp32_alone(load: Load, dtype: str) -> None:
-    beta = load("gpu.beta")
-    a, b = (x.astype(np.float64) for x in beta.split_operands(0, dtype))
+    accumulation = load("gpu.accumulation")
+    a, b = (x.astype(np.float64) for x in accumulation.split_operands(0, dtype))
     exact = a @ b
     assert exact.max() < 2**24
     assert exact.max() < np.finfo(np.float16).max
@@ -591,7 +609,73 @@ def test_first_choice_beside_the_best(load: Load) -> None:
     assert (found["best_rank"], found["taken_rank"], found["candidates"]) == (1, 4, 3)
 
 
-# -- tests and the machine ------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
+def test_models_of_tensor_cores_are_told_apart(
+    load: Load, dtype: str, group: int, bits: int
+) -> None:
+    accumulation = load("gpu.accumulation")
+    a, b = accumulation.model_operands(0, dtype, 48)
+    a = a[:8]
+    assert not a[:, 48:].any()
+    found = {m: accumulation.modelled(a, b, 48, *m) for m in accumulation.MODELS}
+    same = {m for m, x in found.items() if np.array_equal(x, found[group, bits])}
+    assert same == {(group, bits)}
+    # Each group cuts (group + 1) terms by less than 2^-bits of the largest, and the sum by 2^-23 of itself.
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    limit = 48 / group * ((group + 1) * 2.0**-bits + 2.0**-23) * (np.abs(x) @ np.abs(y))
+    assert np.all(np.abs(found[group, bits] - x @ y) <= limit)
+
+
+def test_a_model_by_hand(load: Load) -> None:
+    a = np.array([[1, 2**-12, 2**-12, 2**-12]], np.float32)
+    modelled = load("gpu.accumulation").modelled
+    # 1 and three times 2^-24: with 23 bits the small ones are cut off, one by one.
+    assert modelled(a, a.T, 4, 4, 23)[0, 0] == 1
+    # With one bit more they survive the alignment: 3 * 2^-24, of which FP32 holds 2^-23.
+    assert modelled(a, a.T, 4, 4, 24)[0, 0] == 1 + 2**-23
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform"])
+def test_split_products(
+    load: Load, torch: Any, distribution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lowprec
+
+    splits, clock = load("gpu.splits"), load("gpu.clock")
+    monkeypatch.setattr(splits, "CHUNKS", (48, None))
+    options = load("gpu.parts").Options(quick=False, seed=0)
+    found = splits.measure(lowprec, torch, 128, distribution, options, clock.HostClock())
+    assert len(found) == len(splits.SCHEMES) * len(splits.CHUNKS) * 2
+    # Two terms of bfloat16 leave up to 2^-17 of an element out, the others 2^-22; FP32 sums cost up to 128 * 2^-24. The
+    # errors are as random as the products, so that both sums grow alike.
+    worst = {"fp16x3": 2**-17, "bf16x6": 2**-17, "bf16x3": 3 * 2**-17}
+    assert all(r["relative_error"] < worst[r["scheme"]] for r in found)
+    by_scheme = {r["scheme"]: r["relative_error"] for r in found}
+    assert max(by_scheme["fp16x3"], by_scheme["bf16x6"]) < by_scheme["bf16x3"]
+    assert all(("speed_over_fp32" in r) is (distribution == "normal") for r in found)
+
+
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", "float32 fp32", "float32 bf16", "float32 times a vector"]
+)
+def test_speed_rows(load: Load, torch: Any, kind: str) -> None:
+    import lowprec
+
+    speed, clock = load("gpu.speed"), load("gpu.clock")
+    row, operands = speed.measure(lowprec, torch, kind, 64, 0, clock.HostClock())
+    assert row["ok"] is True, row
+    assert row["speed"]["torch"]["median"] > 0
+    assert row["tflops"] > 0
+    a, b = operands.a[0], operands.b[0]
+    assert speed.relative_error(torch, lowprec.matmul(a, b) * 1.1, a, b) > 0.05
+
+
+# -- tests ------------------------------------------------------------------------------------
 
 _TESTS = """
 import pytest
@@ -607,63 +691,77 @@ def test_teardown(broken): pass
 """
 
 
-def _outcomes(load: Load, folder: Path, **files: str) -> list[dict[str, str]]:
-    """Run pytest on some modules with the plugin; return what it wrote."""
-    recorder, tests = load("gpu.recorder"), load("gpu.tests")
-    for name, text in files.items():
+def _digest(
+    load: Load, folder: Path, conftest: str, left_s: float = 600, **files: str
+) -> dict[str, Any]:
+    """Run pytest on some modules with the plugin; return what the report makes of it."""
+    reportlog, tests = load("gpu.reportlog"), load("gpu.tests")
+    for name, text in {"conftest": conftest, **files}.items():
         (folder / f"{name}.py").write_text(text)
-    path = folder / "outcomes.jsonl"
+    path = folder / "report.jsonl"
     environment = {
-        **os.environ, "PYTHONPATH": str(BENCHMARKS), recorder.VARIABLE: str(path)
+        **os.environ, "PYTHONPATH": str(BENCHMARKS), reportlog.PATH: str(path),
+        reportlog.DEADLINE: str(time.time() + left_s),
     }  # fmt: skip
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "gpu.recorder", "-p", "no:cacheprovider", "--rootdir", str(folder),
+        sys.executable, "-m", "pytest", "-q", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "--rootdir", str(folder),
         "--continue-on-collection-errors", str(folder),
     ]  # fmt: skip
     subprocess.run(command, env=environment, cwd=folder, check=False, capture_output=True)
-    found: list[dict[str, str]] = tests.outcomes(path)
+    found: dict[str, Any] = tests.read(path)
     return found
 
 
-def test_tests_are_counted_by_module(load: Load, tmp_path: Path) -> None:
-    tests, parts = load("gpu.tests"), load("gpu.parts")
-    found = _outcomes(
-        load, tmp_path, test_a=_TESTS, test_b="def test_fine(): pass", test_c="import nothing_at_all",
-        test_d="import pytest; pytest.skip('not here', allow_module_level=True)",
+#: Every test shows a feature: the name of its module.
+_MARKED = """
+def pytest_itemcollected(item):
+    item.user_properties += [("feature", item.path.stem), ("device", "gpu")]
+"""
+
+
+def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
+    found = _digest(
+        load, tmp_path, _MARKED, test_a=_TESTS, test_b="def test_fine(): pass", test_c="import nothing_at_all",
+        test_d="import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
     )  # fmt: skip
-    part = parts.Part(tmp_path / "part.json", "gpu")
-    tests.keep(part, found, stopped=False)
-    assert part.facts["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
-    assert {r["module"]: r["ok"] for r in part.rows} == {
-        "test_a.py": False, "test_b.py": True, "test_c.py": False, "test_d.py": None,
+    assert found["complete"] is True
+    assert found["facts"]["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
+    assert {r["feature"]: r["ok"] for r in found["rows"]} == {
+        "test_a": False, "test_b": True, "test_d": None,
     }  # fmt: skip
-    said = {f["id"]: f["message"] for f in part.facts["failures"]}
+    assert {r["device"] for r in found["rows"]} == {"gpu"}
+    said = {f["id"]: f["message"] for f in found["facts"]["failures"]}
     assert set(said) == {"test_a.py::test_fails", "test_a.py::test_teardown", "test_c.py"}
     assert "so it is" in said["test_a.py::test_fails"]
     assert "the end is bad" in said["test_a.py::test_teardown"]
     assert "nothing_at_all" in said["test_c.py"]
+    assert {w.removeprefix("Skipped: ") for w in found["facts"]["skips"]} == {"no GPU", "not here"}
+
+
+def test_what_cannot_be_collected_has_failed(load: Load, tmp_path: Path) -> None:
+    found = _digest(load, tmp_path, "", test_c="import nothing_at_all")
+    assert [r["ok"] for r in found["rows"]] == [False]
+
+
+def test_no_test_begins_when_the_time_is_over(load: Load, tmp_path: Path) -> None:
+    code = "def test_one(): pass\ndef test_two(): pass"
+    found = _digest(load, tmp_path, _MARKED, left_s=-1, test_a=code)
+    assert found["complete"] is False
+    assert found["facts"]["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
 
 
 def test_a_test_that_hangs_is_named(load: Load, tmp_path: Path) -> None:
-    tests, parts = load("gpu.tests"), load("gpu.parts")
-    path = tmp_path / "outcomes.jsonl"
-    path.write_text(
-        '{"id": "test_a.py::one", "kind": "begun", "message": ""}\n'
-        '{"id": "test_a.py::one", "kind": "passed", "message": ""}\n'
-        '{"id": "test_a.py::two", "kind": "begun", "message": ""}\n{"id": "test_a'
-    )
-    part = parts.Part(tmp_path / "part.json", "gpu")
-    tests.keep(part, tests.outcomes(path), stopped=True)
-    assert part.facts["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
-    assert part.facts["failures"][0]["id"] == "test_a.py::two"
-    assert "when the tests were stopped" in part.facts["failures"][0]["message"]
-
-
-def test_the_machine_has_no_owner(load: Load, tmp_path: Path) -> None:
-    parts = load("gpu.parts")
-    part = parts.Part(tmp_path / "part.json")
-    load("gpu.device").run(part, parts.Options(quick=True, seed=0))
-    assert part.facts["name"].startswith("none-")
-    assert part.facts["gpu"] is None
-    assert part.facts["why_no_gpu"]
-    assert str(BENCHMARKS.parent) not in (tmp_path / "part.json").read_text()
+    """What a run leaves behind that is killed in its second test, or while it writes."""
+    code = "import os\ndef test_one(): pass\ndef test_two(): os.kill(os.getpid(), 9)"
+    found = _digest(load, tmp_path, _MARKED, test_a=code)
+    assert found["complete"] is False
+    assert found["facts"]["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
+    (failure,) = found["facts"]["failures"]
+    assert failure["id"] == "test_a.py::test_two"
+    assert "when the tests were stopped" in failure["message"]
+    path = tmp_path / "report.jsonl"
+    with path.open("a") as file:
+        file.write('{"nodeid": "test_a')
+    assert load("gpu.tests").read(path) == found
+    with pytest.raises(ValueError, match="it wrote nothing"):
+        load("gpu.tests").read(tmp_path / "none.jsonl")

@@ -11,11 +11,9 @@ from numpy.lib.stride_tricks import as_strided
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
 from lowprec.planning.layout import (
-    OperandLayout,
+    MatrixStack,
     OperandSpec,
-    contiguous_strides,
     gemm_layout,
-    may_overlap_itself,
     result_shape,
 )
 
@@ -33,7 +31,7 @@ def numbered(*shape: int) -> np.ndarray:
 
 
 def read(
-    storage: np.ndarray, start: np.ndarray, o: OperandLayout, batch: tuple[int, ...]
+    storage: np.ndarray, start: np.ndarray, o: MatrixStack, batch: tuple[int, ...]
 ) -> np.ndarray:
     """The matrices that a layout describes, read out of the operand's memory."""
     offset = (start.ctypes.data - storage.ctypes.data) // 4
@@ -211,22 +209,6 @@ def test_out_must_not_overlap_itself():
     a, b = spec(numbered(2, 3)), spec(numbered(3, 4))
     with pytest.raises(ShapeError, match="out has elements that may share memory"):
         gemm_layout(a, b, spec(np.broadcast_to(numbered(4), (2, 4))))
-
-
-@given(operand_views())
-def test_views_of_an_array_do_not_overlap_themselves(views):
-    assert not may_overlap_itself(spec(views[1]))
-
-
-@given(st.tuples(extents, extents, extents))
-def test_contiguous_strides_step_like_numpys(shape):
-    x = np.zeros(shape, np.float32)
-    if x.size:
-        assert contiguous_strides(shape) == tuple(s // 4 for s in x.strides)
-
-
-def test_strides_around_an_empty_dimension_are_those_of_extent_one():
-    assert contiguous_strides((2, 0, 3)) == (3, 3, 1)
 
 
 def test_stored_bytes_count_a_broadcast_dimension_once():

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import DType
+from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, plan_gemm
-from lowprec.planning.batches import contiguous_batch, split_batches
+from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, Why, plan_gemm
+from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
-from lowprec.planning.layout import contiguous_strides
 from lowprec.planning.tensor_cores import roundings
+from lowprec.strides import contiguous_strides
+from machines import gpu
 
-GPU = Capabilities("cuda:0", "a GPU", compute_capability=(9, 0), workspace_bytes=32 << 20)
-VOLTA = Capabilities("cuda:0", "a GPU", compute_capability=(7, 0), workspace_bytes=4 << 20)
+GPU, VOLTA = gpu((9, 0)), gpu((7, 0), 4 << 20)
 
 
 # -- an interpreter of calls ----------------------------------------------------------------------
@@ -123,7 +123,7 @@ def run(
             operands.append((packed(pack, stack), 0))
     first, second = operands[::-1] if call.swapped else operands
     true = x @ y
-    if call.aside:
+    if call.staged:
         size = call.product_bytes // call.d.dtype.itemsize
         temporary = np.full(size, np.nan, complex)
         interpret(call, first, second, (temporary, 0), (temporary, 0), 1, 0)
@@ -153,7 +153,7 @@ def check(*arguments: Any, **keywords: Any) -> CublasLtCall:
 
 def untouched(call: CublasLtCall) -> bool:
     """Whether the arrays are read and written where they lie."""
-    return call.pack_a is call.pack_b is None and not call.aside
+    return call.pack_a is call.pack_b is None and not call.staged
 
 
 # -- one property for all -------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_plain_arrays_are_one_call_as_they_lie() -> None:
         call = check(a, b, MathMode.TF32)
         assert untouched(call)
         assert call.offsets == ((0, 0, 0, 0),)
-        assert call.compute_type == "COMPUTE_32F_FAST_TF32"
+        assert call.compute_type is ComputeType.COMPUTE_32F_FAST_TF32
         assert call.swapped
 
 
@@ -245,7 +245,7 @@ def test_a_column_major_result_swaps_nothing() -> None:
     out = Memory((8, 24), (1, 8), DType.FLOAT32, 2)
     call = check(a, b, MathMode.FP32, out=out)
     assert not call.swapped
-    assert not call.aside
+    assert not call.staged
 
 
 def test_a_batch_without_one_step_is_walked_by_several_calls() -> None:
@@ -260,7 +260,7 @@ def test_int8_is_read_with_the_inner_dimension_contiguous() -> None:
     call = check(a, b, MathMode.FP32)
     assert call.pack_a is None
     assert call.pack_b is not None
-    assert (call.op_first, call.op_second, call.aside) == ("T", "N", "")
+    assert (call.op_first, call.op_second, call.staged) == ("T", "N", ())
     # What lies so already is read in place.
     call = check(a, Memory((64, 48), (1, 64), DType.INT8, 1), MathMode.FP32)
     assert untouched(call)
@@ -272,7 +272,7 @@ def test_odd_extents_of_8_bit_types_are_padded(dtype: DType) -> None:
     for x in (call.first, call.second):
         assert x.rows % 16 == x.leading_dimension % 16 == 0
     assert call.d.rows % 16 == 0
-    assert "padded" in call.aside
+    assert Why.PADDED_COLUMNS in {reason.why for reason in call.staged}
 
 
 def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
@@ -282,7 +282,7 @@ def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
     assert call.pack_b is not None
     assert call.pack_a.scaled
     assert call.pack_b.scaled
-    assert "powers of two" in call.aside
+    assert Why.SCALED_OPERANDS in {reason.why for reason in call.staged}
     # float16 values among float32 ones are in range as they are.
     call = check(contiguous((8, 16), DType.FLOAT16, 0), b, MathMode.FP16)
     assert call.pack_a is None
@@ -293,7 +293,7 @@ def test_complex_numbers_become_one_real_product() -> None:
     call = check(a, b, MathMode.BF16)
     assert (call.first.rows, call.first.cols) == (32, 48)
     assert (call.d.rows, call.d.cols, call.d.dtype) == (48, 8, DType.FLOAT32)
-    assert not call.aside
+    assert not call.staged
 
 
 EPILOGUES = [
@@ -323,7 +323,7 @@ def test_epilogues_are_fused_where_cublaslt_has_them(
     )
     call = plan_gemm(problem, GPU, MathMode.FP32).call
     assert call is not None
-    assert (call.epilogue, not call.aside) == (epilogue, fused)
+    assert (call.epilogue, not call.staged) == (epilogue, fused)
     assert (call.c is not None) is (c is not None and fused)
 
 
@@ -334,7 +334,7 @@ def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
     bias = OperandSpec.contiguous(DType.FLOAT32, (24,))
     call = plan_gemm(GemmProblem(a, b, out=out, bias=bias), GPU, MathMode.FP32).call
     assert call is not None
-    assert call.aside
+    assert call.staged
     assert call.epilogue == "DEFAULT"
 
 
@@ -348,9 +348,7 @@ def test_misaligned_8_bit_operands_are_packed() -> None:
         GPU,
         MathMode.FP32,
     )
-    call = lower(
-        plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout, aligned=False
-    )
+    call = lower(plan, aligned=False)
     assert call.pack_a is not None
     assert call.pack_b is not None
 
@@ -398,19 +396,19 @@ def test_split_batches_walks_every_matrix_once(
 
 
 def test_contiguous_batches_are_one_run() -> None:
-    strides = contiguous_batch((2, 3, 4), 10)
+    strides = contiguous_strides((2, 3, 4), 10)
     assert split_batches((2, 3, 4), [strides, strides]).offsets == ((0, 0),)
 
 
 def test_tensor_cores_of_each_generation() -> None:
     # By hand, from the model: (g + 1) 2^(24 - F) + 2 units per group of g products.
-    assert roundings(16, DType.FLOAT16, (9, 0)) == 11  # 17/2 + 2, rounded up
-    assert roundings(8, DType.FLOAT16, (8, 0)) == 11  # 9 + 2
-    assert roundings(4, DType.FLOAT16, (7, 0)) == 12  # 10 + 2
-    assert roundings(8, DType.FLOAT32, (9, 0), tf32=True) == 7  # 9/2 + 2, rounded up
-    assert roundings(4, DType.FLOAT32, (8, 6), tf32=True) == 7  # 5 + 2
-    assert roundings(100, DType.FLOAT32, (9, 0)) == 100
-    assert roundings(100, DType.FLOAT32, (7, 0), tf32=True) == 100  # no such units: FP32
+    assert roundings(16, "float16", (9, 0)) == 11  # 17/2 + 2, rounded up
+    assert roundings(8, "float16", (8, 0)) == 11  # 9 + 2
+    assert roundings(4, "float16", (7, 0)) == 12  # 10 + 2
+    assert roundings(8, "tf32", (9, 0)) == 7  # 9/2 + 2, rounded up
+    assert roundings(4, "tf32", (8, 6)) == 7  # 5 + 2
+    assert roundings(100, "float32", (9, 0)) == 100
+    assert roundings(100, "tf32", (7, 0)) == 100  # no such units: FP32
 
 
 def test_bounds_on_a_gpu() -> None:

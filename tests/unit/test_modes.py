@@ -18,6 +18,7 @@ from lowprec.modes import (
     parse_mode,
     row,
 )
+from lowprec.planning.rendering import compute_words
 
 #: mode: (format of each part, parts, products, JAX preset, compute type, whether it is TF32-based).
 DESIGN = {
@@ -35,7 +36,7 @@ DESIGN = {
     "fp16x3_unscaled": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
     "fp16x4_unscaled": (formats.FLOAT16, 2, 4, None, "COMPUTE_32F on float16 data", False),
     "fp16_karatsuba": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
-    "fp32_emulated": (formats.FLOAT32, 1, 1, None, "-", False),
+    "fp32_emulated": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F", False),
 }
 
 
@@ -47,13 +48,14 @@ def test_the_table_has_the_rows_of_the_design_in_its_order() -> None:
 @pytest.mark.parametrize("name", DESIGN)
 def test_a_row_is_the_designs(name: str) -> None:
     r = row(MathMode(name))
-    found = (r.operand_format, r.parts, r.products, r.jax_preset, r.compute_type, r.uses_tf32)
+    compute = compute_words(r.compute_type, r.data)
+    found = (r.operand_format, r.parts, r.products, r.jax_preset, compute, r.uses_tf32)
     assert found == DESIGN[name]
 
 
 def test_a_row_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError, match="products"):
-        row(MathMode.TF32).products = 2  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="parts"):
+        row(MathMode.TF32).parts = 2  # type: ignore[misc]
 
 
 def test_the_plain_modes_are_available() -> None:

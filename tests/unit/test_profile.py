@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 
 import lowprec
+import machines
+from cpu_units import needs_amx
 from lowprec import prepared
 from lowprec.backends import Arguments, Ran, cpu
-from lowprec.planning import Capabilities, plan_gemm
+from lowprec.planning import plan_gemm
 from lowprec.profiling import nvtx, units
 from lowprec.request import Request, spec_of
 
@@ -154,7 +157,7 @@ def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
 
 
 def test_copies_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Capabilities("cpu", "NumPy alone")
+    plain = machines.BARE
     monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
     monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
@@ -389,7 +392,7 @@ def test_nvtx_ranges_end_with_an_error(pushed: list[str | None]) -> None:
 def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
     view = lowprec.ShapeDtype((64, 64), dtype)
     problem = Request().problem(spec_of(view), spec_of(view))
-    found = Capabilities("cuda:0", "any", compute_capability=capability)
+    found = machines.gpu(capability)
     return plan_gemm(problem, found, lowprec.MathMode(mode))
 
 
@@ -424,12 +427,9 @@ def test_tile_units_say_why_not() -> None:
     assert (empty.units_used, empty.units_reason) == (False, "the product is empty")
 
 
+@needs_amx
 @pytest.mark.parametrize(("value", "used"), [(1.0, True), (np.inf, False)])
 def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
-    from lowprec.backends.cpu import amx
-
-    if not amx.is_available():
-        pytest.skip(f"no tile units: {amx.obstacle()}")
     x = np.ones((256, 256), np.float32)
     x[3, 4] = value
     with lowprec.profile() as prof:
@@ -441,7 +441,7 @@ def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
 
 def test_the_share_of_the_peak_is_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = (("float32", 2.0), ("bfloat16", 4.0))
-    known = Capabilities("cpu", "a machine that is known", peak_tflops=peaks)
+    known = dataclasses.replace(machines.BARE, peak_tflops=peaks)
     monkeypatch.setattr(cpu, "capabilities", lambda device: known)
     monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
@@ -656,12 +656,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     path = tmp_path / "profile.json"
     path.write_text("of an earlier run", "utf-8")
 
-    def full(self: Path, text: str, encoding: str) -> int:
-        with self.open("w", encoding=encoding) as file:
-            file.write(text[:100])
+    def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
         prof.to_json(path)
     assert path.read_text("utf-8") == "of an earlier run"

@@ -28,6 +28,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "autotune",
+    "check",
     "cublas_handle",
     "fp32_guard",
     "get_math_mode",
@@ -48,6 +49,10 @@ ERRORS = [name for name in NAMES if name.endswith("Error")]
 def test_the_names_are_these_and_sorted() -> None:
     assert lowprec.__all__ == NAMES
     assert sorted(NAMES) == NAMES
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    assert dir(lowprec) == NAMES
 
 
 def test_every_name_exists() -> None:
@@ -75,7 +80,7 @@ def test_every_callable_shows_an_example(name: str) -> None:
     assert ">>> " in (inspect.getdoc(getattr(lowprec, name)) or "")
 
 
-@pytest.mark.parametrize("name", ["matmul", "plan"])
+@pytest.mark.parametrize("name", ["matmul", "plan", "check"])
 def test_every_parameter_is_documented(name: str) -> None:
     text = inspect.getdoc(getattr(lowprec, name)) or ""
     for parameter in inspect.signature(getattr(lowprec, name)).parameters:

@@ -12,12 +12,12 @@ import lowprec
 from lowprec import streams
 from lowprec.arrays import CPU, ArrayView, Device, device_memory, libraries
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends import Arguments, registry
 from lowprec.backends import cpu as cpu_backend
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 from lowprec.request import PLAIN, Request
+from lowprec.strides import contiguous_strides
 
 GPU = Device(2, 0)
 F32 = DType.FLOAT32

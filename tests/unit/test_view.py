@@ -11,9 +11,7 @@ from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may
 from lowprec.arrays.base import check_writable
 from lowprec.arrays.view import (
     _pointer_by_interface,
-    contiguous_strides,
     data_pointer,
-    overlaps_itself,
 )
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType
@@ -122,11 +120,6 @@ def test_data_pointer_is_the_interface_pointer(rng: np.random.Generator) -> None
         assert data_pointer(part) == _pointer_by_interface(part)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 2, 3), (2, 3, 4, 5)])
-def test_contiguous_strides_are_numpys(shape: tuple[int, ...]) -> None:
-    assert contiguous_strides(shape) == tuple(s // 4 for s in np.empty(shape, np.float32).strides)
-
-
 def test_device_names() -> None:
     assert [str(d) for d in (CPU, Device(2, 3), Device(99, 0))] == [
         "cpu",
@@ -202,22 +195,6 @@ def test_read_only_and_broadcast_out_are_refused() -> None:
 def test_every_view_that_names_each_element_once_may_be_written(layout: str) -> None:
     array = layouts(DType.FLOAT32)[layout]
     check_writable(view_of(array))
-
-
-def test_overlaps_itself_against_a_count(rng: np.random.Generator) -> None:
-    unsure = 0
-    for _ in range(500):
-        shape = tuple(int(n) for n in rng.integers(0, 4, 3))
-        strides = tuple(int(s) for s in rng.integers(-12, 13, 3))
-        offsets = [
-            sum(i * s for i, s in zip(index, strides, strict=True))
-            for index in itertools.product(*map(range, shape))
-        ]
-        repeats = len(set(offsets)) < len(offsets)
-        found = overlaps_itself(shape, strides)
-        assert found or not repeats, (shape, strides)
-        unsure += found and not repeats
-    assert unsure < 100  # interleaved strides only; a test that always said True would count 300
 
 
 def test_may_overlap_agrees_with_numpy(rng: np.random.Generator) -> None:

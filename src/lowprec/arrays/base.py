@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lowprec.arrays.view import ArrayView, Device, contiguous_strides, overlaps_itself
+from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
+from lowprec.strides import contiguous_strides, overlaps_itself
 
 __all__ = ["Library", "check_writable"]
 
@@ -48,6 +49,10 @@ class Library(ABC):
             If its element type is not supported.
         """
 
+    def view_another(self, array: Any) -> ArrayView:
+        """Return what :meth:`view` does, right after it: the library's state, which it checks, is still the same."""
+        return self.view(array)
+
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be written: an ``out``, or a buffer from :meth:`empty`.
 
@@ -79,8 +84,15 @@ class Library(ABC):
         """Return the writable view of a new buffer; its ``owner`` is the buffer."""
         return self.writable_view(self.empty(shape, dtype, device, like))
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
-        """Return the array of this library that a filled buffer has become, without a copy."""
+    def finish(self, buffer: Any, *operands: Any) -> Any:
+        """Return the array of this library that a filled buffer has become, without a copy.
+
+        Parameters
+        ----------
+        buffer : array
+        *operands : array or None
+            What it was computed from, of any library, the one that was ``like`` first.
+        """
         return buffer
 
     def current_stream(self, device: Device) -> int | None:

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from lowprec.arrays.device_memory import Block, provider
 from lowprec.arrays.dlpack import DLPackArray, export
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, contiguous_strides, memory_at
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, memory_at
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
+from lowprec.strides import contiguous_strides
 
 __all__ = ["DeviceArray"]
 

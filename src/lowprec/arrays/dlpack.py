@@ -14,14 +14,17 @@ Two decisions keep this file free of C callbacks, which would have to survive th
 from __future__ import annotations
 
 import ctypes
+import operator
+import sys
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, contiguous_strides
-from lowprec.errors import ArrayError
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
+from lowprec.errors import ArrayError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["DLPackArray", "device_of", "export", "import_array", "view_of_capsule"]
 
@@ -66,6 +69,7 @@ class _Versioned(ctypes.Structure):
     )
 
 
+_CAPSULE = type(np.empty(0).__dlpack__())
 _TENSOR_OFFSET: int = _Versioned.tensor.offset
 _INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
 
@@ -80,7 +84,7 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 def _open(capsule: object) -> tuple[_Tensor, int]:
     """Return the tensor in a capsule that nobody has consumed, and the flags of its version (0 if it has none)."""
-    if type(capsule).__name__ != "PyCapsule":
+    if type(capsule) is not _CAPSULE:
         raise ArrayError(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
     name = _get_name(capsule)
     if name == _LEGACY:
@@ -104,7 +108,7 @@ def view_of_capsule(capsule: object) -> ArrayView:
     Raises
     ------
     ArrayError
-        If the capsule has been consumed, is of another major version, or describes no array.
+        If the capsule has been consumed, is of another major version, or describes no array that memory can hold.
     DTypeError
         If the element type is not supported.
     """
@@ -123,12 +127,40 @@ def view_of_capsule(capsule: object) -> ArrayView:
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and 0 not in shape:
         raise ArrayError(f"the DLPack capsule of shape {shape} has no data: its pointer is null")
+    _check_extent(shape, strides, address, dtype.itemsize)
     device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
     view = ArrayView(
         dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
     )
     return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
+
+
+def _check_extent(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int
+) -> None:
+    """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
+    nbytes, first, last = itemsize, address, address
+    empty = False
+    for length, stride in zip(shape, strides, strict=True):
+        if length > 1:
+            nbytes *= length
+            reach = stride * itemsize * (length - 1)
+            if reach < 0:
+                first += reach
+            else:
+                last += reach
+        elif length < 0:
+            raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
+        elif not length:
+            empty = True
+    if empty:  # no element is at any stride
+        first = last = address
+    if first < 0 or max(last, nbytes) > sys.maxsize:
+        raise ArrayError(
+            f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
+            f"from address {address:#x}"
+        )
 
 
 def _aligned_copy(view: ArrayView) -> ArrayView:
@@ -152,17 +184,21 @@ def device_of(array: Any) -> Device:
     Raises
     ------
     ArrayError
-        If it refuses to tell.
+        If it refuses to tell, or names no device.
     """
     try:
-        kind, index = array.__dlpack_device__()
+        said = array.__dlpack_device__()
     except Exception as error:
         raise _refusal(array, error) from error
-    return CPU if kind in _HOST_TYPES else _device(int(kind), int(index))
-
-
-# Types whose ``__dlpack__`` predates the ``max_version`` keyword: asked once, remembered.
-_WITHOUT_VERSION: set[type] = set()
+    try:
+        kind, index = map(
+            operator.index, said
+        )  # an Enum of the array's library counts as its number
+    except (TypeError, ValueError):
+        raise ArrayError(
+            f"{_name(array)} names no device by DLPack: __dlpack_device__ returned {said!r}, not two integers"
+        ) from None
+    return _device(kind, index)
 
 
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
@@ -184,24 +220,37 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
 
 def _capsule_of(array: Any, keywords: dict[str, Any]) -> object:
-    kind = type(array)
     try:
-        if kind in _WITHOUT_VERSION:
-            return array.__dlpack__(**keywords)
         try:
             return array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
-        except TypeError:
-            capsule: object = array.__dlpack__(**keywords)
-            _WITHOUT_VERSION.add(kind)
-            return capsule
+        except TypeError as error:
+            if not _lacks_max_version(error):
+                raise
+        return array.__dlpack__(**keywords)
     except Exception as error:
         raise _refusal(array, error) from error
 
 
+def _lacks_max_version(error: TypeError) -> bool:
+    """Whether a producer from before DLPack 1.0 has refused the keyword, and not a newer one something else.
+
+    A producer that is taken for an old one cannot say that its memory is read-only. Nothing is remembered: an object
+    may pass its calls on to others of either kind.
+    """
+    if isinstance(error, LowprecError):
+        return False
+    # Refused by the call itself, no frame of the producer's was entered; or further in, where it was passed on.
+    frames = error.__traceback__
+    return frames is None or frames.tb_next is None or "max_version" in str(error)
+
+
 def _refusal(array: Any, error: Exception) -> ArrayError:
+    return ArrayError(f"{_name(array)} refuses to be exported by DLPack: {error}")
+
+
+def _name(array: Any) -> str:
     kind = type(array)
-    what = f"{kind.__module__}.{kind.__qualname__}"
-    return ArrayError(f"{what} refuses to be exported by DLPack: {error}")
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}

@@ -12,6 +12,7 @@ from lowprec.arrays.device_memory import provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import host_empty, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device
+from lowprec.errors import ArrayError
 from lowprec.formats import DType
 
 __all__ = ["DLPACK", "DLPackLibrary"]
@@ -42,7 +43,13 @@ class DLPackLibrary(Library):
         if kind is DeviceArray:
             return self._own_view(array)
         device = device_of(array)
-        return import_array(array, None if device is CPU else self.current_stream(device))
+        view = import_array(array, None if device is CPU else self.current_stream(device))
+        if view.device != device:
+            raise ArrayError(
+                f"the array says that it is on {device}, and exports memory on {view.device}: it is not known which "
+                "stream its elements are ready on"
+            )
+        return view
 
     def _own_view(self, array: DeviceArray) -> ArrayView:
         if array.stream != _LEGACY_STREAM:
@@ -65,7 +72,7 @@ class DLPackLibrary(Library):
             return host_view(host_empty(shape, dtype, device))
         return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM).view()
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return a :class:`DLPackArray` on the buffer."""
         return buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
 

@@ -130,17 +130,22 @@ class JaxLibrary(Library):
         """Return the writable view of memory that JAX can adopt."""
         return self.writable_view(self.empty(shape, dtype, device, like))
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return the JAX array that adopts a filled buffer, which nobody may write from then on.
 
-        It is placed where ``like`` is; on a CPU device other than the first, JAX copies it there.
+        As from ``jax.numpy.matmul``, it is committed to the device of the operands that are, and to none where none
+        is; it is then on that of the first. On a CPU device other than JAX's first, JAX copies it there.
         """
+        committed = [x for x in operands if type(x) is type(operands[0]) and x.committed]
+        like = next(iter(committed or operands), None)
+        adopt = self._jax.dlpack.from_dlpack
         if type(buffer) is DeviceArray:  # it names its device itself, and has JAX's stream wait
-            return self._jax.dlpack.from_dlpack(buffer)
-        export = DLPackArray(buffer)
-        if like is None or like.device == self._first_cpu():
-            return self._jax.dlpack.from_dlpack(export)  # 6 us less than with a device
-        return self._jax.dlpack.from_dlpack(export, device=like.device)
+            result = adopt(buffer)
+        elif like is None or like.device == self._first_cpu():
+            result = adopt(DLPackArray(buffer))  # 6 us less than with a device
+        else:
+            result = adopt(DLPackArray(buffer), device=like.device)
+        return result if committed or like is None else _uncommitted(result)
 
     def _first_cpu(self) -> Any:
         if self._cpu is None:
@@ -150,6 +155,18 @@ class JaxLibrary(Library):
     def describe(self) -> dict[str, str]:
         """Return JAX's version."""
         return {"name": self.name, "version": str(self._jax.__version__)}
+
+
+def _uncommitted(array: Any) -> Any:
+    """Return the array, which DLPack has committed to its device, on the same memory and uncommitted.
+
+    JAX has no public way to do this that neither copies nor chooses another device. Where its class has changed, the
+    array stays committed.
+    """
+    try:
+        return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
+    except (TypeError, AttributeError):
+        return array
 
 
 _NUMPY_SET = frozenset(NUMPY_DTYPES.values())

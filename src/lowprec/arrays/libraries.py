@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -36,6 +37,9 @@ _BY_TYPE: dict[type, Library] = {
     DeviceArray: DLPACK,
 }
 
+# Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.
+_DLPACK_TYPES: WeakSet[type] = WeakSet()
+
 
 def library_of(array: Any) -> Library:
     """Return the library of an array.
@@ -57,8 +61,16 @@ def library_of(array: Any) -> Library:
 
 
 def _look_up(array: Any) -> Library:
+    kind = type(array)
+    if kind in _DLPACK_TYPES:
+        return DLPACK
     found = _find(array)
-    _BY_TYPE[type(array)] = found
+    if array.__class__ is not kind:  # a proxy, which stands for an array of any type
+        return found
+    if found is not DLPACK:
+        _BY_TYPE[kind] = found
+    elif hasattr(kind, "__dlpack__"):
+        _DLPACK_TYPES.add(kind)
     return found
 
 
@@ -111,8 +123,8 @@ def _instance(name: str) -> Library:
     library = _INSTANCES.get(name)
     if library is None:
         _, module, adapter = _OPTIONAL[name]
-        library = getattr(importlib.import_module(module), adapter)(sys.modules[name])
-        _INSTANCES[name] = library
+        made = getattr(importlib.import_module(module), adapter)(sys.modules[name])
+        library = _INSTANCES.setdefault(name, made)  # another thread may have been first
     return library
 
 

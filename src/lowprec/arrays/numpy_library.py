@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, contiguous_strides
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
 from lowprec.errors import ArrayError, DeviceError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["NUMPY", "NumpyLibrary", "host_empty", "host_view"]
 
@@ -49,7 +50,7 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
 
 
 def _view_of_copy(array: NDArray[Any]) -> ArrayView:
-    native = array.dtype.newbyteorder("=")
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     entry = _ENTRIES.get(native)
     dtype = dtype_from_name(native.name) if entry is None else entry[0]
     if array.dtype != native:
@@ -81,6 +82,8 @@ class NumpyLibrary(Library):
         """Return the view of a NumPy array."""
         return host_view(array)
 
+    view_another = view
+
     def empty(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
     ) -> NDArray[Any]:
@@ -94,7 +97,7 @@ class NumpyLibrary(Library):
         array = np.empty(shape, NUMPY_DTYPES[dtype])
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
-    def finish(self, buffer: Any, like: Any = None) -> Any:
+    def finish(self, buffer: Any, *operands: Any) -> Any:
         """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, ArrayView, Device, contiguous_strides
+from lowprec.arrays.torch_interception import probes_of, refuse_interception, refuse_tangent
+from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.strides import contiguous_strides
 
 __all__ = ["TorchLibrary"]
 
@@ -41,6 +43,8 @@ class TorchLibrary(Library):
         self._torch_dtypes = {d: getattr(torch, d.label) for d in DType if hasattr(torch, d.label)}
         self._dtypes = {t: d for d, t in self._torch_dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
+        self._probes = probes_of(torch)
+        self._forward_ad = self._probes.forward_ad
         self._device_types = dict(_DEVICE_TYPES)
         if getattr(torch.version, "hip", None):
             self._device_types["cuda"] = _ROCM
@@ -60,7 +64,16 @@ class TorchLibrary(Library):
             )
 
     def view(self, array: Any) -> ArrayView:
+        """Return the view of a tensor, unless what intercepts torch's operations would miss the product."""
+        dispatch_modes, function_modes, is_tracing, transforms, _ = self._probes
+        if dispatch_modes() or function_modes() or is_tracing() or transforms():
+            refuse_interception(self._torch, self._probes)
+        return self.view_another(array)
+
+    def view_another(self, array: Any) -> ArrayView:
         """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
+        if self._forward_ad._current_level >= 0:
+            refuse_tangent(self._forward_ad, array)
         copied = None
         if array.requires_grad:
             if self._grad_enabled():
@@ -107,9 +120,10 @@ class TorchLibrary(Library):
     ) -> ArrayView:
         """Return the writable view of a new tensor."""
         array = self.empty(shape, dtype, device, like)
-        return ArrayView(
-            dtype, shape, contiguous_strides(shape), device, array, False, array.data_ptr()
-        )
+        address = array.data_ptr()
+        if not address and 0 not in shape:
+            raise self._without_memory(array)
+        return ArrayView(dtype, shape, contiguous_strides(shape), device, array, False, address)
 
     def current_stream(self, device: Device) -> int | None:
         """Return torch's current CUDA stream on the device."""
@@ -167,6 +181,6 @@ class TorchLibrary(Library):
                 "move it to the CPU or a GPU"
             )
         return ArrayError(
-            "the torch tensor has no memory of its own: it is inside a torch.func transform (vmap, grad, "
-            "functionalize); call lowprec outside the transform"
+            "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
+            "FSDP.summon_full_params), or torch holds its elements elsewhere; pass a tensor that has them"
         )

@@ -24,11 +24,9 @@ __all__ = [
     "ArrayView",
     "Device",
     "HostView",
-    "contiguous_strides",
     "data_pointer",
     "may_overlap",
     "memory_at",
-    "overlaps_itself",
 ]
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
@@ -81,6 +79,9 @@ class Device(NamedTuple):
 
 #: Memory of the host; pinned memory counts as such.
 CPU = Device(1, 0)
+
+
+_MAX_UNUSED = 1 << 48
 
 
 class ArrayView:
@@ -153,7 +154,11 @@ class ArrayView:
         if 0 in self.shape:  # their address may be null
             return np.empty(self.shape, dtype)
         itemsize = self.dtype.itemsize
-        strides = [s * itemsize for s in self.strides]
+        # The stride of an axis of length 1 is not used, and may be more than NumPy takes.
+        strides = [
+            s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0
+            for s, n in zip(self.strides, self.shape, strict=True)
+        ]
         # A buffer is addressed from its lowest byte, which negative strides put before the first element.
         below = 0
         if strides and min(strides) < 0:
@@ -251,45 +256,6 @@ def _layout_is_as_expected() -> bool:
 
 #: Address of a NumPy array's first element.
 data_pointer = _pointer_by_layout if _layout_is_as_expected() else _pointer_by_interface
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major array of this shape.
-
-    Examples
-    --------
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    if len(shape) == 2:
-        return (shape[1], 1)
-    strides = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
-
-
-def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices of a view may name one element, so that the view cannot be written.
-
-    True for every view that repeats an element. Strides that interleave without repeating (3 and 2 over a shape
-    of ``(2, 2)``) are also reported: no slice, transpose or reshape makes them.
-
-    Examples
-    --------
-    >>> overlaps_itself((4, 3), (0, 1)), overlaps_itself((4, 3), (-3, 1))
-    (True, False)
-    """
-    if 0 in shape:
-        return False
-    reach = 0
-    for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (length - 1)
-    return False
 
 
 # How many candidate solutions NumPy's exact search may try; ordinary views need a handful.

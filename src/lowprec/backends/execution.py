@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
-__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed"]
+__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed", "resolve"]
+
+
+@functools.cache
+def resolve(name: str) -> Any:
+    """Return what a kernel's row names as ``"module:name"``; its module is imported with the first product."""
+    return pkgutil.resolve_name(name)
 
 
 class Arguments(NamedTuple):

@@ -1,4 +1,4 @@
-"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check``, ``bench``, ``autotune``, ``run``.
+"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check`` and the other modules of ``commands``.
 
 Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, a bad
 environment variable) is one line on standard error and exit code 2, without a traceback. An exception that is no such
@@ -7,16 +7,19 @@ mistake is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
-from lowprec.cli.output import flush
+from lowprec.cli import signals
+from lowprec.cli.errors import USAGE
+from lowprec.cli.output import flush, note
 from lowprec.cli.parser import parse
 from lowprec.errors import LowprecError
 
 __all__ = ["main"]
 
-_USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     -------
     int
         0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
-        141 if the reader of the output went away. ``lowprec run`` ends with the exit code of the program, and does not
+        141 if the reader of the output went away. SIGTERM and SIGHUP end the process by the signal, once what was
+        being written is tidied away. ``lowprec run`` ends with the exit code of the program, and does not
         return where this process can become the program.
 
     Examples
@@ -39,14 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["plan", "--shapes", "8x8", "8x8", "--mode", "nonsense"])
     2
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A file's name may hold what the stream's encoding does not.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        arguments = parse(argv)
-        code = arguments.run(arguments)
-        flush()
-    except SystemExit as stop:  # argparse, after --help and --version
-        return int(stop.code or 0)
+        with signals.raised():
+            return _run(argv)
+    except signals.Terminated as stop:
+        return signals.end_by(stop.number)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run one command; everything that it may end with is an exit code, but for a defect and a signal."""
+    try:
+        code = _finished(argv)
     except KeyboardInterrupt:
-        print("lowprec: interrupted", file=sys.stderr)
+        note("lowprec: interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
         return _BROKEN_PIPE
@@ -54,10 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
     except LowprecError as error:
         return _refuse(str(error))
-    return int(code)
+    return code
+
+
+def _finished(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = parse(argv)
+        code = int(arguments.run(arguments))
+    except SystemExit as stop:  # argparse, after --help and --version
+        code = int(stop.code or 0)
+    flush()
+    return code
 
 
 def _refuse(message: str) -> int:
     """Print the message as one line."""
-    print(f"lowprec: {' '.join(message.split())}", file=sys.stderr)
-    return _USAGE
+    note(f"lowprec: {' '.join(message.split())}")
+    return USAGE

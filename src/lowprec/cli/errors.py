@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from lowprec.errors import LowprecError
 
-__all__ = ["CommandError"]
+__all__ = ["USAGE", "CommandError"]
+
+#: Exit code after a mistake of the user.
+USAGE = 2
 
 
 class CommandError(LowprecError):

@@ -1,7 +1,6 @@
 """Operands from ``.npy`` files, and results into them.
 
-Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing: the array goes
-to a temporary name in the same folder, which then takes the place of the output in one step.
+Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing.
 
 The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so whoever reads
 them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
@@ -9,12 +8,11 @@ them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cann
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import secrets
-import stat
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,10 +20,19 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from lowprec.atomic import write_file
 from lowprec.cli.errors import CommandError
 from lowprec.formats import OPERAND_DTYPES, DType
 
-__all__ = ["Array", "check_output", "numpy_dtype", "read_array", "read_pair", "write_array"]
+__all__ = [
+    "Array",
+    "check_output",
+    "numpy_dtype",
+    "read_array",
+    "read_pair",
+    "write_array",
+    "write_output",
+]
 
 Array = npt.NDArray[Any]
 
@@ -76,15 +83,18 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
         If the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
     try:
-        with Path(path).open("rb") as file:
-            shape = _check_header(path, file)
-        # NumPy cannot map what has no bytes.
-        mapped = mapped and 0 not in shape
-        array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        # NumPy warns of what Python 2 wrote, and reads it all the same.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Path(path).open("rb") as file:
+                shape = _check_header(path, file)
+            # NumPy cannot map what has no bytes.
+            mapped = mapped and 0 not in shape
+            array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
         raise CommandError(f"cannot read {path}: {_reason(error)}") from None
     except ValueError as error:
-        raise CommandError(f"cannot read {path}: {error}") from None
+        raise CommandError(f"cannot read {path}: it is damaged: {error}") from None
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return _as_dtype(path, array, dtype)
@@ -109,7 +119,15 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
         raise CommandError(
             f"{path} holds records, not a matrix of numbers (.npy version {version})"
         )
-    shape, _, dtype = readers[version](file)
+    try:
+        shape, _, dtype = readers[version](file)
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever Python's own parser, to which NumPy leaves it, makes of other bytes
+        shape, dtype = (-1,), np.dtype(np.void)
+    # A bool is an int to NumPy, and -1 stands for whatever fits.
+    if not all(type(extent) is int and 0 <= extent <= sys.maxsize for extent in shape):
+        raise CommandError(f"cannot read {path}: its header is damaged")
     if dtype.hasobject:
         raise CommandError(
             f"{path} holds Python objects, which only unpickling could read, and that may run any code; "
@@ -191,10 +209,12 @@ def check_output(path: str) -> None:
 
 
 def write_array(path: str, array: Array) -> None:
-    """Write an ``.npy`` file under exactly this name, wholly or not at all.
+    """Write an ``.npy`` file under exactly this name; see :func:`write_output`."""
+    write_output(path, lambda file: np.save(file, array, allow_pickle=False))
 
-    An existing file keeps its content until the new one is complete, and its permissions after that. A link stays a
-    link: what it points to is replaced.
+
+def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`.
 
     Raises
     ------
@@ -202,25 +222,7 @@ def write_array(path: str, array: Array) -> None:
         If the file cannot be written; then nothing has changed.
     """
     check_output(path)
-    target = Path(path).resolve()
     try:
-        with _temporary_beside(target) as temporary:
-            with temporary.open("xb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-            temporary.replace(target)
+        write_file(path, write)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {_reason(error)}") from None
-
-
-@contextlib.contextmanager
-def _temporary_beside(target: Path) -> Iterator[Path]:
-    """Hand out an unused name in the target's folder; whatever happens, no file of that name is left."""
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowprec.checking.measure import Load
 from lowprec.report import info
 
 __all__ = ["conditions", "describe"]
 
 
-def conditions() -> dict[str, Any]:
-    """Return what a measured time depends on: machine, threads, versions."""
+def conditions(load: Load) -> dict[str, Any]:
+    """Return what a measured time depends on: machine, how busy it was before, threads, versions."""
     facts = info()
     cpu = facts["devices"][0]
     versions = {entry["name"]: entry["version"] for entry in facts["libraries"] if entry["version"]}
@@ -18,6 +19,7 @@ def conditions() -> dict[str, Any]:
         "lowprec": facts["version"],
         "python": facts["python"],
         "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
+        "load_average": load.average,
         "tile_units": any(s["used"] for s in cpu["instruction_sets"]),
         "blas": facts["blas"]["name"],
         "versions": versions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,13 +12,10 @@ import numpy as np
 from lowprec.cli.files import Array, numpy_dtype
 from lowprec.formats import DType
 
-__all__ = ["DISTRIBUTIONS", "Distribution", "operand", "rotation", "sizes"]
+__all__ = ["DISTRIBUTIONS", "Distribution", "operand", "sizes"]
 
 #: Exponents of the wide distribution reach this far up and down. float16 ends at 2^16 and 2^-24.
 WIDE_EXPONENT = 20
-
-#: Sets of operands that are rotated, and the bytes that they may take together.
-_MOST_SETS, _MOST_BYTES = 3, 2**28
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,14 @@ def operand(
         For int8 the elements are all its values with equal probability, whatever the distribution.
     distribution : str
         A key of ``DISTRIBUTIONS``; complex numbers have such real and imaginary parts.
+
+    Raises
+    ------
+    MemoryError
+        If no machine has room for it.
     """
+    if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
+        raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
     if dtype is DType.INT8:
         return rng.integers(-128, 127, shape, dtype=np.int8, endpoint=True)
     draw = DISTRIBUTIONS[distribution].draw
@@ -92,14 +97,3 @@ def sizes(extents: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     """
     m, k, n = extents * 3 if len(extents) == 1 else extents
     return (m, k), (k, n)
-
-
-def rotation(nbytes: int) -> int:
-    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones.
-
-    Examples
-    --------
-    >>> rotation(2**20), rotation(2**28), rotation(2**34)
-    (3, 1, 1)
-    """
-    return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))

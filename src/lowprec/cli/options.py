@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lowprec.errors import LowprecError
-from lowprec.formats import DType, dtype_from_name
-from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
+from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
 
 __all__ = [
     "add_budget",
@@ -20,6 +21,7 @@ __all__ = [
     "add_rtol",
     "add_seed",
     "count",
+    "did_you_mean",
     "dtype",
     "listed",
     "mode",
@@ -28,13 +30,29 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: Numbers beyond this fit into no 64-bit integer.
+_MOST_DIGITS = 18
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return a question to be added to a message; empty where no name is like the text.
+
+    Examples
+    --------
+    >>> did_you_mean("chek", ["check", "bench"])
+    "; did you mean 'check'?"
+    """
+    similar = difflib.get_close_matches(text.lower(), names, n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
 
 def mode(text: str) -> MathMode:
     """Read a math mode or an alias."""
     try:
         return parse_mode(text, what="mode")
     except LowprecError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        similar = did_you_mean(text, [*map(str, available_modes()), *ALIASES])
+        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
 
 
 def dtype(text: str) -> DType:
@@ -42,7 +60,8 @@ def dtype(text: str) -> DType:
     try:
         return dtype_from_name(text)
     except LowprecError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        similar = did_you_mean(text, map(str, OPERAND_DTYPES))
+        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -54,22 +73,29 @@ def shape(text: str) -> tuple[int, ...]:
     ((8, 128, 64), (16,))
     """
     words = text.lower().split("x")
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write one as 1024x512")
-    return tuple(map(int, words))
+    return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
 
 
 def count(text: str) -> int:
     """Read a number of at least one."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    what = "a whole number of at least 1"
+    number = _whole(text, text, what)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return number
 
 
 def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return _whole(text, text, "a whole number of at least 0")
+
+
+def _whole(word: str, text: str, what: str) -> int:
+    """Read a number without a sign, which is a part of the text that a message shows."""
+    if not (word.isascii() and word.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    if len(word) > _MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"a number of {len(word)} digits is too large")
+    return int(word)
 
 
 def _rtol(text: str) -> float:

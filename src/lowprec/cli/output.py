@@ -10,55 +10,39 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from lowprec.cli.errors import CommandError
+from lowprec.tables import Table, plain_text
 
 __all__ = [
-    "Table",
     "flush",
     "note",
     "print_json",
     "print_table",
     "print_text",
     "progress",
-    "seconds",
 ]
 
-
-@dataclass(frozen=True)
-class Table:
-    """Cells under a heading.
-
-    Parameters
-    ----------
-    title : str
-    columns : sequence of str
-        Headings; one that starts with ``>`` is aligned to the right. All empty: a list of facts without headings.
-    rows : sequence of sequence of str
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]] = field(default_factory=list)
-
-    @property
-    def headings(self) -> list[str]:
-        """The headings without their alignment."""
-        return [c.removeprefix(">") for c in self.columns]
+#: Where the other side is no terminal, and tells of no width.
+_PIPE_WIDTH = 120
+#: Columns that a table is indented.
+_MARGIN = 1
 
 
 def print_table(table: Table) -> None:
     """Print a table to standard output."""
-    console = _console(sys.stdout)
-    if console is None:
-        print_text(plain_text(table))
-        return
     with _standard_output():
-        console.print(_rich_table(table))
+        fitted = table.fitted(shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns - _MARGIN)
+        console = _console(sys.stdout)
+        if console is None:
+            print(plain_text(fitted))
+        else:
+            console.print(fitted.title, style="bold", markup=False, soft_wrap=True)
+            console.print(_rich_table(fitted))
 
 
 def print_text(text: str) -> None:
@@ -79,46 +63,23 @@ def flush() -> None:
 @contextlib.contextmanager
 def _standard_output() -> Iterator[None]:
     """Turn a failure to write into a message, except that of a reader who went away."""
+    if sys.stdout is None:  # so Python tells of a closed one
+        raise CommandError("cannot write to standard output: it is closed")
     try:
         yield
     except OSError as error:
-        _discard_output()
+        _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
         raise CommandError(f"cannot write to standard output: {error.strerror}") from None
 
 
-def _discard_output() -> None:
-    """Point standard output at nothing, so that the interpreter's last flush does not fail once more."""
+def _discard(stream: TextIO) -> None:
+    """Point a stream at nothing, so that the interpreter's last flush does not fail once more."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
-
-
-def plain_text(table: Table) -> str:
-    """Return the table as aligned text.
-
-    Examples
-    --------
-    >>> print(plain_text(Table("Sizes", ["name", ">n"], [["a", "8"], ["bc", "1024"]])))
-    Sizes
-      name     n
-      a        8
-      bc    1024
-    """
-    lines = [list(row) for row in table.rows]
-    if any(table.headings):
-        lines.insert(0, table.headings)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = [c.startswith(">") for c in table.columns]
-    text = [
-        "  ".join(
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
-        )
-        for line in lines
-    ]
-    return "\n".join([table.title, *(f"  {line}".rstrip() for line in text)])
 
 
 def print_json(value: Any) -> None:
@@ -137,8 +98,13 @@ def _finite(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """Print a remark about the results to standard error."""
-    print(text, file=sys.stderr)
+    """Print a remark about the results to standard error, if there is anybody to read it."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def seconds(value: float) -> str:
@@ -162,7 +128,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
     callable
         To be called with a few words before each of the ``total`` steps.
     """
-    console = _console(sys.stderr)
+    console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
         yield lambda _: None
         return
@@ -198,10 +164,12 @@ def _rich_table(table: Table) -> Any:
     from rich.text import Text
 
     drawn = RichTable(
-        title=Text(table.title, style="bold"),
-        title_justify="left",
         show_header=any(table.headings),
         box=box.SIMPLE_HEAD,
+        # As narrow as the plain text: two columns between cells, nothing around the whole.
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for column, heading in zip(table.columns, table.headings, strict=True):
         right = column.startswith(">")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, bench, check, info, matmul, plan, run
-from lowprec.cli.errors import CommandError
+from lowprec.cli.commands import autotune, bench, check, completion, info, matmul, plan, run
+from lowprec.cli.errors import USAGE, CommandError
+from lowprec.cli.options import did_you_mean
+from lowprec.cli.output import note, print_text
 
-__all__ = ["COMMANDS", "Command", "Parser", "parse"]
+__all__ = ["COMMANDS", "Command", "Parser", "build_parser", "parse"]
 
 _DESCRIPTION = """\
 Matrix products in the precision you choose, and the truth about which one was used.
@@ -25,8 +27,8 @@ examples:
   lowprec run --mode tf32 train.py
 
 "lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. After run: those
-of the program.
+2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. SIGTERM and SIGHUP
+end a command by the signal, with nothing half-written left. After run: those of the program.
 """
 
 
@@ -52,6 +54,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "autotune": autotune,
     "run": run,
+    "completion": completion,
 }
 
 
@@ -64,9 +67,20 @@ class Parser(argparse.ArgumentParser):
         where = f"{words}: " if words else ""
         raise CommandError(f"{where}{message} ({self.prog} --help tells more)")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is not one of an action's choices, and name the one that was meant."""
+        if action.choices is not None and value not in action.choices:
+            choices = list(action.choices)
+            similar = did_you_mean(value, choices) or f"; choose one of: {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{similar}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help and version as results are, so that a failure to do so is told."""
+        print_text(message.rstrip("\n"))
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed words; ``run`` is the command's function.
+    """Return the parsed words; ``run`` is the command's function. Without any words, that shows the help.
 
     Raises
     ------
@@ -75,10 +89,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     SystemExit
         After ``--help`` and ``--version``.
     """
-    return _parser().parse_args(argv)
+    return build_parser().parse_args(argv)
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Return the parser of the command line, with all commands."""
     parser = Parser(
         prog="lowprec",
         description=_DESCRIPTION,
@@ -88,8 +103,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command", required=True, parser_class=Parser
+        title="commands", metavar="COMMAND", dest="command", parser_class=Parser
     )
+    parser.set_defaults(run=lambda _: _help(parser), parser=parser)
     for name, command in COMMANDS.items():
         summary, _, text = (command.__doc__ or "").partition("\n\n")
         sub = commands.add_parser(
@@ -103,3 +119,9 @@ def _parser() -> Parser:
         command.configure(sub)
         sub.set_defaults(run=command.run)
     return parser
+
+
+def _help(parser: Parser) -> int:
+    """Show the help to who has given no command, which a script does by mistake."""
+    note(parser.format_help().rstrip("\n"))
+    return USAGE

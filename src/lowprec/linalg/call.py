@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays import Device, DLPackArray, library_name, library_of
+from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.dlpack import device_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType, promote
 from lowprec.linalg import routes
@@ -20,9 +21,7 @@ REAL_DTYPES = (DType.FLOAT32, DType.FLOAT64)
 DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
 _BY_LABEL = {d.label: d for d in DTYPES}
 
-# ``DLDeviceType`` of dlpack.h.
-_HOST_TYPES = frozenset({1, 3, 11})
-_CUDA_TYPES = frozenset({2, 13})
+_CUDA = 2  # ``DLDeviceType`` of dlpack.h
 
 
 class Call:
@@ -117,12 +116,12 @@ def _converted(library: str, array: Any, dtype: DType) -> Any:
 
 def _adopted(function: str, arrays: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     """Return the library that works for these arrays, and its arrays on their memory."""
-    kinds = [Device(*map(int, x.__dlpack_device__())) for x in arrays]
-    if all(d.type in _HOST_TYPES for d in kinds):
+    devices = [device_of(x) for x in arrays]
+    if all(d.is_host for d in devices):
         return "numpy", tuple(library_of(x).view(x).ndarray() for x in arrays)
     cupy = sys.modules.get("cupy")
-    if cupy is None or not all(d.type in _CUDA_TYPES for d in kinds):
-        where = " and ".join(dict.fromkeys(map(str, kinds)))
+    if cupy is None or not all(d.type == _CUDA for d in devices):
+        where = " and ".join(dict.fromkeys(map(str, devices)))
         raise UnsupportedError(
             f"{function} has no library for DLPack arrays on {where}: NumPy serves the CPU, and CuPy, once the "
             "program has imported it, CUDA; import cupy, or pass an array of a library that is known by name"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.call import REAL_DTYPES, Call
 from lowprec.linalg.results import EighResult, LstsqResult, QRResult, SlogdetResult, SVDResult
 
@@ -214,7 +214,7 @@ def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
     """
     if mode not in _QR_MODES:
         raise UnsupportedError(
-            f"qr has no mode {mode!r}; choose one of: {', '.join(map(repr, _QR_MODES))}"
+            f"qr has no mode {quoted(mode)}; choose one of: {', '.join(map(repr, _QR_MODES))}"
         )
     return QRResult(*Call("qr", a).run(mode=mode))
 

@@ -1,10 +1,12 @@
 """Planning: shapes, strides, element types and a mode, to a printable plan. Pure: it touches no array and no device."""
 
 from lowprec.planning.bounds import ErrorBound, error_bound
-from lowprec.planning.kernels import Capabilities, Kernel
-from lowprec.planning.layout import GemmLayout, OperandLayout, OperandSpec, gemm_layout
-from lowprec.planning.plan import Candidate, Copy, GemmPlan, plan_gemm
+from lowprec.planning.kernels import Capabilities, KernelRow, Summation
+from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
+from lowprec.planning.plan import Candidate, Copy, GemmPlan, Product
+from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import Activation, GemmProblem, parse_activation
+from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.selection import Selection, check_rtol, select_mode
 
 __all__ = [
@@ -16,10 +18,14 @@ __all__ = [
     "GemmLayout",
     "GemmPlan",
     "GemmProblem",
-    "Kernel",
-    "OperandLayout",
+    "KernelRow",
+    "MatrixStack",
     "OperandSpec",
+    "Product",
+    "Reason",
     "Selection",
+    "Summation",
+    "Why",
     "check_rtol",
     "error_bound",
     "gemm_layout",

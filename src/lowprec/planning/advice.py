@@ -1,4 +1,4 @@
-"""Advice on the shape of a product: small predicates, and the sentences that ``plan`` prints.
+"""Advice on the shape of a product: small predicates. The sentences are in ``planning.reasons``.
 
 Sources: NVIDIA, *Matrix Multiplication Background User's Guide* (alignment to 16 bytes, arithmetic intensity, small
 dimensions).
@@ -7,13 +7,7 @@ dimensions).
 from __future__ import annotations
 
 from lowprec.formats import NumberFormat
-
-__all__ = [
-    "advise",
-    "is_low_intensity",
-    "memory_bound_dimensions",
-    "misaligned_dimensions",
-]
+from lowprec.planning.reasons import Reason, Why
 
 #: Tensor cores like the contiguous dimension in steps of so many bytes.
 ALIGNMENT_BYTES = 16
@@ -87,8 +81,10 @@ def advise(
     arithmetic_intensity: float,
     flops_per_byte: float,
     rounds_for: float | None,
-) -> tuple[str, ...]:
-    """Return the advice of the field for this product, one sentence each; nothing for an empty product.
+    *,
+    tensor_cores: bool,
+) -> tuple[Reason, ...]:
+    """Return the advice of the field for this product; nothing for an empty product.
 
     Parameters
     ----------
@@ -101,44 +97,28 @@ def advise(
         Of the device.
     rounds_for : float or None
         Flops that rounding one element costs, if the operands are rounded.
+    tensor_cores : bool
+        Whether the device has any.
     """
     if 0 in (m, n, k):
         return ()
     advice = []
     bits = 8 if operand_format is None else _TENSOR_CORE_BITS.get(operand_format.name)
-    misaligned = misaligned_dimensions(m, n, k, bits) if bits else ()
+    misaligned = misaligned_dimensions(m, n, k, bits) if bits and tensor_cores else ()
     if bits and misaligned:
         step = ALIGNMENT_BYTES * 8 // bits
-        verb = "is not a multiple" if len(misaligned) == 1 else "are not multiples"
-        advice.append(
-            f"{_listing(misaligned)} {verb} of {step}, which tensor cores want of {bits}-bit data: pad"
-        )
+        advice.append(Reason.of(Why.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
     small = memory_bound_dimensions(m, n, k)
     if small:
-        advice.append(
-            f"{_listing(small)} (at most {SMALL_DIMENSION}): memory-bound rather than compute-bound"
-        )
+        advice.append(Reason.of(Why.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
     elif is_low_intensity(arithmetic_intensity, flops_per_byte):
         advice.append(
-            f"{arithmetic_intensity:.3g} flops per byte, the device does {flops_per_byte:.3g}: memory-bound"
+            Reason.of(Why.LOW_INTENSITY, intensity=arithmetic_intensity, device=flops_per_byte)
         )
     if rounds_for is not None and conversion_outweighs(m, n, rounds_for):
-        advice.append(
-            "rounding the operands costs more than the product: a low-precision mode does not pay here"
-        )
+        advice.append(Reason.of(Why.ROUNDING_COSTS_MORE))
     return tuple(advice)
 
 
 #: Bits per element on tensor cores; float32 and float64 have no alignment to ask for.
 _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
-
-
-def _listing(items: tuple[str, ...]) -> str:
-    """Return items as a phrase.
-
-    Examples
-    --------
-    >>> _listing(("m = 1", "n = 2", "k = 3"))
-    'm = 1, n = 2 and k = 3'
-    """
-    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

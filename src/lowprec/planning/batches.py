@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-__all__ = ["Batches", "Dimension", "contiguous_batch", "merged", "split_batches"]
-
 Shape = tuple[int, ...]
 
 #: A number of steps, and the length of a step in elements for each array that is walked.
@@ -53,21 +51,6 @@ def merged(dimensions: Sequence[Dimension]) -> list[Dimension]:
                 continue
         result.append((extent, steps))
     return result
-
-
-def contiguous_batch(shape: Shape, matrix_elements: int) -> Shape:
-    """Return the strides of a batch whose matrices lie one after another.
-
-    Examples
-    --------
-    >>> contiguous_batch((2, 3), 10)
-    (30, 10)
-    """
-    strides, step = [], matrix_elements
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:

@@ -32,10 +32,8 @@ from math import expm1, frexp, inf, log1p, sqrt
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, row
-from lowprec.planning.kernels import Kernel
+from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.tensor_cores import roundings
-
-__all__ = ["MAX_K_INT8", "ErrorBound", "error_bound", "gamma", "holds", "operand_format"]
 
 #: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
 MAX_K_INT8 = 2**17 - 1
@@ -43,37 +41,14 @@ MAX_K_INT8 = 2**17 - 1
 #: Inner dimension of one tile instruction on bfloat16 data.
 TILE_K = 32
 
-SINGLE_PRECISION = (DType.FLOAT32, DType.COMPLEX64)
-
-#: Format in which products are summed.
-ACCUMULATOR: dict[DType, NumberFormat | None] = {
-    DType.FLOAT64: FLOAT64,
-    DType.COMPLEX128: FLOAT64,
-    DType.FLOAT32: FLOAT32,
-    DType.COMPLEX64: FLOAT32,
-    DType.FLOAT16: FLOAT32,
-    DType.BFLOAT16: FLOAT32,
-    DType.INT8: None,
-    DType.FLOAT8_E4M3FN: FLOAT32,
-    DType.FLOAT8_E5M2: FLOAT32,
-}
-
 # TF32 as it is where numbers may be cut instead of rounded: one bit less is guaranteed.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
 # What scaling leaves to underflow, over the largest number of a row.
 _SCALED_LOSS = 2.0**-39
 
-# Tile products per pair of operands, all summed into one element. The two parts of a value x are x truncated to
-# bfloat16 and the rest. Both have its sign, so |high| + |low| = |x|, and the magnitudes add up to those of one product.
-_TILE_PRODUCTS = {Kernel.AMX_BF16: 1, Kernel.AMX_BF16_PAIR: 4}
-
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
 _TILE_DEPTH = 17
-
-
-# What is multiplied where a mode rounds to this format.
-_DATA = {"bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +99,8 @@ class ErrorBound:
 
         Examples
         --------
-        >>> bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 256, Kernel.NUMPY)
+        >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function")
+        >>> bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 256, numpy)
         >>> bound.frobenius(1.0, 1.0, 256, 256) < 0.0079
         True
         """
@@ -163,7 +139,7 @@ def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
 
 def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
     """Return the format of what is multiplied: the mode's in single precision, else the storage's; None for int8."""
-    if compute_dtype in SINGLE_PRECISION:
+    if compute_dtype.is_single_precision:
         return row(mode).operand_format
     return compute_dtype.format
 
@@ -190,23 +166,24 @@ class _Sum:
 
 def _summation(
     k: int,
-    kernel: Kernel,
+    kernel: KernelRow,
+    fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
-    multiplied: DType,
     capability: tuple[int, int] | None,
-    tf32: bool,
 ) -> _Sum:
     terms = components * k
-    if capability is not None and accumulator is FLOAT32:
-        depth = roundings(terms, multiplied, capability, tf32=tf32)
-        return _Sum(accumulator, depth, terms, components)
-    products = _TILE_PRODUCTS.get(kernel)
-    if products is None:
-        return _Sum(accumulator, components * k, components * k, components)
-    instructions = components * products * -(-k // TILE_K)
-    depth = _TILE_DEPTH + instructions + components - 1 if k else 0
-    return _Sum(accumulator, depth, components * products * k, components, flushes=True)
+    if kernel.summation is Summation.TILES:
+        # The two parts of a value x are x truncated to bfloat16 and the rest. Both have its sign, so |high| + |low| =
+        # |x|, and the magnitudes of the products of parts add up to those of one product.
+        products = kernel.parts**2
+        instructions = components * products * -(-k // TILE_K)
+        depth = _TILE_DEPTH + instructions + components - 1 if k else 0
+        return _Sum(accumulator, depth, products * terms, components, flushes=True)
+    depth = terms
+    if kernel.summation is Summation.TENSOR_CORES and capability and accumulator is FLOAT32:
+        depth = roundings(terms, fmt.name, capability)
+    return _Sum(accumulator, depth, terms, components)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +209,7 @@ def error_bound(
     compute_dtype: DType,
     out_dtype: DType,
     k: int,
-    kernel: Kernel,
+    kernel: KernelRow,
     *,
     a_exact: bool = False,
     b_exact: bool = False,
@@ -250,7 +227,7 @@ def error_bound(
         The result's.
     k : int
         Inner dimension.
-    kernel : Kernel
+    kernel : KernelRow
     a_exact, b_exact : bool
         Whether an operand's own element type holds only numbers of the mode's format, so that nothing is rounded.
     capability : tuple of int, optional
@@ -258,31 +235,31 @@ def error_bound(
 
     Examples
     --------
-    >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, Kernel.NUMPY).formula
+    >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function")
+    >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, numpy).formula
     '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
     """
     fmt = operand_format(mode, compute_dtype)
-    accumulator = ACCUMULATOR[compute_dtype]
+    accumulator = compute_dtype.accumulator.format
     if fmt is None or accumulator is None:
         return ErrorBound(
-            0.0, 0.0, 0.0, k, "exact", "", f"k <= {MAX_K_INT8}, so that no sum leaves int32", True
+            0.0,
+            0.0,
+            0.0,
+            k,
+            "exact",
+            "",
+            f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates",
+            True,
         )
-    rounds = fmt is not accumulator and compute_dtype in SINGLE_PRECISION
+    rounds = fmt is not accumulator and compute_dtype.is_single_precision
     out = None if out_dtype.format is accumulator else out_dtype.format
     operands = (rounds and not a_exact) + (rounds and not b_exact)
-    on_gpu = capability is not None
-    scaled = k if on_gpu and operands and fmt is FLOAT16 else 0
-    multiplied = _DATA.get(fmt.name, compute_dtype) if rounds else compute_dtype
-    how = _summation(
-        k,
-        kernel,
-        accumulator,
-        2 if compute_dtype.is_complex else 1,
-        multiplied,
-        capability,
-        fmt is TF32,
-    )
-    rounding = _Rounding(_TRUNCATED_TF32 if on_gpu and fmt is TF32 else fmt, operands, out, scaled)
+    scaled = k if kernel.scales_float16 and operands and fmt is FLOAT16 else 0
+    components = 2 if compute_dtype.is_complex else 1
+    how = _summation(k, kernel, fmt, accumulator, components, capability)
+    as_rounded = _TRUNCATED_TF32 if kernel.cuts_tf32 and fmt is TF32 else fmt
+    rounding = _Rounding(as_rounded, operands, out, scaled)
     relative = _relative(rounding, how)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'

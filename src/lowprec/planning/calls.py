@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from lowprec.formats import DType
-
-__all__ = ["ComplexAs", "CublasLtCall", "LtMatrix", "Op", "Pack"]
+from lowprec.formats import ComputeType, DType
+from lowprec.planning.reasons import Reason
 
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
@@ -34,8 +33,9 @@ class Pack:
         Whether each source row is scaled by a power of two.
     complex_as : {"no", "pairs", "rotated"}
         How complex numbers become real ones.
-    reason : str
-        For people.
+    reason : Reason
+    parts : int
+        How many parts of the operand are written, one after another.
     """
 
     dtype: DType
@@ -47,7 +47,8 @@ class Pack:
     batch_shape: tuple[int, ...]
     scaled: bool
     complex_as: ComplexAs
-    reason: str
+    reason: Reason
+    parts: int = 1
 
     @property
     def count(self) -> int:
@@ -55,9 +56,14 @@ class Pack:
         return prod(self.batch_shape)
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes of each part."""
+        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+        return self.parts * self.part_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,18 @@ class LtMatrix:
     leading_dimension: int
     batch_stride: int
 
+    def range_of(
+        self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int
+    ) -> tuple[LtMatrix, int]:
+        """Return a part of the inner dimension, which is ``inner`` once ``op`` is applied, and the elements before."""
+        if op == "T":
+            inner = "cols" if inner == "rows" else "rows"
+        # A complex number may have become two real ones along the inner dimension.
+        each = getattr(self, inner) // k
+        step = self.leading_dimension if inner == "cols" else 1
+        extents = {inner: (stop - start) * each}
+        return replace(self, **extents), start * each * step
+
 
 @dataclass(frozen=True, slots=True)
 class CublasLtCall:
@@ -77,8 +95,7 @@ class CublasLtCall:
 
     Parameters
     ----------
-    compute_type : str
-        ``cublasComputeType_t`` without its prefix.
+    compute_type : ComputeType
     scale_dtype : DType
         Of alpha and beta.
     swapped : bool
@@ -93,11 +110,11 @@ class CublasLtCall:
     epilogue : str
         Name of ``cublasLtEpilogue_t``.
     pack_a, pack_b : Pack or None
-    aside : str
-        Why the product goes into temporary memory, from which a kernel makes the result; empty where it does not.
+    staged : tuple of Reason
+        Why the product goes into temporary memory, from which a kernel writes the result; empty where it does not.
     """
 
-    compute_type: str
+    compute_type: ComputeType
     scale_dtype: DType
     swapped: bool
     op_first: Op
@@ -111,10 +128,36 @@ class CublasLtCall:
     epilogue: str
     pack_a: Pack | None
     pack_b: Pack | None
-    aside: str
+    staged: tuple[Reason, ...]
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of temporary memory for a product that goes aside."""
+        """Bytes of temporary memory for a staged product."""
         each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
-        return each * self.batch_count * len(self.offsets) if self.aside else 0
+        return each * self.batch_count * len(self.offsets) if self.staged else 0
+
+    def over(self, k: int, start: int, stop: int) -> tuple[CublasLtCall, int, int]:
+        """Return the call for a range of the inner dimension, and the elements before it in the first and the second.
+
+        Parameters
+        ----------
+        k : int
+            Whole length of the inner dimension.
+        start, stop : int
+
+        Examples
+        --------
+        >>> x, y, d = (LtMatrix(DType.FLOAT32, *extents, 8, 0) for extents in ((8, 6), (6, 4), (8, 4)))
+        >>> call = CublasLtCall(
+        ...     ComputeType.COMPUTE_32F, DType.FLOAT32, True, "N", "N", x, y, d, None, 1, ((0, 0, 0, 0),), "DEFAULT",
+        ...     None, None, (),
+        ... )
+        >>> part, before_first, before_second = call.over(6, 2, 5)
+        >>> part.first.cols, part.second.rows, before_first, before_second
+        (3, 3, 16, 2)
+        """
+        if (start, stop) == (0, k):
+            return self, 0, 0
+        first, before_first = self.first.range_of("cols", self.op_first, k, start, stop)
+        second, before_second = self.second.range_of("rows", self.op_second, k, start, stop)
+        return replace(self, first=first, second=second), before_first, before_second

@@ -1,33 +1,125 @@
-"""Which kernel runs a product: cuBLASLt on a GPU; on the CPU a preference per kind of numbers, and what each needs."""
+"""What a kernel is and needs, as one row; which of a device's kernels runs a product.
+
+The rows themselves belong to the backends (``backends/cpu/kernels.py``, ``backends/cuda/kernels.py``), which pass them
+in with the capabilities of a device.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, unique
-from typing import Literal
+from math import inf
 
+from lowprec.formats import DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
+from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.tensor_cores import tensor_cores_multiply
 
-__all__ = ["Capabilities", "Kernel", "KernelChoice", "choose_kernel"]
+#: Stands for a format where integers are multiplied.
+INT8 = "int8"
+
+
+def format_name(fmt: NumberFormat | None) -> str:
+    """Return the name of what is multiplied: a format's, or ``"int8"``."""
+    return INT8 if fmt is None else fmt.name
 
 
 @unique
-class Kernel(str, Enum):
-    """How a product is computed."""
+class Summation(Enum):
+    """How a kernel adds its products up; ``planning.bounds`` has the model of each."""
 
-    AMX_BF16 = "amx_bf16"  # lowprec's tile kernel, one bfloat16 product
-    AMX_BF16_PAIR = (
-        "amx_bf16_pair"  # values as the exact sum of two bfloat16 parts, four tile products
-    )
-    AMX_INT8 = "amx_int8"  # lowprec's tile kernel for int8
-    MKL = "mkl"  # cblas_?gemm on the rounded operands
-    NUMPY = "numpy"  # numpy.matmul on the rounded operands
-    CUBLASLT = "cublaslt"  # cublasLtMatmul on a GPU
+    SEQUENTIAL = "each product rounded into the sum"
+    TILES = "bfloat16 tile instructions"
+    TENSOR_CORES = "tensor cores"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """What one kernel is, needs and costs.
+
+    Parameters
+    ----------
+    name : str
+    units : str
+        What it runs on, for people.
+    executor : str
+        Function of a plan that returns the plan's executor, as ``"module:function"``.
+    blas : str
+        What multiplies arrays for an executor that serves several kernels, as ``"module:name"``.
+    formats : frozenset of str or None
+        What it multiplies, by the format's name, ``"int8"`` for integers; None for anything.
+    requires : str or None
+        Feature that the device must have.
+    missing : str
+        What to say where the device has it not.
+    cost_per_flop : float
+        Time per flop; 1 is ``numpy.matmul`` on float32, or FP32 on the same GPU.
+    costs : tuple of (str, float)
+        The same for the formats that differ, where the tensor cores of the device multiply them.
+    cost_per_element : float
+        Of rounding one element of an operand, in flops.
+    cost_per_byte : float
+        Of moving one byte of a temporary array, in flops.
+    summation : Summation
+    parts : int
+        bfloat16 parts as the exact sum of which each operand is multiplied.
+    products_per_complex : int
+        Real products that a complex one becomes.
+    reads_any_strides : bool
+        Whether no operand is copied for it, whatever its strides.
+    holds_in : DType or None
+        The wider type in which rounded operands lie until they are multiplied; None where they are stored as rounded.
+    single_product : bool
+        Whether it runs schedules of one product only.
+    is_cublaslt : bool
+        Whether it is a call of cuBLASLt, which a plan describes.
+    cuts_tf32 : bool
+        Whether float32 data may be cut to TF32 instead of rounded.
+    scales_float16 : bool
+        Whether operands are scaled by powers of two before they are rounded to float16.
+    fallback : Why or None
+        Operands that it leaves to the next kernel of the device.
+    minimum_elements, minimum_elements_complex : int
+        Elements of a, b and the result of one product (of a batch, each) below which it costs more than it saves.
+    minimum_k : int
+    minimum_extent_complex : int
+        Least of m, n and k of a complex product.
+    minimum_batch_flops : int
+        Flops of each product of a batch.
+    maximum_extent : float
+        Of m, n, k and leading dimensions.
+    """
+
+    name: str
+    units: str
+    executor: str
+    blas: str = ""
+    formats: frozenset[str] | None = None
+    requires: str | None = None
+    missing: str = ""
+    cost_per_flop: float = 1.0
+    costs: tuple[tuple[str, float], ...] = ()
+    cost_per_element: float = 0.0
+    cost_per_byte: float = 0.0
+    summation: Summation = Summation.SEQUENTIAL
+    parts: int = 1
+    products_per_complex: int = 1
+    reads_any_strides: bool = False
+    holds_in: DType | None = None
+    single_product: bool = False
+    is_cublaslt: bool = False
+    cuts_tf32: bool = False
+    scales_float16: bool = False
+    fallback: Why | None = None
+    minimum_elements: int = 0
+    minimum_elements_complex: int = 0
+    minimum_k: int = 0
+    minimum_extent_complex: int = 0
+    minimum_batch_flops: int = 0
+    maximum_extent: float = inf
 
     def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +132,14 @@ class Capabilities:
         Kind of the device, ``"cpu"`` or ``"cuda:0"``.
     name : str
         Its model, for people.
-    amx_bf16, amx_int8 : bool
-        Whether lowprec's tile kernels run: the CPU has the units, the system grants them, and the compiler is there.
-    mkl, numba : bool
-        Whether these libraries are loaded.
-    amx_minimum_elements, amx_complex_minimum_elements : int
-        Elements of a, b and the result of one product (of a batch, each) below which a tile kernel costs more than it
-        saves, where they are real and where they are complex.
-    mkl_batch_minimum_flops : int
-        Flops of each product of a batch below which NumPy's own loop over the batch beats one call of MKL for each.
+    kernels : tuple of KernelRow
+        What its backend has, the most welcome first; the last one needs nothing.
+    features : frozenset of str
+        What the device and the installed libraries have, in the words of ``KernelRow.requires``.
     flops_per_byte : float
         Peak rate over memory bandwidth: products of lower arithmetic intensity wait for memory.
     compute_capability : tuple of int or None
-        Of a GPU, (major, minor); None for a CPU.
+        Of an NVIDIA GPU, (major, minor).
     workspace_bytes : int
         Temporary memory that cuBLASLt may use.
     peak_tflops : tuple of (str, float)
@@ -62,194 +149,112 @@ class Capabilities:
 
     device: str
     name: str
-    amx_bf16: bool = False
-    amx_int8: bool = False
-    mkl: bool = False
-    numba: bool = False
-    amx_minimum_elements: int = 20_000
-    amx_complex_minimum_elements: int = 100_000
-    mkl_batch_minimum_flops: int = 3_000_000
+    kernels: tuple[KernelRow, ...] = field(hash=False)
+    features: frozenset[str] = frozenset()
     flops_per_byte: float = 16.0
     compute_capability: tuple[int, int] | None = None
     workspace_bytes: int = 0
     peak_tflops: tuple[tuple[str, float], ...] = ()
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether cuBLASLt computes here."""
-        return self.compute_capability is not None
-
-    @property
     def has_float8(self) -> bool:
-        """Whether the tensor cores multiply FP8: compute capability 8.9, 9.0 and later."""
-        return self.compute_capability is not None and self.compute_capability >= (8, 9)
+        """Whether the tensor cores multiply FP8."""
+        return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
-
-#: What is multiplied: the operands' format once rounded.
-NumberKind = Literal["float64", "float32", "tf32", "bfloat16", "float16", "int8"]
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRow:
-    """What one kernel is and what it needs.
-
-    Parameters
-    ----------
-    requires : str or None
-        Attribute of :class:`Capabilities` that must be true.
-    units : str
-        What it runs on, for people.
-    missing : str
-        What to say where the requirement is not met.
-    """
-
-    requires: str | None
-    units: str
-    missing: str
-
-
-KERNELS: dict[Kernel, KernelRow] = {
-    Kernel.AMX_BF16: KernelRow(
-        "amx_bf16", "bfloat16 tile units (AMX)", "no bfloat16 tile units (AMX)"
-    ),
-    Kernel.AMX_BF16_PAIR: KernelRow(
-        "amx_bf16",
-        "bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
-        "no bfloat16 tile units (AMX)",
-    ),
-    Kernel.AMX_INT8: KernelRow("amx_int8", "int8 tile units (AMX)", "no int8 tile units (AMX)"),
-    Kernel.MKL: KernelRow("mkl", "MKL", "MKL is not installed"),
-    Kernel.NUMPY: KernelRow(None, "NumPy's BLAS", ""),
-}
-
-#: Kernels per kind of numbers, the most welcome first; the last one needs nothing.
-PREFERENCES: dict[NumberKind, tuple[Kernel, ...]] = {
-    "float64": (Kernel.MKL, Kernel.NUMPY),
-    "float32": (Kernel.MKL, Kernel.NUMPY),
-    "tf32": (Kernel.AMX_BF16_PAIR, Kernel.MKL, Kernel.NUMPY),
-    "float16": (Kernel.AMX_BF16_PAIR, Kernel.MKL, Kernel.NUMPY),
-    "bfloat16": (Kernel.AMX_BF16, Kernel.MKL, Kernel.NUMPY),
-    "int8": (Kernel.AMX_INT8, Kernel.MKL, Kernel.NUMPY),
-}
-
-#: Kernels that read operands at any strides, so that no operand is copied for them.
-READS_ANY_STRIDES = frozenset({Kernel.AMX_BF16, Kernel.AMX_BF16_PAIR, Kernel.AMX_INT8})
-
-#: Kernels that multiply bfloat16 parts, and into how many parts each operand goes.
-PARTS: dict[Kernel, int] = {Kernel.AMX_BF16_PAIR: 2}
-
-#: What happens at run time to operands that the chosen kernel cannot treat.
-FALLBACKS: dict[Kernel, tuple[str, ...]] = {
-    Kernel.AMX_BF16_PAIR: (
-        "an Inf or NaN in an operand: FP32 units with the same rounded operands",
-    ),
-}
-
-_INT32_MAX = 2**31 - 1
-
-# Below these, most of what the tile kernel does is padding: the least inner dimension of a real product, and the least
-# of m, n and k of a complex one.
-_MINIMUM_EXTENTS = {False: 16, True: 64}
+    def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
+        """Return what one flop costs on a kernel of this device, in numbers of this format."""
+        cost = dict(kernel.costs).get(fmt)
+        if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
+            return kernel.cost_per_flop
+        return cost
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel, and why it and not a faster one."""
+    """A kernel, why the more welcome ones were passed over, and which one takes what it cannot treat."""
 
-    kernel: Kernel
-    reason: str
+    kernel: KernelRow
+    passed_over: tuple[Reason, ...] = ()
+    fallback: KernelRow | None = None
 
 
 def choose_kernel(
-    kind: NumberKind, capabilities: Capabilities, layout: GemmLayout, *, is_complex: bool = False
+    fmt: str,
+    capabilities: Capabilities,
+    layout: GemmLayout,
+    *,
+    is_complex: bool = False,
+    products: int = 1,
 ) -> KernelChoice:
-    """Return the first kernel of the table that the device has and that pays at this size.
+    """Return the first kernel of a device that it can run and that pays at this size.
 
     Parameters
     ----------
-    kind : str
-        What is multiplied, a key of ``PREFERENCES``.
+    fmt : str
+        What is multiplied, by the format's name; ``"int8"`` for integers.
     capabilities : Capabilities
     layout : GemmLayout
     is_complex : bool
-        Whether the operands are complex, which tile kernels take as four real products.
+        Whether the operands are complex.
+    products : int
+        Length of the schedule.
 
     Examples
     --------
-    >>> from lowprec.formats import DType
     >>> from lowprec.planning.layout import OperandSpec, gemm_layout
     >>> square = OperandSpec.contiguous(DType.FLOAT32, (8, 8))
-    >>> choose_kernel("tf32", Capabilities("cpu", "any"), gemm_layout(square, square)).reason
-    "NumPy's BLAS; no bfloat16 tile units (AMX); MKL is not installed"
+    >>> slow = KernelRow("slow", "any units", "module:function")
+    >>> fast = KernelRow("fast", "tile units", "module:other", requires="tiles", missing="no tile units")
+    >>> choice = choose_kernel("tf32", Capabilities("cpu", "any", (fast, slow)), gemm_layout(square, square))
+    >>> choice.kernel.name, *map(str, choice.passed_over)
+    ('slow', 'no tile units')
     """
-    if capabilities.is_gpu:
-        return KernelChoice(Kernel.CUBLASLT, "the arrays are on a GPU")
-    passed_over: list[str] = []
-    for kernel in PREFERENCES[kind]:
-        objection = _objection(kernel, capabilities, layout, is_complex)
-        if not objection:
-            return KernelChoice(kernel, "; ".join([KERNELS[kernel].units, *passed_over]))
-        passed_over.append(objection)
-    raise AssertionError(f"no kernel without requirements for {kind}")
+    passed_over: list[Reason] = []
+    chosen: KernelRow | None = None
+    for row in capabilities.kernels:
+        if row.formats is not None and fmt not in row.formats:
+            continue
+        reason = _unsupported_reason(row, capabilities, layout, is_complex, products)
+        if reason is not None:
+            if chosen is None:
+                passed_over.append(reason)
+        elif chosen is not None:
+            return KernelChoice(chosen, tuple(passed_over), fallback=row)
+        elif row.fallback is None:
+            return KernelChoice(row, tuple(passed_over))
+        else:
+            chosen = row
+    raise AssertionError(f"no kernel without requirements for {fmt}")
 
 
-def _objection(
-    kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, is_complex: bool
-) -> str:
-    """Return why this kernel does not run the product, empty if it does."""
-    row = KERNELS[kernel]
-    if row.requires and not getattr(capabilities, row.requires):
-        return row.missing
-    if kernel in READS_ANY_STRIDES:
-        return _objection_to_tiles(kernel, capabilities, layout, is_complex)
-    if kernel is Kernel.MKL:
-        return _objection_to_mkl(capabilities, layout)
-    return ""
+def _unsupported_reason(
+    row: KernelRow,
+    capabilities: Capabilities,
+    layout: GemmLayout,
+    is_complex: bool,
+    products: int,
+) -> Reason | None:
+    """Return why this kernel does not run the product, None if it does.
 
-
-def _objection_to_tiles(
-    kernel: Kernel, capabilities: Capabilities, layout: GemmLayout, is_complex: bool
-) -> str:
-    """Tiles pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass."""
+    Tile kernels pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass.
+    """
     m, n, k = layout.m, layout.n, layout.k
+    if row.requires is not None and row.requires not in capabilities.features:
+        return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
+    if products > 1 and row.single_product:
+        return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
+    leading = [operand.leading_dimension or 0 for operand in (layout.a, layout.b, layout.out)]
+    if max(m, n, k, *leading) > row.maximum_extent:
+        return Reason.of(Why.TOO_LARGE_FOR_32_BITS, units=row.units)
     elements = m * k + k * n + m * n
-    minimum = capabilities.amx_minimum_elements
-    if is_complex:
-        minimum = capabilities.amx_complex_minimum_elements
+    minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:
-        return (
-            f"{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
-        )
-    extent = _MINIMUM_EXTENTS[is_complex]
-    if min(m, n, k) < extent and (is_complex or k < extent):
-        return f"{kernel} pays from an inner dimension (complex: m, n and k) of {extent}"
-    return ""
-
-
-def _objection_to_mkl(capabilities: Capabilities, layout: GemmLayout) -> str:
-    if _exceeds_32_bits(layout):
-        return "MKL counts rows, columns and leading dimensions with 32 bits"
-    each, minimum = 2 * layout.m * layout.n * layout.k, capabilities.mkl_batch_minimum_flops
-    if layout.batch_count > 1 and each < minimum:
-        return (
-            f"MKL pays from {minimum:.3g} flops for each product of a batch, these have {each:.3g}"
-        )
-    return ""
-
-
-def _exceeds_32_bits(layout: GemmLayout) -> bool:
-    sizes = [layout.m, layout.n, layout.k]
-    sizes += [o.leading_dimension or 0 for o in (layout.a, layout.b, layout.out)]
-    return max(sizes) > _INT32_MAX
-
-
-def flops_per_conversion(kernel: Kernel) -> float:
-    """Return what rounding one element for this kernel costs, in flops of numpy.matmul on float32.
-
-    Measured on two threads, where that does 3.7e11 flops a second: tile kernels round and pack 2.8e9 elements a
-    second (a row times a matrix), and NumPy rounds 1.3e9 for the others. A GPU writes and reads the bytes: 4 of float32
-    and twice 2 of a 16-bit type, at some 13 FP32 flops each.
-    """
-    if kernel is Kernel.CUBLASLT:
-        return 100.0
-    return 130.0 if kernel in READS_ANY_STRIDES else 300.0
+        return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)
+    extent = row.minimum_extent_complex if is_complex else row.minimum_k
+    if (min(m, n, k) if is_complex else k) < extent:
+        return Reason.of(Why.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
+    flops = 2 * m * n * k
+    if layout.batch_count > 1 and flops < row.minimum_batch_flops:
+        minimum = row.minimum_batch_flops
+        return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=minimum, flops=flops)
+    return None

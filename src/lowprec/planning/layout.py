@@ -12,37 +12,10 @@ from typing import Literal
 
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
-
-__all__ = [
-    "GemmLayout",
-    "OperandLayout",
-    "OperandSpec",
-    "addend_layout",
-    "contiguous_strides",
-    "gemm_layout",
-    "result_shape",
-    "rows_of_all",
-    "stacked_layout",
-]
+from lowprec.strides import contiguous_strides, overlaps_itself
 
 Shape = tuple[int, ...]
 Order = Literal["row", "col"]
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a row-major array without gaps.
-
-    Examples
-    --------
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +47,62 @@ class OperandSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class OperandLayout:
-    """A stack of matrices in memory, in the words of BLAS.
+class MatrixStack:
+    """A stack of matrices in memory, in the words of BLAS: all but its address.
 
     Parameters
     ----------
+    dtype : DType
     rows, cols : int
         Extents of each matrix, as it enters the product.
     row_stride, col_stride : int
         Steps in elements from one row (column) to the next.
-    batch_strides : tuple of int
-        One per dimension of the batch, in elements; 0 where the matrix is broadcast.
-    batch_stride : int or None
-        The one step from each matrix to the next, where there is one; 0 if all are the same matrix.
-        ``None`` means that the batch is walked by ``batch_strides``.
+    batch_shape, batch_strides : tuple of int
+        Outermost first, strides in elements; 0 where the matrix is broadcast.
     order : {"row", "col"} or None
         Which of rows and columns lies contiguous; ``None`` where BLAS cannot express the strides.
     leading_dimension : int or None
         The other step, at least the contiguous extent; ``None`` where BLAS cannot express the strides.
     """
 
+    dtype: DType
     rows: int
     cols: int
     row_stride: int
     col_stride: int
+    batch_shape: Shape
     batch_strides: Shape
-    batch_stride: int | None
     order: Order | None
     leading_dimension: int | None
+
+    @classmethod
+    def of(
+        cls,
+        dtype: DType,
+        rows: int,
+        cols: int,
+        row_stride: int,
+        col_stride: int,
+        batch_shape: Shape = (),
+        batch_strides: Shape = (),
+    ) -> MatrixStack:
+        """Return the stack with the order and the leading dimension that its strides have.
+
+        Examples
+        --------
+        >>> stack = MatrixStack.of(DType.FLOAT32, 4, 5, 1, 8, (2, 3), (120, 40))
+        >>> stack.order, stack.leading_dimension, stack.batch_stride
+        ('col', 8, 40)
+        """
+        order, leading_dimension = _blas_order(rows, cols, row_stride, col_stride)
+        return cls(
+            dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading_dimension
+        )  # fmt: skip
+
+    @property
+    def batch_stride(self) -> int | None:
+        """The one step from each matrix to the next, 0 if all are the same; None if there is no such step."""
+        return _regular_stride(self.batch_shape, self.batch_strides)
 
     @property
     def op(self) -> Literal["N", "T"]:
@@ -112,6 +113,14 @@ class OperandLayout:
     def blas_expressible(self) -> bool:
         """Whether BLAS can read the matrices where they are."""
         return self.order is not None
+
+    @property
+    def transposed(self) -> MatrixStack:
+        """The same memory as the transposed matrices."""
+        return self.of(
+            self.dtype, self.cols, self.rows, self.col_stride, self.row_stride,
+            self.batch_shape, self.batch_strides,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,7 @@ class GemmLayout:
         Product of ``batch_shape``.
     out_shape : tuple of int
         Shape of the result as the caller sees it, whatever was collapsed.
-    a, b, out : OperandLayout
+    a, b, out : MatrixStack
         ``out`` is the caller's, or a new row-major array.
     collapsed : bool
         Whether the batch became rows: ``b`` is the same matrix for every batch and the rows of ``a`` and of ``out``
@@ -141,9 +150,9 @@ class GemmLayout:
     batch_shape: Shape
     batch_count: int
     out_shape: Shape
-    a: OperandLayout
-    b: OperandLayout
-    out: OperandLayout
+    a: MatrixStack
+    b: MatrixStack
+    out: MatrixStack
     collapsed: bool
 
 
@@ -250,15 +259,6 @@ def _blas_order(
     return None, None
 
 
-def _operand(
-    rows: int, cols: int, strides: tuple[int, int], batch: Shape, batch_strides: Shape
-) -> OperandLayout:
-    """Return the layout of a stack of matrices."""
-    order, leading_dimension = _blas_order(rows, cols, *strides)
-    step = _regular_stride(batch, batch_strides)
-    return OperandLayout(rows, cols, *strides, batch_strides, step, order, leading_dimension)
-
-
 def _batch_strides(spec: OperandSpec, batch: Shape) -> Shape:
     """Return the strides of an operand's batch after broadcasting to ``batch``."""
     own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
@@ -282,7 +282,12 @@ def _out_strides(
     return (row, col), strides[:batch_ndim]
 
 
-def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) -> GemmLayout:
+def gemm_layout(
+    a: OperandSpec,
+    b: OperandSpec,
+    out: OperandSpec | None = None,
+    out_dtype: DType | None = None,
+) -> GemmLayout:
     """Return the layout of ``a @ b``, into ``out`` where it is given.
 
     Parameters
@@ -290,6 +295,8 @@ def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) 
     a : OperandSpec, shape (..., m, k) or (k,)
     b : OperandSpec, shape (..., k, n) or (k,)
     out : OperandSpec, shape of the result
+    out_dtype : DType, optional
+        Of a new result; that of ``a`` by default.
 
     Raises
     ------
@@ -304,32 +311,36 @@ def gemm_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) 
     >>> layout.collapsed, layout.m, layout.out_shape
     (True, 128, (8, 16, 4))
     """
-    return _collapse(stacked_layout(a, b, out))
+    return _collapse(stacked_layout(a, b, out, out_dtype))
 
 
-def stacked_layout(a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None) -> GemmLayout:
+def stacked_layout(
+    a: OperandSpec,
+    b: OperandSpec,
+    out: OperandSpec | None = None,
+    out_dtype: DType | None = None,
+) -> GemmLayout:
     """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
     m, n, k = _core(a.shape, b.shape)
     batch = _broadcast_batch(a.shape, b.shape)
     shape = result_shape(a.shape, b.shape)
     if out is None:
-        strides = contiguous_strides(shape)
+        out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
     else:
         _check_out(out, shape)
-        strides = out.strides
-    core, batch_strides = _out_strides(strides, len(batch), len(a.shape) > 1, len(b.shape) > 1)
+    core, batch_strides = _out_strides(out.strides, len(batch), len(a.shape) > 1, len(b.shape) > 1)
     return GemmLayout(
         m, n, k, batch, prod(batch), shape,
-        _operand(m, k, _matrix_strides(a, True), batch, _batch_strides(a, batch)),
-        _operand(k, n, _matrix_strides(b, False), batch, _batch_strides(b, batch)),
-        _operand(m, n, core, batch, batch_strides),
+        MatrixStack.of(a.dtype, m, k, *_matrix_strides(a, True), batch, _batch_strides(a, batch)),
+        MatrixStack.of(b.dtype, k, n, *_matrix_strides(b, False), batch, _batch_strides(b, batch)),
+        MatrixStack.of(out.dtype, m, n, *core, batch, batch_strides),
         collapsed=False,
     )  # fmt: skip
 
 
 def addend_layout(
     c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
-) -> OperandLayout | None:
+) -> MatrixStack | None:
     """Return how an array that broadcasts to the result lies over the products of a layout.
 
     None if the batch became rows there and the rows of this array lie at no regular step.
@@ -341,50 +352,28 @@ def addend_layout(
         (0,) * missing + own, len(batch), len(a.shape) > 1, len(b.shape) > 1
     )
     m, n, _ = _core(a.shape, b.shape)
-    found = _operand(m, n, core, batch, batch_strides)
+    found = MatrixStack.of(c.dtype, m, n, *core, batch, batch_strides)
     return rows_of_all(found, prod(batch)) if layout.collapsed else found
 
 
 def _check_out(out: OperandSpec, shape: Shape) -> None:
     if out.shape != shape:
         raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
-    if may_overlap_itself(out):
+    if overlaps_itself(out.shape, out.strides):
         raise ShapeError(
             f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
             "pass an array of its own memory"
         )
 
 
-def may_overlap_itself(spec: OperandSpec) -> bool:
-    """Whether two elements may share memory; a sufficient test, which no slice or transpose of an array fails.
-
-    Examples
-    --------
-    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (0, 1)))
-    True
-    >>> may_overlap_itself(OperandSpec(DType.FLOAT32, (3, 4), (-1, 3)))
-    False
-    """
-    if 0 in spec.shape:
-        return False
-    reach = 0
-    for step, extent in sorted(
-        (abs(s), n) for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1
-    ):
-        if step <= reach:
-            return True
-        reach += step * (extent - 1)
-    return False
-
-
-def rows_of_all(operand: OperandLayout, batch_count: int) -> OperandLayout | None:
+def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     """Return the same elements as one matrix with the batch as rows, or None if its steps are not regular."""
     step = operand.batch_stride
     if step is None or (operand.rows > 1 and step != operand.rows * operand.row_stride):
         return None
     row_stride = step if operand.rows == 1 else operand.row_stride
-    merged = _operand(
-        operand.rows * batch_count, operand.cols, (row_stride, operand.col_stride), (), ()
+    merged = MatrixStack.of(
+        operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride
     )
     # Windows that slide over one buffer are matrices one by one and not together.
     return None if operand.blas_expressible and not merged.blas_expressible else merged
@@ -399,7 +388,7 @@ def _collapse(layout: GemmLayout) -> GemmLayout:
     out = rows_of_all(layout.out, count)
     if a is None or out is None:
         return layout
-    b = _operand(layout.k, layout.n, (layout.b.row_stride, layout.b.col_stride), (), ())
+    b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)
     return GemmLayout(
         layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True
     )

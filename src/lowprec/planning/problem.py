@@ -5,47 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 
-from lowprec.errors import DTypeError, ShapeError, UnsupportedError
-from lowprec.formats import DType, promote
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.formats import OPERAND_DTYPES, DType, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
-
-__all__ = [
-    "EPILOGUE_DTYPE",
-    "OUT_DTYPES",
-    "Activation",
-    "GemmProblem",
-    "check_epilogue",
-    "common_dtype",
-    "parse_activation",
-    "result_dtype",
-]
-
-#: Element types that a result may have, per common element type of the operands; the first is the default.
-OUT_DTYPES: dict[DType, tuple[DType, ...]] = {
-    DType.FLOAT64: (DType.FLOAT64,),
-    DType.FLOAT32: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-    DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
-    DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
-    DType.COMPLEX64: (DType.COMPLEX64,),
-    DType.COMPLEX128: (DType.COMPLEX128,),
-    DType.INT8: (DType.INT32,),
-    DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
-    DType.FLOAT8_E5M2: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
-}
-
-#: Element type in which products are summed and the epilogue is computed.
-EPILOGUE_DTYPE: dict[DType, DType] = {
-    DType.FLOAT64: DType.FLOAT64,
-    DType.FLOAT32: DType.FLOAT32,
-    DType.FLOAT16: DType.FLOAT32,
-    DType.BFLOAT16: DType.FLOAT32,
-    DType.COMPLEX64: DType.COMPLEX64,
-    DType.COMPLEX128: DType.COMPLEX128,
-    DType.INT8: DType.INT32,
-    DType.FLOAT8_E4M3FN: DType.FLOAT32,
-    DType.FLOAT8_E5M2: DType.FLOAT32,
-}
 
 
 @unique
@@ -81,7 +44,7 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
     except ValueError:
         legal = ", ".join([*Activation, "None"])
         raise UnsupportedError(
-            f"activation {name!r} is not supported; choose one of: {legal}"
+            f"activation {quoted(name)} is not supported; choose one of: {legal}"
         ) from None
 
 
@@ -116,6 +79,13 @@ class GemmProblem:
     has_beta: bool = False
     activation: Activation | None = None
 
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether anything is left to do once the product is there."""
+        return (
+            self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
+        )
+
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     """Return the operands' common element type; raise if there is none or the device has no use for it."""
@@ -131,9 +101,9 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
                 f"{name} has dtype {spec.dtype}, which needs a GPU of compute capability 8.9 or later; "
                 f"on {capabilities.device} convert it to bfloat16 or float16"
             )
-        if spec.dtype not in OUT_DTYPES:
+        if not spec.dtype.results:
             legal = ", ".join(
-                str(d) for d in OUT_DTYPES if capabilities.has_float8 or not d.is_float8
+                str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8
             )
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
     # A pair of FP8 types is multiplied as it is; one of the two stands for it.
@@ -142,7 +112,7 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     """Return the result's element type; raise if the product cannot give the one that was asked for."""
-    legal = OUT_DTYPES[compute_dtype]
+    legal = compute_dtype.results
     dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
     if dtype not in legal:
@@ -182,7 +152,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         )
     for name, spec in (("c", problem.c), ("bias", problem.bias)):
         if spec:
-            _check_addend(name, spec.dtype, EPILOGUE_DTYPE[compute_dtype])
+            _check_addend(name, spec.dtype, compute_dtype.accumulator)
 
 
 def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
@@ -192,7 +162,7 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
         if epilogue is DType.INT32
         else tuple(
             d
-            for d in OUT_DTYPES
+            for d in OPERAND_DTYPES
             if d is not DType.INT8 and not d.is_float8 and promote(d, epilogue) is epilogue
         )
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lowprec.planning.layout import OperandLayout, OperandSpec
-    from lowprec.planning.plan import Candidate, GemmPlan
+from lowprec.modes import row
+from lowprec.planning.kernels import KernelRow, format_name
+from lowprec.planning.reasons import Reason
+from lowprec.tables import Table, html, plain_text
 
-__all__ = ["title", "to_dict", "to_text"]
+if TYPE_CHECKING:
+    from lowprec.formats import ComputeType, DType
+    from lowprec.planning.calls import Pack
+    from lowprec.planning.layout import MatrixStack, OperandSpec
+    from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
 WIDTH = 100
 
@@ -22,14 +26,16 @@ Row = tuple[str, str]
 
 def to_text(plan: GemmPlan) -> str:
     """Return the plan as a table of two columns, no wider than 100 characters."""
-    rows = list(_rows(plan))
-    margin = max(len(name) for name, _ in rows) + 2
-    lines = [title(plan)]
-    for name, value in rows:
-        wrapped = textwrap.wrap(value, WIDTH - margin - 2, break_long_words=False) or [""]
-        lines.append(f"  {name:<{margin}}{wrapped[0]}")
-        lines += [" " * (margin + 2) + line for line in wrapped[1:]]
-    return "\n".join(lines)
+    return plain_text(_table(plan), wrap=WIDTH)
+
+
+def to_html(plan: GemmPlan) -> str:
+    """Return the plan as a table for a notebook."""
+    return html(_table(plan))
+
+
+def _table(plan: GemmPlan) -> Table:
+    return Table(title(plan), ("", ""), list(_rows(plan)))
 
 
 def title(plan: GemmPlan) -> str:
@@ -49,8 +55,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
-    for fallback in plan.fallbacks:
-        yield "fallback", fallback
+    for text in plan.fallbacks:
+        yield "fallback", text
     yield from _layout_rows(plan)
     yield from _epilogue_rows(plan)
     if not plan.copies:
@@ -67,8 +73,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield from _bound_rows(plan)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
-    for sentence in plan.advice:
-        yield "advice", sentence
+    for advice in plan.advice:
+        yield "advice", str(advice)
 
 
 def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
@@ -101,7 +107,7 @@ def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
         yield f"  {name}", _operand(operand)
 
 
-def _operand(operand: OperandLayout) -> str:
+def _operand(operand: MatrixStack) -> str:
     """Return order, leading dimension and batch step, or the strides where BLAS has no words for them."""
     if operand.order is None:
         text = f"strides {operand.row_stride}, {operand.col_stride}"
@@ -183,16 +189,115 @@ def to_dict(plan: GemmPlan) -> dict[str, Any]:
     A bound that is infinite becomes None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
-    return result
+    derived = ("kernel", *WORDS, "fallbacks", "parts", "products", "arithmetic_intensity")
+    return {**result, **{name: _plain(getattr(plan, name)) for name in derived}}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
+    if isinstance(value, Enum | Reason | KernelRow):
         return str(value)
     if hasattr(value, "__dataclass_fields__"):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    if isinstance(value, tuple | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, float) and not isfinite(value):
         return None
     return value
+
+
+# -- what a plan says in words --------------------------------------------------------------------
+
+
+def kernel_reason(plan: GemmPlan) -> str:
+    """Return what the kernel runs on, and why not on more welcome units."""
+    row = plan.kernel_row
+    as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
+    return "; ".join(
+        [row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])]
+    )
+
+
+def compute_type(plan: GemmPlan) -> str:
+    """Return the compute type, and the data where it is not what the type is named after."""
+    return compute_words(plan.cublas_compute_type, plan.multiplied_dtype)
+
+
+def compute_words(compute: ComputeType, data: DType | None) -> str:
+    """Return a compute type with its data, where that is not what the type is named after.
+
+    Examples
+    --------
+    >>> from lowprec.formats import DType
+    >>> compute_words(DType.BFLOAT16.compute_type, DType.BFLOAT16)
+    'COMPUTE_32F on bfloat16 data'
+    """
+    if data is None or data.bits >= 32 or data.format is None:
+        return str(compute)
+    return f"{compute} on {'float8' if data.is_float8 else data} data"
+
+
+def note(plan: GemmPlan) -> str:
+    """Return why the mode has no effect, empty if it has one."""
+    if plan.mode_has_effect:
+        return ""
+    dtype = plan.compute_dtype
+    summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
+    return (
+        f"the mode {plan.mode} has no effect: it acts on float32 and complex64 only; "
+        f"{dtype} operands stay as they are and are summed in {summed_in}"
+    )
+
+
+def fallback(plan: GemmPlan) -> str:
+    """Return what operands that the kernel cannot treat get instead, empty if there are none such."""
+    why = plan.kernel_row.fallback
+    return str(Reason.of(why)) if why and plan.fallback else ""
+
+
+def a_becomes(plan: GemmPlan) -> str:
+    """Return what is multiplied in place of ``a``."""
+    return _becomes(plan, plan.problem.a.dtype, 0, plan.call.pack_a if plan.call else None)
+
+
+def b_becomes(plan: GemmPlan) -> str:
+    """Return what is multiplied in place of ``b``."""
+    return _becomes(plan, plan.problem.b.dtype, 1, plan.call.pack_b if plan.call else None)
+
+
+def _becomes(plan: GemmPlan, dtype: DType, operand: int, pack: Pack | None) -> str:
+    kernel = plan.kernel_row
+    if plan.rounded[operand]:
+        text = row(plan.mode).inputs
+    elif dtype is plan.compute_dtype:
+        text = f"{dtype}, as it is"
+    else:
+        text = f"{dtype} values, unchanged"
+    if kernel.parts > 1:
+        text += f", as the exact sum of {kernel.parts} bfloat16 parts"
+    elif kernel.holds_in and format_name(plan.operand_format) in ("tf32", "bfloat16", "float16"):
+        text += f", held in {kernel.holds_in}"
+    if pack and pack.scaled:
+        text += f", each {'column' if operand else 'row'} scaled by a power of two"
+    if pack and pack.complex_as != "no":
+        text += ", as a real matrix of twice the extents"
+    return text
+
+
+#: What a plan says in words, by the name of its property.
+WORDS: dict[str, Callable[[GemmPlan], str]] = {
+    "kernel_reason": kernel_reason,
+    "compute_type": compute_type,
+    "note": note,
+    "a_becomes": a_becomes,
+    "b_becomes": b_becomes,
+    "fallback": fallback,
+}
+
+
+# -- reasons --------------------------------------------------------------------------------------
+
+
+def copy_reason(copy: Copy) -> str:
+    """Return the reasons of a copy in words."""
+    text = "; ".join(map(str, copy.reasons))
+    return f"staged in temporary memory: {text}" if copy.operand == "out" else text

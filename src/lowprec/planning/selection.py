@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
-from lowprec.errors import ModeError
+from lowprec.errors import ModeError, quoted
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning.bounds import SINGLE_PRECISION
-from lowprec.planning.kernels import Capabilities, Kernel, flops_per_conversion
-from lowprec.planning.plan import PLAN_CACHE_SIZE, Candidate, GemmPlan, plan_gemm
+from lowprec.planning.kernels import Capabilities, format_name
+from lowprec.planning.plan import Candidate, GemmPlan
+from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
-
-__all__ = ["COST_PER_FLOP", "Selection", "check_rtol", "select_mode"]
-
-#: Time per flop of the product against numpy.matmul on float32: ratios that bench_gemm.py measured on two threads of a
-#: CPU with AMX, 2048 x 2048 matrices, less the packing.
-COST_PER_FLOP: dict[Kernel, float] = {
-    Kernel.AMX_BF16: 0.09,
-    Kernel.AMX_BF16_PAIR: 0.35,
-    Kernel.AMX_INT8: 0.06,
-    Kernel.MKL: 1.0,
-    Kernel.NUMPY: 1.0,
-    Kernel.CUBLASLT: 1.0,
-}
-
-#: The same for cuBLASLt by mode, FP32 on the same device as the unit: published rates of a GH200 at 8192 (FP32 51.4,
-#: TF32 403 TFLOP/s), and twice the TF32 rate for 16-bit data, as the data sheets of all capabilities have it.
-COST_ON_TENSOR_CORES: dict[MathMode, float] = {
-    MathMode.TF32: 51.4 / 403,
-    MathMode.BF16: 51.4 / 806,
-    MathMode.FP16: 51.4 / 806,
-}
+from lowprec.planning.reasons import Reason, Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +40,10 @@ def check_rtol(rtol: object) -> float:
     """
     value = nan
     if not isinstance(rtol, bool) and isinstance(rtol, Real):
-        value = float(rtol)
+        with suppress(OverflowError):
+            value = float(rtol)
     if not (isfinite(value) and value > 0):
-        raise ModeError(f"rtol must be a positive finite number, got {rtol!r}")
+        raise ModeError(f"rtol must be a positive finite number, got {quoted(rtol)}")
     return value
 
 
@@ -86,15 +68,6 @@ def select_mode(
     ------
     ModeError
         If ``rtol`` is no positive finite number, or no mode meets it; the message lists the bounds.
-
-    Examples
-    --------
-    >>> from lowprec.formats import DType
-    >>> from lowprec.planning.layout import OperandSpec
-    >>> square = OperandSpec.contiguous(DType.FLOAT32, (1024, 1024))
-    >>> amx = Capabilities("cpu", "any", amx_bf16=True, numba=True)
-    >>> select_mode(GemmProblem(square, square), amx, 1e-2).mode
-    <MathMode.BF16: 'bf16'>
     """
     return _select(problem, capabilities, check_rtol(rtol), excluded)
 
@@ -110,12 +83,12 @@ def _select(
     chosen: MathMode | None = None
     candidates = []
     for plan in plans:
-        why = _objection(plan, rtol, excluded)
-        accepted = not why and chosen is None
+        why = _unsupported_reason(plan, rtol, excluded)
+        accepted = why is None and chosen is None
         if accepted:
-            chosen, why = plan.mode, "the cheapest whose bound is within rtol"
-        elif not why:
-            why = f"no cheaper than {chosen}"
+            chosen, why = plan.mode, Reason.of(Why.CHEAPEST)
+        elif why is None:
+            why = Reason.of(Why.NO_CHEAPER, chosen=chosen)
         candidates.append(
             Candidate(plan.mode, plan.bound.relative, costs[plan.mode], accepted, why)
         )
@@ -125,21 +98,23 @@ def _select(
 
 
 def _modes_for(problem: GemmProblem, capabilities: Capabilities) -> tuple[MathMode, ...]:
-    """Return the modes to weigh: all of them in single precision, else the one that stands for all."""
-    if plan_gemm(problem, capabilities, MathMode.FP32).compute_dtype in SINGLE_PRECISION:
+    """Return the modes to weigh: all of them where modes act, else the one that stands for all."""
+    if plan_gemm(problem, capabilities, MathMode.FP32).mode_has_effect:
         return available_modes()
     return (MathMode.FP32,)
 
 
-def _objection(plan: GemmPlan, rtol: float, excluded: frozenset[MathMode]) -> str:
-    """Return why a mode cannot be taken, empty if it can."""
+def _unsupported_reason(
+    plan: GemmPlan, rtol: float, excluded: frozenset[MathMode]
+) -> Reason | None:
+    """Return why a mode cannot be taken, None if it can."""
     if plan.mode in excluded:
-        return "excluded by the environment"
+        return Reason.of(Why.EXCLUDED)
     if plan.bound.relative > rtol:
-        return f"its bound exceeds rtol = {rtol:.3g}"
+        return Reason.of(Why.BOUND_TOO_LARGE, rtol=rtol)
     if not plan.bound.unconditional:
-        return f"its bound depends on the data's range: {plan.bound.condition}"
-    return ""
+        return Reason.of(Why.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
+    return None
 
 
 def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan) -> str:
@@ -151,26 +126,18 @@ def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan) -> str:
     )
 
 
-# FP32 flops that a GPU does while it moves one byte: 51.4 TFLOP/s over 4 TB/s, the GH200 of the table above.
-_FLOPS_PER_BYTE_MOVED = 13.0
-
-
-def _rewriting(plan: GemmPlan) -> float:
-    """Return the cost of what is rewritten before and after a call of cuBLASLt: each byte is written and read."""
-    moved = 2 * sum(copy.nbytes for copy in plan.copies)
-    return moved * _FLOPS_PER_BYTE_MOVED / plan.flops
-
-
 def expected_cost(plan: GemmPlan) -> float:
-    """Return the expected time in units of numpy.matmul on float32: the kernel's, and rounding the operands.
+    """Return the expected time in units of FP32 on the device: the kernel's, and rounding the operands.
 
     An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m. Only single precision has candidates that round.
     """
-    cost = COST_PER_FLOP[plan.kernel]
+    row, layout = plan.kernel_row, plan.layout
+    each = plan.capabilities.cost_per_flop(row, format_name(plan.operand_format))
+    cost = each * len(plan.schedule)
     if plan.call is not None:
-        return COST_ON_TENSOR_CORES.get(plan.mode, cost) + _rewriting(plan)
-    layout = plan.layout
-    rounds = plan.mode not in (MathMode.FP32, MathMode.FP32_PEDANTIC)
-    if rounds and layout.m and layout.n:
-        cost += flops_per_conversion(plan.kernel) * (1 / (2 * layout.m) + 1 / (2 * layout.n))
+        # What is rewritten before and after the call is written and read.
+        moved = 2 * sum(copy.nbytes for copy in plan.copies)
+        return cost + moved * row.cost_per_byte / plan.flops
+    if any(plan.rounded) and layout.m and layout.n:
+        cost += row.cost_per_element * (1 / (2 * layout.m) + 1 / (2 * layout.n))
     return cost

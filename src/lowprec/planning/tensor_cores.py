@@ -1,4 +1,4 @@
-"""How NVIDIA's tensor cores sum, as roundings that a term of a sum goes through at most.
+"""Which numbers NVIDIA's tensor cores multiply, and how they sum: roundings that a term of a sum goes through at most.
 
 A tensor core adds the exact products of a group to the accumulator: all terms are aligned to the largest exponent and
 cut to F fraction bits, and the sum is rounded toward zero to FP32. Of terms whose magnitudes add up to S, each of the
@@ -7,56 +7,74 @@ g + 1 that are cut loses less than 2^-F S, and the result less than 2^-23 S: tog
 
 Source of the model, read off V100, A100, H100, H200 and B200: F. A. Khattak and M. Mikaitis, "Accurate models of
 NVIDIA tensor cores", arXiv 2512.07004. FP8 on Hopper: 13 fraction bits in groups of 32 (H. Zhao and others, "Insights
-into DeepSeek-V3", arXiv 2505.09343).
+into DeepSeek-V3", arXiv 2505.09343). First capabilities: CUDA C++ Programming Guide, *Warp Matrix Functions*; PTX ISA,
+*mma*.
 """
 
 from __future__ import annotations
 
 from math import ceil
 
-from lowprec.formats import DType
+Capability = tuple[int, int]
 
-__all__ = ["roundings"]
+#: A capability from which it holds; group and fraction bits of sums in FP32, None for sums in another type.
+_Model = tuple[Capability, tuple[int, int] | None]
 
-#: By the kind of data: group and fraction bits, per compute capability from which they hold, the newest first.
-_MODELS: dict[str, tuple[tuple[tuple[int, int], int, int], ...]] = {
-    "16-bit": (((9, 0), 16, 25), ((8, 0), 8, 24), ((7, 0), 4, 23)),
-    "tf32": (((9, 0), 8, 25), ((8, 0), 4, 24)),
-    "8-bit": (((8, 9), 32, 13),),
+_SIXTEEN_BITS: tuple[_Model, ...] = (((9, 0), (16, 25)), ((8, 0), (8, 24)), ((7, 0), (4, 23)))
+_EIGHT_BITS: tuple[_Model, ...] = (((8, 9), (32, 13)),)
+
+#: By format of what is multiplied, the newest capability first; the last is the first that multiplies it.
+_MODELS: dict[str, tuple[_Model, ...]] = {
+    "float16": _SIXTEEN_BITS,
+    "bfloat16": _SIXTEEN_BITS[:2],
+    "tf32": (((9, 0), (8, 25)), ((8, 0), (4, 24))),
+    "float8_e4m3fn": _EIGHT_BITS,
+    "float8_e5m2": _EIGHT_BITS,
+    "float64": (((8, 0), None),),
+    "int8": (((7, 2), None),),
 }
 
-_KIND = {
-    DType.FLOAT16: "16-bit",
-    DType.BFLOAT16: "16-bit",
-    DType.FLOAT8_E4M3FN: "8-bit",
-    DType.FLOAT8_E5M2: "8-bit",
-}
+
+def first_capability(fmt: str) -> Capability | None:
+    """Return the first compute capability whose tensor cores multiply a format, None if none does."""
+    models = _MODELS.get(fmt)
+    return models[-1][0] if models else None
 
 
-def roundings(k: int, data: DType, capability: tuple[int, int], *, tf32: bool = False) -> int:
+def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
+    """Whether tensor cores of a compute capability multiply a format; not where there are none (None).
+
+    Examples
+    --------
+    >>> tensor_cores_multiply("bfloat16", (7, 0)), tensor_cores_multiply("bfloat16", (9, 0))
+    (False, True)
+    """
+    first = first_capability(fmt)
+    return capability is not None and first is not None and capability >= first
+
+
+def roundings(k: int, fmt: str, capability: Capability) -> int:
     """Return the roundings to FP32 that a term of a sum of ``k`` products goes through at most.
 
     Parameters
     ----------
     k : int
         Products per element.
-    data : DType
-        What is multiplied.
+    fmt : str
+        Format of what is multiplied.
     capability : tuple of int
         Compute capability, (major, minor).
-    tf32 : bool
-        Whether float32 data may go to the tensor cores.
 
     Examples
     --------
-    >>> roundings(4096, DType.FLOAT32, (9, 0)), roundings(4096, DType.BFLOAT16, (9, 0))
+    >>> roundings(4096, "float32", (9, 0)), roundings(4096, "bfloat16", (9, 0))
     (4096, 2688)
-    >>> roundings(4096, DType.BFLOAT16, (7, 0))
+    >>> roundings(4096, "float16", (7, 0))
     12288
     """
-    kind = "tf32" if tf32 else _KIND.get(data)
-    for since, group, fraction_bits in _MODELS.get(kind or "", ()):
-        if capability >= since:
+    for since, model in _MODELS.get(fmt, ()):
+        if capability >= since and model is not None:
+            group, fraction_bits = model
             each = (group + 1) * 2.0 ** (24 - fraction_bits) + 2
             # No less than one rounding per addition of the parts of a split sum.
             return ceil(-(-k // group) * each)

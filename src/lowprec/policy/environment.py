@@ -17,7 +17,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from lowprec.errors import EnvironmentVariableError, ModeError
+from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
 
 __all__ = [
@@ -119,7 +119,7 @@ def _switch_variable(
         if text not in _SWITCH:
             choices = ", ".join(_SWITCH)
             raise EnvironmentVariableError(
-                f"environment variable {name}: {text!r} is neither of {choices}; or unset the variable"
+                f"environment variable {name}: {quoted(text)} is neither of {choices}; or unset the variable"
             )
         return _SWITCH[text]
 
@@ -195,8 +195,8 @@ _LIBRARIES = {
 }  # fmt: skip
 _AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
-    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 leaves "
-    "the cache aside, too.",
+    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
+    "the cache, too.",
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
@@ -362,7 +362,7 @@ def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> Variable
 
 
 def _shown(text: str | None) -> str:
-    return "unset" if text is None else repr(text)
+    return "unset" if text is None else quoted(text)
 
 
 def numba_is_off() -> bool:
@@ -383,7 +383,9 @@ def cache_directory() -> str | None:
 def thread_limit() -> int | None:
     """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
     text = _MKL_THREADS.text() or ""
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    # int() refuses some digits of other scripts, and thousands of digits; nine are more threads than there are.
+    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
+    return int(digits[:9]) if digits else None
 
 
 def rows() -> tuple[VariableRow, ...]:

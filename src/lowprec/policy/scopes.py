@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
-from lowprec.errors import LowprecWarning, UnsupportedError
+from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
@@ -106,7 +106,7 @@ def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None
         return None if frameworks else _NO_LIBRARY
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):
         raise TypeError(
-            f'frameworks must be True, False or a list of names such as ["torch"], got {frameworks!r}'
+            f'frameworks must be True, False or a list of names such as ["torch"], got {quoted(frameworks)}'
         )
     names = frozenset(frameworks)
     known = [controller.name for controller in controllers()]

@@ -6,15 +6,14 @@ microseconds).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from lowprec._version import __version__
+from lowprec.atomic import write_file
 from lowprec.profiling.records import ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents
 
@@ -41,15 +40,9 @@ def document(
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file by way of a temporary one beside it, so that no reader finds half of it."""
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(_finite(value), allow_nan=False), encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    """Write a JSON file, so that no reader finds half of it."""
+    text = json.dumps(_finite(value), allow_nan=False)
+    write_file(path, lambda file: file.write(text.encode()))
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, backend_of
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.prepared import Prepared, observe
@@ -67,7 +67,7 @@ class profile:
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
             raise UnsupportedError(
-                f"threads={threads!r} is not supported; choose one of: {choices}"
+                f"threads={quoted(threads)} is not supported; choose one of: {choices}"
             )
         self.label = label
         self._threads = threads

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
 from lowprec.profiling.summary import Group, extents, grouped, totals
+from lowprec.tables import Table, plain_text
 
 __all__ = ["to_text"]
 
@@ -112,7 +113,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
     """
     if by not in _KEYS:
         raise UnsupportedError(
-            f"by={by!r} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
+            f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
         )
     lines = [" ".join(filter(None, ("lowprec.profile", label, _devices(records))))]
     if records:
@@ -121,7 +122,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
     return "\n".join(lines)
 
 
-def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> Iterator[str]:
+def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> list[str]:
     groups = list(
         grouped(records, lambda r: tuple(column.cell(Group([r])) for column in keys)).values()
     )
@@ -137,12 +138,14 @@ def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> Iterato
     ]  # fmt: skip
     cells = [[c.heading for c in columns], *([c.cell(g) for c in columns] for g in groups)]
     widths = _fitted([max(map(len, column)) for column in zip(*cells, strict=True)], columns)
-    for row in cells:
-        padded = [
-            cell.rjust(width) if column.right else _cut(cell, width).ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
+    headings, *rows = (
+        [
+            f">{cell}" if c.right and row is cells[0] else cell if c.right else _cut(cell, width)
+            for cell, width, c in zip(row, widths, columns, strict=True)
         ]
-        yield f"  {'  '.join(padded)}".rstrip()
+        for row in cells
+    )
+    return plain_text(Table("", headings, rows)).splitlines()[1:]
 
 
 def _devices(records: Sequence[ProductRecord]) -> str:

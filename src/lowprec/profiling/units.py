@@ -5,26 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowprec.planning import GemmPlan
-from lowprec.planning.bounds import operand_format
-from lowprec.planning.kernels import KERNELS, PREFERENCES, READS_ANY_STRIDES
+from lowprec.planning.kernels import Summation, format_name
+from lowprec.planning.tensor_cores import first_capability
 
 __all__ = ["Units", "number_format", "units_of"]
-
-#: Numbers that tensor cores multiply, by the first compute capability that does. Source: CUDA C++ Programming Guide,
-#: *Warp Matrix Functions*; PTX ISA, *mma*.
-_TENSOR_CORES_SINCE: dict[str, tuple[int, int]] = {
-    "float16": (7, 0),
-    "int8": (7, 2),
-    "bfloat16": (8, 0),
-    "tf32": (8, 0),
-    "float64": (8, 0),
-    "float8_e4m3fn": (8, 9),
-    "float8_e5m2": (8, 9),
-}
-
-_TILE_FORMATS = frozenset(
-    fmt for fmt, preferred in PREFERENCES.items() if not READS_ANY_STRIDES.isdisjoint(preferred)
-)
 
 _EMPTY = "the product is empty"
 
@@ -39,8 +23,7 @@ class Units(NamedTuple):
 
 def number_format(plan: GemmPlan) -> str:
     """Return the format of what is multiplied, once rounded: ``"tf32"``, ``"int8"``."""
-    fmt = operand_format(plan.mode, plan.compute_dtype)
-    return plan.compute_dtype.label if fmt is None else fmt.name
+    return format_name(plan.operand_format)
 
 
 def units_of(plan: GemmPlan, used: bool | None) -> Units:
@@ -56,7 +39,7 @@ def units_of(plan: GemmPlan, used: bool | None) -> Units:
     fmt = number_format(plan)
     if capability is None:
         return _tile_units(plan, fmt, used)
-    since = _TENSOR_CORES_SINCE.get(fmt)
+    since = first_capability(fmt)
     if not plan.flops:
         return Units(since is not None, False, _EMPTY)
     if used:
@@ -74,14 +57,16 @@ def units_of(plan: GemmPlan, used: bool | None) -> Units:
 
 
 def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> Units:
-    eligible = fmt in _TILE_FORMATS
+    row = plan.kernel_row
+    tiles = [x for x in plan.capabilities.kernels if x.summation is Summation.TILES]
+    eligible = any(x.formats is not None and fmt in x.formats for x in tiles)
     if used:
-        reason = KERNELS[plan.kernel].units
+        reason = row.units
     elif not plan.flops:
         reason = _EMPTY
     elif not eligible:
         reason = f"tile units do not multiply {fmt} numbers"
-    elif plan.kernel in READS_ANY_STRIDES:
+    elif row.summation is Summation.TILES:
         reason = f"the kernel {plan.kernel} fell back: {'; '.join(plan.fallbacks)}"
     else:
         reason = plan.kernel_reason

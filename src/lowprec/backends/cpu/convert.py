@@ -97,11 +97,12 @@ def _round_rows(
     for first in range(start, stop, _BLOCK):
         piece = slice(first, min(first + _BLOCK, stop))
         src, dst = source[piece], out[piece]
-        block(src, dst)
-        # The integer arithmetic carries a NaN's payload into the exponent or the sign; put the NaN back.
+        # Integer arithmetic carries a NaN's payload into the exponent or the sign. Looked for before anything is
+        # written, because ``out`` may be ``source``.
         nan = np.isnan(src)
+        block(src, dst)
         if nan.any():
-            dst[nan] = src[nan]
+            dst[nan] = np.nan
 
 
 def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
@@ -114,13 +115,14 @@ def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
     to : NumberFormat
         TF32, bfloat16 or float16.
     out : numpy.ndarray
-        dtype float32, the shape of ``source``, C-contiguous; must not overlap ``source``.
+        dtype float32, the shape of ``source``, C-contiguous; it may be ``source`` itself, and else must not overlap
+        it.
     """
     block = _BLOCK_ROUNDINGS[to.name]
     if not source.flags.c_contiguous:
         out[...] = source
         source = out
-    flat_source, flat_out = source.reshape(-1), out.reshape(-1)
+    flat_source, flat_out = (x.reshape(-1, copy=False) for x in (source, out))
     size = flat_source.size
     with np.errstate(all="ignore"):
         if size <= _BLOCK:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 from lowprec.arrays import Device
 from lowprec.backends.cpu import amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
+from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.mkl import mkl
 from lowprec.planning import Capabilities
 
@@ -21,11 +21,10 @@ def capabilities(device: Device) -> Capabilities:
 
 @functools.cache
 def _capabilities() -> Capabilities:
-    return Capabilities(
-        device="cpu",
-        name=cpu_name(),
-        amx_bf16=amx.is_available(),
-        amx_int8=amx.is_available(),
-        mkl=mkl() is not None,
-        numba=importlib.util.find_spec("numba") is not None,
-    )
+    found = {
+        "amx_bf16": amx.is_available(),
+        "amx_int8": amx.is_available(),
+        "mkl": mkl() is not None,
+    }
+    features = frozenset(name for name, present in found.items() if present)
+    return Capabilities("cpu", cpu_name(), KERNELS, features)

@@ -1,7 +1,8 @@
 """What follows the product: ``out = activation(alpha * product + beta * c + bias)``, rounded once to out's dtype.
 
 The arithmetic is done in the accumulator's dtype (float32 for 16-bit results), as the epilogues of cuBLASLt do
-(cuBLAS documentation, ``cublasLtEpilogue_t``).
+(cuBLAS documentation, ``cublasLtEpilogue_t``). Integers saturate: cuBLASLt adds nothing to int32 results, and oneDNN
+saturates its own.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ _ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {
 }
 
 
+def _add_saturating(product: Any, addend: Any) -> None:
+    """Add integers in place; a sum beyond the type becomes the nearest number of it."""
+    limits = np.iinfo(product.dtype)
+    lowest, highest = limits.min - np.minimum(addend, 0), limits.max - np.maximum(addend, 0)
+    np.clip(product, lowest, highest, out=product)
+    product += addend
+
+
 def finish(
     product: Any,
     out: Any,
@@ -77,7 +86,11 @@ def finish(
             addend = c.astype(product.dtype, copy=False)
             product += addend if beta == 1 else addend * scalar(beta)
         if bias is not None:
-            product += bias.astype(product.dtype, copy=False)
+            addend = bias.astype(product.dtype, copy=False)
+            if product.dtype.kind == "i":
+                _add_saturating(product, addend)
+            else:
+                product += addend
         if activation is not None:
             _ACTIVATIONS[activation](product)
         if product is not out:

@@ -1,4 +1,4 @@
-"""Products on the ordinary floating-point units: round as the mode says, multiply in FP32 (or FP64), finish.
+"""Products on the ordinary floating-point units: rounded as the mode says, multiplied in FP32 or FP64.
 
 Every plan can run here. A product of two rounded operands is exact in the FP32 fused multiply-add up to the rounding
 of the sum, so these are the numbers of the tile units within the rounding of the accumulation.
@@ -7,99 +7,152 @@ of the sum, so these are the numbers of the tile units within the rounding of th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import gemm
 from lowprec.backends.cpu.convert import round_float32
-from lowprec.backends.cpu.stacks import (
-    ACCUMULATOR,
-    Stacks,
-    finish_stacks,
-    has_epilogue,
-    scratch,
-    stacks_of,
-)
-from lowprec.backends.execution import Arguments
+from lowprec.backends.cpu.stacks import Stacks, finish_stacks, scratch, stacks_of
+from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import FLOAT32, DType, NumberFormat
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, Kernel
+from lowprec.planning import GemmPlan, KernelRow, Product
 
-__all__ = ["MULTIPLY", "execute", "execute_stacks", "rounding_format"]
+__all__ = ["execute", "execute_stacks", "prepare", "rounding_format"]
 
-MULTIPLY: dict[Kernel, Callable[[Any, Any, Any], None]] = {
-    Kernel.MKL: gemm.multiply_mkl,
-    Kernel.NUMPY: gemm.multiply_numpy,
-}
+#: dtypes that a BLAS multiplies.
+_BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan whose kernel has a BLAS."""
+    blas = _blas(plan.kernel_row)
+    if _is_plain(plan) and blas.takes_whole(plan.layout):
+        return blas.call(plan)
+    return functools.partial(execute, plan)
+
+
+def _blas(kernel: KernelRow) -> gemm.Blas:
+    found: gemm.Blas = resolve(kernel.blas)
+    return found
 
 
 def rounding_format(plan: GemmPlan) -> NumberFormat | None:
     """Return the format to which the mode rounds the operands, None where they stay as they are."""
-    fmt = row(plan.mode).operand_format
+    fmt = plan.operand_format
     return fmt if plan.mode_has_effect and fmt is not FLOAT32 else None
 
 
+def _is_plain(plan: GemmPlan) -> bool:
+    """Whether the product of the arrays as they are is all that the plan asks for."""
+    problem, layout = plan.problem, plan.layout
+    return (
+        plan.compute_dtype in _BLAS_DTYPES
+        and problem.a.dtype is problem.b.dtype is plan.out_dtype
+        and rounding_format(plan) is None
+        and not problem.has_epilogue
+        and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
+    )
+
+
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
-    """Run a plan whose kernel is MKL or NumPy."""
-    execute_stacks(plan, plan.kernel, arguments, stacks_of(plan, arguments))
+    """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
+    execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments))
 
 
-def execute_stacks(plan: GemmPlan, kernel: Kernel, arguments: Arguments, stacks: Stacks) -> None:
-    """Run a plan, or a slice of its batch, on a kernel of this module.
+def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stacks: Stacks) -> None:
+    """Run a plan, or a slice of its batch, on the BLAS of a kernel.
 
     Parameters
     ----------
     plan : GemmPlan
-    kernel : Kernel
-        A key of :data:`MULTIPLY`; the plan's own, or a fallback.
+    kernel : KernelRow
+        The plan's own, or its fallback.
     arguments : Arguments
         For the factors.
     stacks : Stacks
         The arrays in matrix form.
     """
-    dtype = ACCUMULATOR[plan.compute_dtype]
+    dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
     if stacks.out.dtype == dtype and stacks.c is None:
-        _round_multiply(plan, kernel, stacks.a, stacks.b, stacks.out)
-        if has_epilogue(plan):
+        _sum_products(plan, kernel, stacks.a, stacks.b, stacks.out)
+        if plan.problem.has_epilogue:
             finish_stacks(plan, arguments, stacks.out, stacks)
         return
     with scratch(stacks.out.shape, dtype) as product:
-        _round_multiply(plan, kernel, stacks.a, stacks.b, product)
+        _sum_products(plan, kernel, stacks.a, stacks.b, product)
         finish_stacks(plan, arguments, product, stacks)
 
 
-def _round_multiply(plan: GemmPlan, kernel: Kernel, a: Any, b: Any, product: Any) -> None:
+def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+    """Run the schedule of a plan into ``out``."""
     if a.shape[-1] == 0:
-        product[...] = 0
+        out[...] = 0
         return
-    multiply = MULTIPLY[kernel]
+    multiply = _blas(kernel).multiply
     if plan.compute_dtype is DType.INT8:
-        gemm.multiply_int8(multiply, a, b, product)
+        gemm.multiply_int8(multiply, a, b, out)
         return
-    fmt = rounding_format(plan)
     with contextlib.ExitStack() as stack:
-        multiply(
-            _rounded(a, product.dtype, fmt, stack), _rounded(b, product.dtype, fmt, stack), product
-        )
+        parts_a = _parts(plan, a, 1 + max(x.a_part for x in plan.schedule), out.dtype, stack)
+        parts_b = _parts(plan, b, 1 + max(x.b_part for x in plan.schedule), out.dtype, stack)
+        for product in plan.schedule:
+            x = parts_a[product.a_part][..., product.k_start : product.k_stop]
+            y = parts_b[product.b_part][..., product.k_start : product.k_stop, :]
+            _add_product(multiply, product, x, y, out)
+
+
+def _add_product(
+    multiply: Callable[[Any, Any, Any], None], product: Product, x: Any, y: Any, out: Any
+) -> None:
+    """Compute ``out (+)= 2^exponent * x @ y``."""
+    with contextlib.ExitStack() as stack:
+        term = out
+        if product.accumulates:
+            term = stack.enter_context(scratch(out.shape, out.dtype))
+        multiply(x, y, term)
+        with np.errstate(all="ignore"):
+            if product.exponent:
+                term *= term.dtype.type(2.0**product.exponent)
+            if product.accumulates:
+                out += term
+
+
+def _parts(
+    plan: GemmPlan, x: Any, count: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
+) -> list[Any]:
+    """Return ``x`` in ``dtype`` as the mode splits it: each part is what the parts before leave, scaled and rounded."""
+    fmt = rounding_format(plan)
+    parts = [_rounded(x, dtype, fmt, stack)]
+    if count > 1:
+        rest = stack.enter_context(scratch(x.shape, dtype))
+        rest[...] = x
+        factor = dtype.type(2.0 ** row(plan.mode).part_exponent)
+    with np.errstate(all="ignore"):
+        while len(parts) < count:
+            rest -= parts[-1]
+            rest *= factor
+            parts.append(_rounded(rest, dtype, fmt, stack))
+    return parts
 
 
 def _rounded(
     x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None, stack: contextlib.ExitStack
 ) -> Any:
     """Return ``x`` in ``dtype``, its components rounded to ``fmt``; ``x`` itself where nothing changes."""
-    if x.dtype != dtype:
-        wide = stack.enter_context(scratch(x.shape, dtype))
-        wide[...] = x
-        x = wide
-    if fmt is None:
+    if x.dtype == dtype and fmt is None:
         return x
     out = stack.enter_context(scratch(x.shape, dtype))
-    if dtype.kind == "c":
-        components = (np.ascontiguousarray(x).view(np.float32), out.view(np.float32))
-    else:
-        components = (x, out)
-    round_float32(components[0], fmt, components[1])
+    if x.dtype != dtype or not x.flags.c_contiguous:
+        out[...] = x
+        x = out
+    if fmt is not None:
+        # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
+        source, target = (y.reshape(-1, copy=False).view(np.float32) for y in (x, out))
+        round_float32(source, fmt, target)
     return out

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowprec.arrays import NUMPY_DTYPES
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.mkl import Matrix, loaded_mkl
+from lowprec.backends.cpu.mkl import loaded_mkl
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
-__all__ = ["is_blas_expressible", "multiply_int8", "multiply_mkl", "multiply_numpy"]
+__all__ = ["MKL", "NUMPY", "Blas", "is_blas_expressible", "multiply_int8"]
 
 
-def _has_contiguous_rows(x: Any) -> bool:
-    rows, columns = x.shape
-    row_stride, column_stride = x.strides
-    one_step = column_stride == x.itemsize or columns == 1
-    return bool(one_step and (row_stride >= columns * x.itemsize or rows == 1))
+_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
+
+
+def stack_of(x: Any) -> MatrixStack:
+    """Return how an array of at least two dimensions lies in memory; its strides are multiples of its elements."""
+    *batch_strides, row_stride, col_stride = (step // x.itemsize for step in x.strides)
+    *batch_shape, rows, cols = x.shape
+    return MatrixStack.of(
+        _DTYPES[x.dtype], rows, cols, row_stride, col_stride, tuple(batch_shape), tuple(batch_strides)
+    )  # fmt: skip
 
 
 def is_blas_expressible(x: Any) -> bool:
     """Return whether BLAS can read the last two dimensions of ``x`` in place, as they are or transposed."""
-    y = x[(0,) * (x.ndim - 2)] if x.ndim > 2 else x
-    whole = all(s % x.itemsize == 0 for s in y.strides)
-    return whole and (_has_contiguous_rows(y) or _has_contiguous_rows(y.T))
+    return all(step % x.itemsize == 0 for step in x.strides) and stack_of(x).blas_expressible
 
 
 def _in_place_or_copy(x: Any) -> Any:
     return x if is_blas_expressible(x) else np.ascontiguousarray(x)
-
-
-def _matrix(x: Any) -> Matrix:
-    """Return how a BLAS-expressible 2-D array lies in memory."""
-    rows, columns = x.shape
-    if _has_contiguous_rows(x):
-        return Matrix(True, max(x.strides[0] // x.itemsize, columns, 1))
-    return Matrix(False, max(x.strides[1] // x.itemsize, rows, 1))
 
 
 def _addresses(x: Any) -> list[int]:
@@ -62,10 +60,9 @@ def multiply_mkl(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with MKL; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
-    batch, m, n = target.shape[:-2], target.shape[-2], target.shape[-1]
+    batch = target.shape[:-2]
     stacks = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
-    layouts = [_matrix(x[(0,) * len(batch)]) for x in stacks]
-    product = loaded_mkl().product(target.dtype.name, m, n, a.shape[-1], *layouts)
+    product = loaded_mkl().product(*map(stack_of, stacks))
     addresses = zip(*(_addresses(x) for x in stacks), strict=True)
     threads.share(lambda abc: product(*abc), list(addresses))
     if target is not out:
@@ -85,3 +82,51 @@ def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out
         partial = np.empty(out.shape, np.float32)
         multiply(x, y, partial)
         out += partial.astype(np.int32)
+
+
+# -- one call of the library on the arrays as they are --------------------------------------------
+
+
+def _numpy_call(plan: GemmPlan) -> Executor:
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        with np.errstate(all="ignore"):
+            np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+
+    return execute
+
+
+def _mkl_call(plan: GemmPlan) -> Executor:
+    layout = plan.layout
+    product = loaded_mkl().product(layout.a, layout.b, layout.out)
+
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        product(a.address, b.address, out.address)
+
+    return execute
+
+
+class Blas(NamedTuple):
+    """A library that multiplies arrays which hold what the mode says.
+
+    Parameters
+    ----------
+    multiply : callable
+        Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
+    takes_whole : callable
+        Whether one call of the library can run the products of a layout.
+    call : callable
+        Returns the executor that makes that call.
+    """
+
+    multiply: Callable[[Any, Any, Any], None]
+    takes_whole: Callable[[GemmLayout], bool]
+    call: Callable[[GemmPlan], Executor]
+
+
+#: It takes the arrays with their batches, so not a batch as rows.
+NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
+
+#: It takes addresses of matrices, so not a batch.
+MKL = Blas(multiply_mkl, lambda layout: layout.batch_shape == (), _mkl_call)

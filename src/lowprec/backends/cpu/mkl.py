@@ -14,26 +14,27 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.planning import MatrixStack
 
-__all__ = ["Matrix", "Mkl", "loaded_mkl", "mkl"]
+__all__ = ["Mkl", "loaded_mkl", "mkl"]
 
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112
 _SEQUENTIAL = 1
 
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 
-#: Name of the function, how it takes alpha and beta, and bytes per element.
-_FUNCTIONS: dict[str, tuple[str, Any, int]] = {
-    "float32": ("cblas_sgemm", ctypes.c_float, 4),
-    "float64": ("cblas_dgemm", ctypes.c_double, 8),
-    "complex64": ("cblas_cgemm", _POINTER, 8),
-    "complex128": ("cblas_zgemm", _POINTER, 16),
+#: Name of the function, and how it takes alpha and beta.
+_FUNCTIONS: dict[str, tuple[str, Any]] = {
+    "float32": ("cblas_sgemm", ctypes.c_float),
+    "float64": ("cblas_dgemm", ctypes.c_double),
+    "complex64": ("cblas_cgemm", _POINTER),
+    "complex128": ("cblas_zgemm", _POINTER),
 }
 
 #: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
@@ -44,31 +45,6 @@ _PARALLEL_FLOPS = 20_000_000
 
 #: Panels begin at multiples of this many rows or columns, so that all but the last fill MKL's register blocks.
 _PANEL_GRAIN = 48
-
-
-class Matrix(NamedTuple):
-    """How a matrix lies in memory.
-
-    Parameters
-    ----------
-    is_row_major : bool
-        Whether its rows are contiguous (otherwise its columns are).
-    leading_dimension : int
-        Elements from one row (column) to the next.
-    """
-
-    is_row_major: bool
-    leading_dimension: int
-
-    @property
-    def transposed(self) -> Matrix:
-        """The same memory as the transposed matrix."""
-        return Matrix(not self.is_row_major, self.leading_dimension)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Elements from one row, and from one column, to the next."""
-        return (self.leading_dimension, 1) if self.is_row_major else (1, self.leading_dimension)
 
 
 class Mkl:
@@ -90,34 +66,32 @@ class Mkl:
         self.version = _version_string(library)
         self._gemms: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
-        for dtype, (name, scalar, _) in _FUNCTIONS.items():
+        for dtype, (name, scalar) in _FUNCTIONS.items():
             self._gemms[dtype] = _declared(getattr(library, name), scalar)
             pair = _COMPLEX_FACTORS.get(dtype)
             one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
             self._factors[dtype] = scalar(one), scalar(zero)
 
     def product(
-        self, dtype: str, m: int, n: int, k: int, a: Matrix, b: Matrix, out: Matrix
+        self, a: MatrixStack, b: MatrixStack, out: MatrixStack
     ) -> Callable[[int, int, int], None]:
-        """Return a function of the addresses of a, b and out that computes ``out = a @ b``.
+        """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
 
         Parameters
         ----------
-        dtype : str
-            Of all three: float32, float64, complex64 or complex128.
-        m, n, k : int
-            Extents; the matrices have the shapes (m, k), (k, n) and (m, n).
-        a, b, out : Matrix
+        a, b, out : MatrixStack
+            Of one dtype, float32, float64, complex64 or complex128; each one that BLAS can express.
         """
-        if not out.is_row_major:
-            whole = self.product(dtype, n, m, k, b.transposed, a.transposed, out.transposed)
+        if out.order != "row":
+            whole = self.product(b.transposed, a.transposed, out.transposed)
             return lambda a, b, out: whole(b, a, out)
-        function = self._gemms[dtype]
-        one, zero = self._factors[dtype]
+        m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
+        function = self._gemms[dtype.label]
+        one, zero = self._factors[dtype.label]
         # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
         order, all_m, all_n, all_k = (_INT(x) for x in (_ROW_MAJOR, m, n, k))
-        op_a, op_b = (_INT(_NO_TRANS if x.is_row_major else _TRANS) for x in (a, b))
-        lda, ldb, ldc = (_INT(x.leading_dimension) for x in (a, b, out))
+        op_a, op_b = (_INT(_NO_TRANS if x.order == "row" else _TRANS) for x in (a, b))
+        lda, ldb, ldc = (_INT(x.leading_dimension or 1) for x in (a, b, out))
 
         def single(a: int, b: int, out: int) -> None:
             function(order, op_a, op_b, all_m, all_n, all_k, one, a, lda, b, ldb, zero, out, ldc)
@@ -125,9 +99,10 @@ class Mkl:
         if not self.is_sequential or 2 * m * n * k < _PARALLEL_FLOPS:
             return single
 
-        itemsize = _FUNCTIONS[dtype][2]
-        a_row, b_column = a.steps[0] * itemsize, b.steps[1] * itemsize
-        out_row, out_column = (step * itemsize for step in out.steps)
+        a_row, b_column, out_row, out_column = (
+            step * dtype.itemsize
+            for step in (a.row_stride, b.col_stride, out.row_stride, out.col_stride)
+        )
 
         def parallel(a: int, b: int, out: int) -> None:
             workers = threads.num_threads()

@@ -13,28 +13,14 @@ import numpy as np
 from lowprec.backends.cpu import buffers
 from lowprec.backends.cpu.finish import finish
 from lowprec.backends.execution import Arguments
-from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 
 __all__ = [
-    "ACCUMULATOR",
     "Stacks",
     "finish_stacks",
-    "has_epilogue",
     "scratch",
     "stacks_of",
 ]
-
-#: In what the products are summed, by the dtype that both operands are promoted to.
-ACCUMULATOR: dict[DType, np.dtype[Any]] = {
-    DType.FLOAT64: np.dtype("float64"),
-    DType.FLOAT32: np.dtype("float32"),
-    DType.FLOAT16: np.dtype("float32"),
-    DType.BFLOAT16: np.dtype("float32"),
-    DType.COMPLEX64: np.dtype("complex64"),
-    DType.COMPLEX128: np.dtype("complex128"),
-    DType.INT8: np.dtype("int32"),
-}
 
 #: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
 _SMALL_BYTES = 64 << 10
@@ -69,25 +55,20 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
         a, out = a[None, :], out[..., None, :]
     if plan.layout.collapsed:
         m = plan.layout.m  # given, since -1 is ambiguous where k or n is 0
-        a, out = a.reshape(m, a.shape[-1]), out.reshape(m, out.shape[-1])
-        b = b.reshape(b.shape[-2:])
+        a = np.broadcast_to(a, out.shape[:-2] + a.shape[-2:]).reshape(m, a.shape[-1])
+        b = b[(0,) * (b.ndim - 2)]
+        out = out.reshape(m, out.shape[-1], copy=False)
     c = bias = None
     if arguments.c is not None and plan.problem.has_beta:
         c = np.broadcast_to(arguments.c.ndarray(), plan.out_shape).reshape(out.shape)
     if arguments.bias is not None:
         bias = arguments.bias.ndarray()
-    return Stacks(a, b, out, c, bias)
+    return Stacks(_each_once(a), _each_once(b), out, c, bias)
 
 
-def has_epilogue(plan: GemmPlan) -> bool:
-    """Whether anything is left to do once the product is there."""
-    problem = plan.problem
-    return (
-        problem.has_alpha
-        or problem.has_beta
-        or problem.bias is not None
-        or problem.activation is not None
-    )
+def _each_once(x: Any) -> Any:
+    """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
+    return x[tuple(slice(None) if step else slice(1) for step in x.strides[:-2])]
 
 
 def finish_stacks(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:

@@ -8,25 +8,20 @@ and leaves the product alone, which then runs on FP32 units with the same rounde
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import amx, fp32_units, threads
-from lowprec.backends.cpu.stacks import (
-    ACCUMULATOR,
-    Stacks,
-    finish_stacks,
-    has_epilogue,
-    scratch,
-    stacks_of,
-)
-from lowprec.backends.execution import Arguments
+from lowprec.backends.cpu.stacks import Stacks, finish_stacks, scratch, stacks_of
+from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
-from lowprec.planning import GemmPlan, Kernel
+from lowprec.planning import GemmPlan
 
-__all__ = ["execute", "fell_back"]
+__all__ = ["execute", "fell_back", "prepare"]
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -34,17 +29,22 @@ _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 _last = threading.local()
 
 
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan whose kernel is one of the tile kernels."""
+    return functools.partial(execute, plan)
+
+
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan whose kernel is one of the tile kernels."""
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
     singles = _singles(stacks_of(plan, arguments))
-    fallback = Kernel.MKL if plan.capabilities.mkl else Kernel.NUMPY
     fallen: list[Stacks] = []
 
     def run(single: Stacks) -> None:
         if not one_product(plan, arguments, single):
+            assert plan.fallback is not None, "only kernels with a fallback decline"
             fallen.append(single)
-            fp32_units.execute_stacks(plan, fallback, arguments, single)
+            fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
 
     threads.share(run, singles)
     _last.fell_back = bool(fallen)
@@ -108,7 +108,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
     second one.
     """
-    dtype = ACCUMULATOR[plan.compute_dtype]
+    dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
     with contextlib.ExitStack() as stack:
         a, b = (_planes(x, stack) for x in (single.a, single.b))
@@ -165,7 +165,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         _operand(out),
         rounding="exact",
     )
-    if has_epilogue(plan):
+    if plan.problem.has_epilogue:
         finish_stacks(plan, arguments, out, single)
     return True
 

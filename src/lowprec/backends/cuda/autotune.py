@@ -224,7 +224,7 @@ def product_key(invocation: Invocation) -> str:
     call = invocation.call
     matrices = [call.first, call.second, *([call.c] if call.c else []), call.d]
     words = [
-        call.compute_type,
+        str(call.compute_type),
         call.op_first + call.op_second,
         *map(_matrix_key, matrices),
         f"batch {call.batch_count}",
@@ -251,11 +251,27 @@ def device_key() -> str:
 
 
 @functools.cache
-def _stored() -> dict[str, Any]:
-    """Return what is on disk, read once; what is of another format counts as nothing."""
+def _stored() -> dict[str, dict[str, Any]]:
+    """Return the choices on disk by device and product, read once; what is of another form counts as nothing."""
     read = disk.read_json(_FILE)
-    entries = read.get("devices")
-    return entries if read.get("format") == _FORMAT and isinstance(entries, dict) else {}
+    devices = read.get("devices") if read.get("format") == _FORMAT else None
+    if not isinstance(devices, dict):
+        return {}
+    choices = {
+        device: {product: entry for product, entry in products.items() if _is_choice(entry)}
+        for device, products in devices.items()
+        if isinstance(products, dict)
+    }
+    return {device: found for device, found in choices.items() if found}
+
+
+def _is_choice(entry: Any) -> bool:
+    """Whether an entry is plain values, and names an algorithm."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("algorithm"), str)
+        and not any(isinstance(value, (dict, list)) for value in entry.values())
+    )
 
 
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
@@ -264,9 +280,11 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
     if not stored:
         return None
     entry = stored.get(device_key(), {}).get(product_key(invocation))
+    if entry is None:
+        return None
     try:
         data = bytes.fromhex(entry["algorithm"])
-    except (TypeError, KeyError, ValueError):
+    except ValueError:
         return None
     found = bindings.check_algorithm(handle, invocation.product, data)
     if found is None or found.workspace_bytes > invocation.workspace_bytes:

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.arrays.view import contiguous_strides
 from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.finish import Finish, finish
+from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.prepared import PreparedProduct
-from lowprec.backends.cuda.stacks import Source
-from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed
+from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
 from lowprec.formats import DType
-from lowprec.planning import Capabilities, GemmPlan
+from lowprec.planning import Capabilities, GemmPlan, MatrixStack
+from lowprec.strides import contiguous_strides
 
 __all__ = [
     "allocate",
@@ -60,6 +60,7 @@ def _capabilities(found: driver.DeviceProperties) -> Capabilities:
     return Capabilities(
         device=f"cuda:{found.index}",
         name=found.name,
+        kernels=KERNELS,
         flops_per_byte=intensity,
         compute_capability=found.capability,
         workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
@@ -83,7 +84,8 @@ def prepare(plan: GemmPlan) -> Executor:
     libraries()
     if 0 in plan.out_shape:
         return _nothing
-    return PreparedProduct(plan)
+    make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
+    return make(plan)
 
 
 def _nothing(_: Arguments) -> None:
@@ -199,7 +201,9 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
     missing = max(2 - out.ndim, 0)
     shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
     rows, cols = shape[-2:]
-    target = Source(out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2])
+    target = MatrixStack.of(
+        out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2]
+    )
     spec = Finish(source.dtype, rows, cols, cols, rows, target)
     with driver.on_device(out.device.index):
         launch = finish(spec, out.device.index)

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias
 from lowprec.backends.cuda import driver
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.stacks import Dimension, Source, Walk, are_multiples, merged, walks
+from lowprec.backends.cuda.stacks import Dimension, Walk, are_multiples, merged, walks
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
+from lowprec.planning import MatrixStack
 
-__all__ = ["Packer", "Packing", "Source", "pack"]
+__all__ = ["Packer", "Packing", "pack"]
 
 #: Queues the work: addresses of source, destination and exponents (0 without a scale), and a stream.
 Packer: TypeAlias = Callable[[int, int, int, int], None]
@@ -58,7 +59,7 @@ class Packing:
 
     Parameters
     ----------
-    source : Source
+    source : MatrixStack
     dtype : DType
         Of what is written.
     leading_dimension, padded_rows : int
@@ -70,14 +71,20 @@ class Packing:
     complex_as : {"no", "pairs", "rotated"}
         "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds
         (re, -im) and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
+    part : int
+        Which part of each number is written: 0 is the number rounded, each later one what the parts before leave,
+        multiplied by 2^part_exponent for each, rounded.
+    part_exponent : int
     """
 
-    source: Source
+    source: MatrixStack
     dtype: DType
     leading_dimension: int
     padded_rows: int
     scale: Literal["none", "rows"] = "none"
     complex_as: Literal["no", "pairs", "rotated"] = "no"
+    part: int = 0
+    part_exponent: int = 0
 
     def __post_init__(self) -> None:
         source, target, apart = self.source.dtype, self.dtype, self.complex_as != "no"
@@ -85,9 +92,12 @@ class Packing:
         legal = source in _TAKEN_APART and target in _SIXTEEN_BITS if apart else (
             source is target or target in _BECOMES.get(source, ())
         )  # fmt: skip
-        if not legal or (scaled and (target is not DType.FLOAT16 or source not in _TAKEN_APART)):
+        legal = legal and not (scaled and target is not DType.FLOAT16)
+        legal = legal and not (self.part and target not in _SIXTEEN_BITS)
+        if not legal or ((scaled or self.part) and source not in _TAKEN_APART):
             raise DTypeError(
-                f"no kernel writes {source} as {target} (scale {self.scale!r}, complex_as {self.complex_as!r})"
+                f"no kernel writes {source} as {target} "
+                f"(scale {self.scale!r}, complex_as {self.complex_as!r}, part {self.part})"
             )
         cols = self.source.cols * (2 if apart else 1)
         rows = self.source.rows * (2 if self.complex_as == "rotated" else 1)
@@ -249,6 +259,8 @@ class _Queue:
             "PAIRS": int(packing.complex_as != "no"),
             "ROTATED": int(packing.complex_as == "rotated"),
             "SCALED": int(packing.scale == "rows"),
+            "PART": packing.part,
+            "PART_FACTOR": 1 << packing.part_exponent,
             f"KERNEL_{name}": 1,
         }
         blocks = pick_blocks(wanted, self._device)

@@ -1,54 +1,78 @@
 """What the backend keeps from one process to the next: compiled kernels, measured choices of algorithms.
 
-A cache makes things faster and nothing else: a file that is damaged, or a folder that cannot be written, costs a
-warning and never a product. Files appear whole or not at all, so that processes may share the folder.
+A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
+written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
+folder.
+
+What is read here runs on the GPU, so it must be what this user has put here. As ssh does with keys, folders and files
+that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
+no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
+decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
+none that belongs to this user. Windows has no such owners and modes, and keeps caches in the user's own profile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import json
 import os
-import tempfile
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
 
-from lowprec.errors import BackendError, LowprecWarning
+from lowprec.atomic import write_file
+from lowprec.errors import LowprecWarning
 from lowprec.policy import environment
 
 __all__ = ["cache_directory", "read_bytes", "read_json", "set_aside", "write_bytes", "write_json"]
 
+#: Opening follows no link, and does not wait for a pipe's other end.
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
-def cache_directory() -> Path:
-    """Return the folder of the cache, which need not exist.
+_OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
-    Raises
-    ------
-    BackendError
-        If ``LOWPREC_CACHE_DIR`` is not set and platformdirs, which knows the system's folder, is missing.
-    """
+
+def cache_directory() -> Path | None:
+    """Return the folder of the cache, which need not exist; None, after a warning, if it is not known."""
     chosen = environment.cache_directory()
     if chosen is not None:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            _warn_once(f"lowprec has no cache on disk: LOWPREC_CACHE_DIR={chosen}: {error}")
+            return None
     try:
         platformdirs = importlib.import_module("platformdirs")
     except ImportError:
-        raise BackendError(
-            "the folder of the cache is not known without platformdirs; install it with: pip install platformdirs, "
-            "or set LOWPREC_CACHE_DIR to a folder"
-        ) from None
+        _warn_once(
+            "lowprec has no cache on disk, since the system's folder for caches is not known without platformdirs; "
+            "install it with: pip install platformdirs, or set LOWPREC_CACHE_DIR to a folder"
+        )
+        return None
     return Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
 
 
 def read_bytes(name: str) -> bytes | None:
-    """Return what a file holds, None if there is none or it cannot be read."""
-    try:
-        return (cache_directory() / name).read_bytes()
-    except OSError:
+    """Return what a file holds, None if there is none, or none that can be read and trusted."""
+    path = _path(name)
+    if path is None:
         return None
+    try:
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | _FLAGS)) as file:
+            found = os.fstat(file.fileno())
+            why = _distrust(found) if stat.S_ISREG(found.st_mode) else "it is not a regular file"
+            if not why:
+                return file.read()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            return None
+        why = "it is a symbolic link"
+    _warn_once(f"lowprec does not use {path}: {why}; remove it, or {_OWN_FOLDER}")
+    return None
 
 
 def read_json(name: str) -> dict[str, Any]:
@@ -58,7 +82,7 @@ def read_json(name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         set_aside(name, f"it is not JSON: {error}")
         return {}
     if not isinstance(value, dict):
@@ -69,7 +93,9 @@ def read_json(name: str) -> dict[str, Any]:
 
 def set_aside(name: str, reason: str) -> None:
     """Rename a damaged file to ``name + ".damaged"``, and warn."""
-    path = cache_directory() / name
+    path = _path(name)
+    if path is None:
+        return
     kept = path.with_name(path.name + ".damaged")
     # Another process may have been faster, and the folder may be read-only: then the warning is all there is.
     with contextlib.suppress(OSError):
@@ -88,28 +114,61 @@ def write_json(name: str, value: dict[str, Any]) -> None:
 
 def write_bytes(name: str, data: bytes) -> None:
     """Write a file as a whole; warn once for each folder that cannot be written."""
-    folder = cache_directory()
+    path = _path(name)
+    if path is None:
+        return
     try:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=target.name, dir=target.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        _make_folder(path.parent)
+        write_file(path, lambda file: file.write(data), mode=0o600)
     except OSError as error:
-        _warn_unwritable(folder, error.strerror or str(error))
+        _warn_once(
+            f"lowprec cannot write to its cache {cache_directory()} ({error.strerror or error}), so what it holds "
+            "lasts for this process only; set LOWPREC_CACHE_DIR to a folder that it may write"
+        )
+
+
+def _path(name: str) -> Path | None:
+    """Return where a file of the cache lies; None, after a warning, if the folder is not known or not to be trusted."""
+    folder = cache_directory()
+    if folder is None:
+        return None
+    path = folder / name
+    for used in (folder, path.parent):
+        try:
+            why = _distrust(os.stat(used))
+        except OSError:  # not there yet, or whoever opens it is told
+            continue
+        if why:
+            _warn_once(
+                f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}"
+            )
+            return None
+    return path
+
+
+def _distrust(found: os.stat_result) -> str:
+    """Return how somebody else could have changed a file or folder, an empty string if nobody could."""
+    if os.name != "posix":
+        return ""
+    if found.st_uid not in _trusted_users():
+        return "it belongs to another user"
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        return "others than you can write to it"
+    return ""
+
+
+def _trusted_users() -> tuple[int, int]:
+    return 0, os.geteuid()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, for this user alone."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 @functools.cache
-def _warn_unwritable(folder: Path, reason: str) -> None:
-    warnings.warn(
-        f"lowprec cannot write to its cache {folder} ({reason}), so what it holds lasts for this process only; "
-        "set LOWPREC_CACHE_DIR to a folder that it may write",
-        LowprecWarning,
-        stacklevel=3,
-    )
+def _warn_once(text: str) -> None:
+    warnings.warn(text, LowprecWarning, stacklevel=4)

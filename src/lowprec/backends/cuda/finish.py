@@ -15,9 +15,10 @@ import numpy as np
 
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.stacks import Dimension, Source, Walk, are_multiples, merged, walks
+from lowprec.backends.cuda.stacks import Dimension, Walk, are_multiples, merged, walks
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
+from lowprec.planning import MatrixStack
 
 __all__ = ["Finish", "Finisher", "finish"]
 
@@ -66,9 +67,9 @@ class Finish:
     rows, cols : int
     leading_dimension, padded_rows : int
         The product lies batch after batch, each of ``padded_rows`` rows of ``leading_dimension`` elements.
-    out : Source
+    out : MatrixStack
         Where the result goes, ``rows`` x ``cols`` and the batch.
-    c : Source or None
+    c : MatrixStack or None
         The addend, with the shape of ``out``; where it is broadcast its strides are zero.
     bias_dtype : DType or None
         Of one addend per column, ``bias_stride`` elements apart.
@@ -85,8 +86,8 @@ class Finish:
     cols: int
     leading_dimension: int
     padded_rows: int
-    out: Source
-    c: Source | None = None
+    out: MatrixStack
+    c: MatrixStack | None = None
     bias_dtype: DType | None = None
     bias_stride: int = 0
     activation: str | None = None

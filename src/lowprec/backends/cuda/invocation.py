@@ -22,15 +22,6 @@ __all__ = ["ALIGNMENT_BYTES", "Choose", "Invocation", "Operands", "alignment_of"
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
 
-#: ``cublasComputeType_t``.
-_COMPUTE_TYPES = {
-    "COMPUTE_32F": 68,
-    "COMPUTE_32F_PEDANTIC": 69,
-    "COMPUTE_64F": 70,
-    "COMPUTE_32I": 72,
-    "COMPUTE_32F_FAST_TF32": 77,
-}
-
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
 
@@ -249,7 +240,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
     try:
         made.append(
             bindings.matmul_descriptor(
-                _COMPUTE_TYPES[call.compute_type], call.scale_dtype.cuda_data_type, attributes
+                call.compute_type.value, call.scale_dtype.cuda_data_type, attributes
             )
         )
         _set_pointers(made[0], operands)

@@ -19,16 +19,16 @@ from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operan
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, Product
 from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.lowering import K_CONTIGUOUS, lower
+from lowprec.planning.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 __all__ = ["PreparedProduct"]
 
 _T = TypeVar("_T")
 
-#: Pointers of types with ``K_CONTIGUOUS``, and those of a fused bias, must be multiples of this.
+#: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
 
 
@@ -105,7 +105,7 @@ class PreparedProduct:
     def route(self, arguments: Arguments) -> _Route:
         """Return the way for pointers such as these."""
         views = [arguments.bias]
-        if self.plan.compute_dtype in K_CONTIGUOUS:
+        if reads_k_contiguous(self.plan.compute_dtype):
             views += [arguments.a, arguments.b, arguments.out, arguments.c]
         aligned = not any(x is not None and x.address % _STEP_BYTES for x in views)
         key = (aligned, self.fuses)
@@ -124,18 +124,16 @@ class _Route:
         self.fuses = fuses
         self.call = plan.call
         if plan.call is not None and not (aligned and fuses):
-            self.call = lower(
-                plan.problem, plan.mode, plan.compute_dtype, plan.out_dtype, plan.layout,
-                aligned=aligned, fuse=fuses,
-            )  # fmt: skip
+            self.call = lower(plan, aligned=aligned, fuse=fuses)
         self.adds_or_activates = self.call is not None and bool(
             self.call.c or self.call.epilogue != "DEFAULT"
         )
-        self._invocations: dict[int, Invocation] = {}
+        #: By alignment, and length of the inner dimension where that is not the whole.
+        self._invocations: dict[int | tuple[int, int], Invocation] = {}
         self._lock = threading.Lock()
         self._offset_bits = _offset_bits(self.call) if self.call else 0
         self._is_staged = self.call is not None and bool(
-            self.call.aside or self.call.pack_a or self.call.pack_b
+            self.call.staged or self.call.pack_a or self.call.pack_b
         )
         self._fuses_bias = self.call is not None and "BIAS" in self.call.epilogue
         #: Whether operands, result and nothing else are what a call is about, at any alignment.
@@ -146,7 +144,7 @@ class _Route:
             and not self._fuses_bias
             and not plan.problem.has_alpha
             and len(self.call.offsets) == 1
-            and plan.compute_dtype not in K_CONTIGUOUS
+            and not reads_k_contiguous(plan.compute_dtype)
         )
         self._swapped = self.call is not None and self.call.swapped
         self.last: Invocation | None = None
@@ -171,19 +169,35 @@ class _Route:
             with Staging(self._plan, call, device, arguments) as staged:
                 ran = None
                 if call is not None:
-                    ran = self._multiply(call, device, arguments, *staged.addresses)
+                    for product in self._plan.schedule:
+                        addresses = staged.addresses(product)
+                        ran = self._multiply(call, device, arguments, *addresses, product)
                 staged.finish(_alpha(arguments))
             return ran
         a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
-        return self._multiply(call, device, arguments, a, b, out)
+        return self._multiply(call, device, arguments, a, b, out, self._plan.schedule[0])
 
     def _multiply(
-        self, call: CublasLtCall, device: Device, arguments: Arguments, a: int, b: int, d: int
+        self,
+        call: CublasLtCall,
+        device: Device,
+        arguments: Arguments,
+        a: int,
+        b: int,
+        d: int,
+        product: Product,
     ) -> Invocation:
-        """Queue the call of cuBLASLt on these addresses."""
-        operands = self._operands(call, arguments, a, b, d)
+        """Queue one product of the schedule on these addresses."""
+        operands = self._operands(call, arguments, a, b, d, product)
         handle, stream = handles.handle(device.index), arguments.stream
-        invocation = self._invocation(call, handle, stream, operands)
+        k = self._plan.layout.k
+        call, first, second = call.over(k, product.k_start, product.k_stop)
+        operands = operands._replace(
+            first=operands.first + first * call.first.dtype.itemsize,
+            second=operands.second + second * call.second.dtype.itemsize,
+        )
+        length = product.k_stop - product.k_start
+        invocation = self._invocation(call, handle, stream, operands, length)
         invocation.run(handle, stream, operands)
         self.last = invocation
         return invocation
@@ -195,9 +209,13 @@ class _Route:
         # What will lie in memory of lowprec's own is aligned.
         a = 0 if call.pack_a else arguments.a.address
         b = 0 if call.pack_b else arguments.b.address
-        d = 0 if call.aside else arguments.out.address
-        operands = self._operands(call, arguments, a, b, d)
-        return self._invocation(call, handles.handle(device.index), arguments.stream, operands)
+        d = 0 if call.staged else arguments.out.address
+        product, k = self._plan.schedule[0], self._plan.layout.k
+        operands = self._operands(call, arguments, a, b, d, product)
+        call, _, _ = call.over(k, product.k_start, product.k_stop)
+        length = product.k_stop - product.k_start
+        handle = handles.handle(device.index)
+        return self._invocation(call, handle, arguments.stream, operands, length)
 
     def tune(
         self,
@@ -210,9 +228,12 @@ class _Route:
         call = self.call
         assert call is not None
         with Staging(self._plan, call, device, arguments) as staged:
-            operands = self._operands(call, arguments, *staged.addresses)
+            product = self._plan.schedule[0]
+            operands = self._operands(call, arguments, *staged.addresses(product), product)
             handle, stream = handles.handle(device.index), arguments.stream
-            invocation = self._invocation(call, handle, stream, operands)
+            length = product.k_stop - product.k_start
+            call, _, _ = call.over(self._plan.layout.k, product.k_start, product.k_stop)
+            invocation = self._invocation(call, handle, stream, operands, length)
             before = invocation.algorithm
             try:
                 measured = autotune.tune(
@@ -225,32 +246,34 @@ class _Route:
         return measured
 
     def _operands(
-        self, call: CublasLtCall, arguments: Arguments, a: int, b: int, d: int
+        self, call: CublasLtCall, arguments: Arguments, a: int, b: int, d: int, product: Product
     ) -> Operands:
-        """Return addresses and factors in cuBLASLt's order; a product that goes aside gets its factors later."""
+        """Return addresses and factors in cuBLASLt's order; a staged product gets the caller's factors later."""
         scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
         if call.swapped:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
-        if call.aside:
-            return Operands(a, b, d, d, 0, scale_a, scale_b)
+        if call.staged:
+            factor, kept = 2.0**product.exponent, float(product.accumulates)
+            return Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
     def _invocation(
-        self, call: CublasLtCall, handle: int, stream: int, operands: Operands
+        self, call: CublasLtCall, handle: int, stream: int, operands: Operands, k: int
     ) -> Invocation:
-        """Return the prepared call for pointers of this alignment."""
+        """Return the prepared call for pointers of this alignment and this length of the inner dimension."""
         alignment = alignment_of(
             operands.first, operands.second, operands.c, operands.d, self._offset_bits
         )  # fmt: skip
-        found = self._invocations.get(alignment)
+        key = alignment if k == self._plan.layout.k else (alignment, k)
+        found = self._invocations.get(key)
         if found is None:
             with self._lock:
-                found = self._invocations.get(alignment)
+                found = self._invocations.get(key)
                 if found is None:
-                    found = self._invocations[alignment] = self._prepare(
+                    found = self._invocations[key] = self._prepare(
                         call, alignment, handle, stream, operands
                     )
         return found

@@ -7,36 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from lowprec.formats import DType
 from lowprec.planning.batches import Dimension, merged
 
-__all__ = ["Dimension", "Source", "Walk", "are_multiples", "merged", "walks"]
+__all__ = ["Dimension", "Walk", "are_multiples", "merged", "walks"]
 
 #: Batch dimensions that one launch walks.
 _PER_LAUNCH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A strided stack of matrices in device memory.
-
-    Parameters
-    ----------
-    dtype : DType
-    rows, cols : int
-    row_stride, col_stride : int
-        In elements; they may be zero or negative.
-    batch_shape, batch_strides : tuple of int
-        Outermost first.
-    """
-
-    dtype: DType
-    rows: int
-    cols: int
-    row_stride: int
-    col_stride: int
-    batch_shape: tuple[int, ...] = ()
-    batch_strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 from types import TracebackType
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import convert, driver, finish, memory
-from lowprec.backends.cuda.convert import Packing, Source
+from lowprec.backends.cuda.convert import Packing
 from lowprec.backends.cuda.finish import Finish
 from lowprec.backends.execution import Arguments
-from lowprec.formats import DType
-from lowprec.planning import GemmPlan, OperandLayout
+from lowprec.modes import row
+from lowprec.planning import GemmPlan, MatrixStack, Product
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.problem import EPILOGUE_DTYPE
 
 __all__ = ["Staging"]
 
@@ -45,7 +44,7 @@ class Staging:
         self._blocks: list[memory.Block] = []
         self._product = 0
         self._exponents = (0, 0)
-        self.addresses = (0, 0, 0)
+        self._operands = (0, 0)
 
     def __enter__(self) -> Staging:
         try:
@@ -66,7 +65,7 @@ class Staging:
     def _fill(self) -> None:
         call, layout, arguments = self._call, self._plan.layout, self._arguments
         if call is None:
-            dtype = EPILOGUE_DTYPE[self._plan.compute_dtype]
+            dtype = self._plan.compute_dtype.accumulator
             self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
             return
         a, a_exponents = self._rewritten(arguments.a, layout.a, call.pack_a)
@@ -77,8 +76,16 @@ class Staging:
                 a_exponents or self._zeros(count * layout.m),
                 b_exponents or self._zeros(count * layout.n),
             )
-        self._product = self._block(call.product_bytes) if call.aside else 0
-        self.addresses = (a, b, self._product or arguments.out.address)
+        self._product = self._block(call.product_bytes) if call.staged else 0
+        self._operands = (a, b)
+
+    def addresses(self, product: Product) -> tuple[int, int, int]:
+        """Return where the parts of ``a`` and ``b`` lie that a product multiplies, and where it goes."""
+        call, (a, b) = self._call, self._operands
+        assert call is not None
+        a += product.a_part * (call.pack_a.part_bytes if call.pack_a else 0)
+        b += product.b_part * (call.pack_b.part_bytes if call.pack_b else 0)
+        return a, b, self._product or self._arguments.out.address
 
     def _block(self, nbytes: int) -> int:
         self._blocks.append(memory.allocate(nbytes, self._device, self._stream))
@@ -89,27 +96,30 @@ class Staging:
         driver.set_zero_async(address, nbytes, self._stream)
         return address
 
-    def _rewritten(
-        self, view: ArrayView, layout: OperandLayout, pack: Pack | None
-    ) -> tuple[int, int]:
+    def _rewritten(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
         """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
         if pack is None:
             return view.address, 0
-        source = _source(view.dtype, layout, pack.batch_shape, transposed=pack.transposed)
+        source = stack.transposed if pack.transposed else stack
+        if not pack.batch_shape:
+            source = replace(source, batch_shape=(), batch_strides=())
         exponents = 0
         if pack.scaled:
             exponents = self._block(_INT32_BYTES * source.rows * pack.count)
         target = self._block(pack.nbytes)
-        packing = Packing(
-            source,
-            pack.dtype,
-            pack.leading_dimension,
-            pack.padded_rows,
-            "rows" if pack.scaled else "none",
-            pack.complex_as,
-        )
-        launch = convert.pack(packing, self._device.index)
-        launch(view.address, target, exponents, self._stream)
+        for part in range(pack.parts):
+            packing = Packing(
+                source,
+                pack.dtype,
+                pack.leading_dimension,
+                pack.padded_rows,
+                "rows" if pack.scaled else "none",
+                pack.complex_as,
+                part,
+                row(self._plan.mode).part_exponent if part else 0,
+            )
+            launch = convert.pack(packing, self._device.index)
+            launch(view.address, target + part * pack.part_bytes, exponents, self._stream)
         return target, exponents
 
     def finish(self, alpha: complex) -> None:
@@ -132,13 +142,11 @@ class Staging:
     def _finish_spec(self) -> Finish:
         plan, call = self._plan, self._call
         problem, layout = plan.problem, plan.layout
-        batch = layout.batch_shape
         c = None
         if problem.has_beta and problem.c is not None:
-            lies = addend_layout(problem.c, problem.a, problem.b, layout)
-            assert lies is not None, "the plan collapsed a batch that c cannot follow"
-            c = _source(problem.c.dtype, lies, batch)
-        product_dtype = EPILOGUE_DTYPE[plan.compute_dtype]
+            c = addend_layout(problem.c, problem.a, problem.b, layout)
+            assert c is not None, "the plan collapsed a batch that c cannot follow"
+        product_dtype = plan.compute_dtype.accumulator
         leading = call.d.leading_dimension if call else layout.n
         if call and product_dtype.is_complex and not call.d.dtype.is_complex:
             leading //= 2
@@ -148,23 +156,10 @@ class Staging:
             cols=layout.n,
             leading_dimension=leading,
             padded_rows=layout.m,
-            out=_source(plan.out_dtype, layout.out, batch),
+            out=layout.out,
             c=c,
             bias_dtype=problem.bias.dtype if problem.bias else None,
             bias_stride=problem.bias.strides[0] if problem.bias else 0,
             activation=str(problem.activation) if problem.activation else None,
             scaled=any(self._exponents),
         )
-
-
-def _source(
-    dtype: DType, layout: OperandLayout, batch_shape: tuple[int, ...], *, transposed: bool = False
-) -> Source:
-    """Return a stack of matrices as the kernels are told of it."""
-    rows, cols = layout.rows, layout.cols
-    row_stride, col_stride = layout.row_stride, layout.col_stride
-    if transposed:
-        rows, cols, row_stride, col_stride = cols, rows, col_stride, row_stride
-    strides = layout.batch_strides if batch_shape else ()
-    assert prod(batch_shape) > 0
-    return Source(dtype, rows, cols, row_stride, col_stride, batch_shape, strides)

@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 
 from lowprec import explain, tuning
+from lowprec.checking.comparison import seconds
 from lowprec.cli.errors import CommandError
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_json, add_mode, add_seed, count, dtype, shape
-from lowprec.cli.output import Table, print_json, print_table, print_text, progress, seconds
+from lowprec.cli.output import print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.policy import environment
 from lowprec.report import info
 from lowprec.request import ShapeDtype
+from lowprec.tables import Table
 from lowprec.tuning import Tuning
 
 EXAMPLES = """\

@@ -13,22 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.cli.comparison import Variant
-from lowprec.cli.files import Array, numpy_dtype
+from lowprec.checking.accuracy import Array
+from lowprec.checking.comparison import Variant, percent, seconds
+from lowprec.checking.measure import Timing, load, rotation, take_turns
+from lowprec.cli.exports import Line, add_exports, check_exports, export, time_by_size
+from lowprec.cli.files import numpy_dtype
 from lowprec.cli.machine import conditions, describe
-from lowprec.cli.measure import Timing, take_turns
-from lowprec.cli.operands import operand, rotation, sizes
+from lowprec.cli.operands import operand, sizes
 from lowprec.cli.options import add_budget, add_json, add_seed, count, dtype, listed, mode
-from lowprec.cli.output import Table, note, print_json, print_table, print_text, progress, seconds
+from lowprec.cli.output import note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmPlan, Kernel
+from lowprec.planning import GemmPlan
+from lowprec.tables import Table
 
 EXAMPLES = """\
 examples:
   lowprec bench
   lowprec bench --sizes 512,4096 --dtypes float32 --modes fp32,bf16
   lowprec bench --json > bench.json
+  lowprec bench --plot bench.png --csv bench.csv
 
 All variants of a size take turns in one process, and an untimed call goes before each timed one; after NumPy's
 OpenBLAS, whose threads spin for a while, untimed calls go on until they have gone to sleep. For figures to publish, use
@@ -73,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=count, default=5, help="samples of each variant's time (default: 5)"
     )
     add_budget(parser, 4.0, "size")
+    add_exports(parser, "time by size")
     add_json(parser)
 
 
@@ -91,28 +96,35 @@ class _Entry:
 class _Result:
     entry: _Entry
     timing: Timing
-    speedup: float
+    baseline: Timing
 
     @property
-    def gflops(self) -> float:
-        return self.entry.plan.flops / self.timing.median / 1e9
+    def speedup(self) -> float:
+        return self.timing.speedup_over(self.baseline)
+
+    def gflops(self, timing: Timing) -> float:
+        return self.entry.plan.flops / timing.median / 1e9
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
+    check_exports(options)
+    before = load()
     rng = np.random.default_rng(options.seed)
     results: list[_Result] = []
     with progress("bench", len(options.sizes) * options.rounds) as step:
         for size in options.sizes:
             results += _measure(size, options, rng, _within(size, step))
-    found = conditions()
+    facts = [_facts(r) for r in results]
+    export(options, facts, lambda: time_by_size(list(_lines(results))))
+    found = conditions(before)
     if options.json:
-        print_json({**found, "seed": options.seed, "results": [_facts(r) for r in results]})
+        print_json({**found, "seed": options.seed, "results": facts})
     else:
         print_table(_table(results))
         print_text(describe(found))
-    for reason in _reasons(results):
-        note(reason)
+    for remark in filter(None, (*_reasons(results), before.remark)):
+        note(remark)
     return 0
 
 
@@ -138,12 +150,12 @@ def _measure(
     for call in variants.values():
         call(0)
     # The baselines, and what is left to NumPy.
-    spinning = [n for n in variants if n not in entries or entries[n].plan.kernel is Kernel.NUMPY]
+    spinning = [n for n in variants if n not in entries or entries[n].plan.kernel == "numpy"]
     timings = take_turns(
         variants, options.rounds, budget=options.budget, spinning=spinning, step=step
     )
     for name, entry in entries.items():
-        yield _Result(entry, timings[name], timings[name].speedup_over(timings[entry.baseline]))
+        yield _Result(entry, timings[name], timings[entry.baseline])
 
 
 def _pairs(rng: np.random.Generator, size: int, element: DType) -> list[tuple[Array, Array]]:
@@ -181,20 +193,32 @@ def _reasons(results: list[_Result]) -> list[str]:
 
 
 def _table(results: list[_Result]) -> Table:
-    columns = (">n", "operands", "mode", "kernel", ">time", ">GFLOP/s", ">x numpy")
-    cells = [
-        (
-            str(r.entry.size),
-            str(r.entry.dtype),
-            str(r.entry.plan.mode) if r.entry.plan.mode_has_effect else "-",
-            str(r.entry.plan.kernel),
-            seconds(r.timing.median),
-            f"{r.gflops:.0f}",
-            f"{r.speedup:.2f}",
-        )
-        for r in results
-    ]
-    return Table("square products, against numpy.matmul on float32 or wider", columns, cells)
+    columns = (">n", "operands", "mode", "kernel", ">time", ">spread", ">GFLOP/s", ">x numpy")
+    cells, told = [], set()
+    for r in results:
+        size, (what, baseline_dtype) = str(r.entry.size), r.entry.baseline.split()
+        if (size, baseline_dtype) not in told:
+            told.add((size, baseline_dtype))
+            cells.append((size, baseline_dtype, what, "-", *_measured(r, r.baseline), "1.00"))
+        mode = str(r.entry.plan.mode) if r.entry.plan.mode_has_effect else "-"
+        words = (size, str(r.entry.dtype), mode, str(r.entry.plan.kernel))
+        cells.append((*words, *_measured(r, r.timing), f"{r.speedup:.2f}"))
+    title = "square products, against numpy.matmul on float32 or wider"
+    return Table(title, columns, cells, optional=("kernel",))
+
+
+def _lines(results: list[_Result]) -> Iterator[Line]:
+    """Yield the baselines, then what was compared with them."""
+    series: dict[tuple[str, bool], dict[int, Timing]] = {}
+    for r in results:
+        series.setdefault((r.entry.baseline, True), {})[r.entry.size] = r.baseline
+        series.setdefault((r.entry.variant.name, False), {})[r.entry.size] = r.timing
+    for (name, baseline), timings in sorted(series.items(), key=lambda item: not item[0][1]):
+        yield Line(name, tuple(timings), tuple(timings.values()), baseline)
+
+
+def _measured(result: _Result, timing: Timing) -> tuple[str, str, str]:
+    return seconds(timing.median), percent(timing.spread), f"{result.gflops(timing):.0f}"
 
 
 def _facts(result: _Result) -> dict[str, Any]:
@@ -205,8 +229,11 @@ def _facts(result: _Result) -> dict[str, Any]:
         "mode": str(entry.plan.mode) if entry.plan.mode_has_effect else None,
         "kernel": str(entry.plan.kernel),
         "median_ms": result.timing.median * 1e3,
+        "spread": result.timing.spread,
         "samples": len(result.timing.samples),
-        "gflops": result.gflops,
+        "gflops": result.gflops(result.timing),
         "baseline": entry.baseline,
+        "baseline_ms": result.baseline.median * 1e3,
+        "baseline_spread": result.baseline.spread,
         "speedup": result.speedup,
     }

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowprec.cli.options import add_json
-from lowprec.cli.output import Table, print_json, print_table, print_text
+from lowprec.cli.output import print_json, print_table, print_text
 from lowprec.report import info
+from lowprec.tables import Table
 
 EXAMPLES = """\
 examples:

@@ -11,10 +11,12 @@ import time
 from typing import Any
 
 from lowprec import dispatch, explain
+from lowprec.checking.comparison import seconds
 from lowprec.cli.files import Array, check_output, read_pair, write_array
 from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype
-from lowprec.cli.output import Table, note, print_json, print_table, seconds
+from lowprec.cli.output import note, print_json, print_table
 from lowprec.planning import GemmPlan
+from lowprec.tables import Table
 
 EXAMPLES = """\
 examples:

@@ -30,7 +30,14 @@ template <class T> __device__ inline Complex<T> times(Complex<T> x, Complex<T> b
 }
 
 template <class T> __device__ inline T plus(T x, T y) { return x + y; }
-__device__ inline int plus(int x, int y) { return (int)((unsigned int)x + (unsigned int)y); }
+
+// Integers saturate.
+__device__ inline int plus(int x, int y)
+{
+    long long sum = (long long)x + y, highest = 0x7fffffff, lowest = -highest - 1;
+    return (int)(sum > highest ? highest : sum < lowest ? lowest : sum);
+}
+
 template <class T> __device__ inline Complex<T> plus(Complex<T> x, Complex<T> y) { return {x.re + y.re, x.im + y.im}; }
 
 template <class T> __device__ inline bool is_one(T x) { return x == 1; }

@@ -2,7 +2,8 @@
 //
 // Given before this text: SOURCE and TARGET, element types of elements.cuh; PAIRS, whether a source element becomes two
 // target elements (real and imaginary part); ROTATED, whether each row becomes two, (re, -im) and (im, re); SCALED,
-// whether rows are multiplied by 2^exponent; KERNEL_<name>.
+// whether rows are multiplied by 2^exponent; PART, which part of each number is written, and PART_FACTOR, by which what
+// the part before leaves is multiplied; KERNEL_<name>.
 //
 // Extents of what is written (out_rows, out_cols) count source elements, with padding; padding is zero.
 
@@ -30,14 +31,32 @@ struct Scale {
         : first(power_of_two(exponent / 2)), second(power_of_two(exponent - exponent / 2)) {}
 };
 
+#if PART
+// What the parts before this one leave of a number; each difference is exact.
+__device__ inline float rest(float x)
+{
+#pragma unroll
+    for (int part = 0; part < PART; ++part) {
+        Target rounded;
+        round_to(rounded, x);
+        x = (x - widen(rounded)) * PART_FACTOR;
+    }
+    return x;
+}
+#else
+__device__ inline float rest(float x) { return x; }
+#endif
+
 __device__ inline Out converted(Source x, Scale scale)
 {
-#if SCALED
-    Complex<float> scaled = {(float)real(x) * scale.first * scale.second, (float)imaginary(x) * scale.first * scale.second};
+#if SCALED || PART
+    Complex<float> value;
+    value.re = rest((float)real(x) * scale.first * scale.second);
+    value.im = rest((float)imaginary(x) * scale.first * scale.second);
 #if PAIRS
-    return Convert<Complex<float>, Out>::of(scaled);
+    return Convert<Complex<float>, Out>::of(value);
 #else
-    return Convert<float, Out>::of(scaled.re);
+    return Convert<float, Out>::of(value.re);
 #endif
 #else
     return Convert<Source, Out>::of(x);

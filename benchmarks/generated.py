@@ -1,0 +1,82 @@
+"""Generated files of the documentation: Markdown tables, places between markers, and a check that they are current."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from common import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None) -> str:
+    r"""Return a Markdown table: so many columns of words (None: all), then numbers, which stand on the right.
+
+    Examples
+    --------
+    >>> print(table(["a", "n"], [["x | y", "1"]], words=1), end="")
+    | a | n |
+    | --- | ---: |
+    | x \| y | 1 |
+    """
+    count = len(header) if words is None else words
+    rule = ["---"] * count + ["---:"] * (len(header) - count)
+    lines = [[re.sub(r"[ \n]+", " ", c).replace("|", "\\|") for c in line] for line in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
+
+
+def filled(path: Path, name: str, made: str) -> str:
+    """Return a file's text with what was made between the markers of this name.
+
+    Raises
+    ------
+    ValueError
+        If the file does not have the markers once.
+    """
+    begin, end = f"<!-- generated: {name} -->\n", "<!-- end of generated -->\n"
+    text, count = re.subn(
+        f"{begin}.*?{end}",
+        lambda _: f"{begin}{made}{end}",
+        path.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    if count != 1:
+        raise ValueError(f"{path.name} has {count} places for the table of {name}, not 1")
+    return text
+
+
+def write(files: Mapping[Path, str]) -> None:
+    """Bring files up to date, leaving alone those that are."""
+    for path, text in files.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+
+
+def check(files: Mapping[Path, str]) -> int:
+    """Report the files that are not current; return how many."""
+    stale = 0
+    for path, text in files.items():
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        if found != text:
+            stale += 1
+            name = path.relative_to(ROOT).as_posix()
+            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
+            sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
+    return stale
+
+
+def main(doc: str, write: Callable[[], None], check: Callable[[], int]) -> int:
+    """Write what is generated, or check it, as the command line asks."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail if something is not current"
+    )
+    if parser.parse_args().check:
+        return 1 if check() else 0
+    write()
+    return 0

@@ -1,0 +1,144 @@
+"""Float32 products as several products of 16 bits: error and speed, by chunk of the inner dimension.
+
+An operand is split into a sum of float16 (two terms, the second times 2^11) or bfloat16 (three terms) matrices.
+Products of terms are summed in float32, either by a call each that adds to C, or by one call whose inner dimension is
+all of them one after the other, the smallest first. A chunk is a part of the inner dimension that is summed by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import timing
+
+from gpu import clock, libraries
+from gpu.parts import Options, Part
+from gpu.speed import relative_error
+
+#: By scheme: element type, bits that each further term is shifted by, and which terms are multiplied, smallest first.
+SCHEMES: dict[str, tuple[str, int, tuple[tuple[int, int], ...]]] = {
+    "fp16x3": ("float16", 11, ((1, 0), (0, 1), (0, 0))),
+    "bf16x3": ("bfloat16", 0, ((1, 0), (0, 1), (0, 0))),
+    "bf16x6": ("bfloat16", 0, ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))),
+}
+CHUNKS = (256, 512, 1024, None)
+SIZES = (1024, 4096, 16384)
+DISTRIBUTIONS = ("normal", "uniform")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one product is computed."""
+
+    scheme: str
+    chunk: int | None
+    joined: bool
+
+    def __str__(self) -> str:
+        how = "one call" if self.joined else "a call each"
+        return f"{self.scheme}, chunks of {self.chunk or 'all'}, {how}"
+
+
+def split(torch: Any, x: Any, scheme: str) -> list[Any]:
+    """Return the terms of a float32 matrix: their sum is it, but for what the last one rounds away."""
+    name, shift, pairs = SCHEMES[scheme]
+    rest, terms = x, []
+    for _ in range(1 + max(max(pair) for pair in pairs)):
+        terms.append(rest.to(getattr(torch, name)))
+        rest = (rest - terms[-1].float()) * 2.0**shift
+    return terms
+
+
+def multiply(lowprec: Any, torch: Any, way: Way, first: list[Any], second: list[Any]) -> Any:
+    """Return the product of split operands.
+
+    A call that joins terms cannot scale them apart: the second terms of float16 are then scaled back, exactly unless
+    they become subnormal.
+    """
+    _, shift, pairs = SCHEMES[way.scheme]
+    k = first[0].shape[1]
+    chunk = way.chunk or k
+    if way.joined and shift:
+        first, second = ([x[0], x[1] * 2.0**-shift] for x in (first, second))
+    out = torch.zeros(
+        (first[0].shape[0], second[0].shape[1]), dtype=torch.float32, device=first[0].device
+    )
+    for begin in range(0, k, chunk):
+        part = slice(begin, begin + chunk)
+        if way.joined:
+            x = torch.cat([first[i][:, part] for i, _ in pairs], dim=1)
+            y = torch.cat([second[j][part] for _, j in pairs], dim=0)
+            lowprec.matmul(x, y, c=out, beta=1.0, out=out)
+            continue
+        for i, j in pairs:
+            lowprec.matmul(
+                first[i][:, part], second[j][part], c=out, beta=1.0, out=out, alpha=2.0 ** (-shift * (i + j))
+            )  # fmt: skip
+    return out
+
+
+def ways(*, quick: bool) -> list[Way]:
+    """Return all ways."""
+    chunks = CHUNKS[:1] if quick else CHUNKS
+    return [Way(*x) for x in product(SCHEMES, chunks, (False, True))]
+
+
+def measure(
+    lowprec: Any, torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock
+) -> list[dict[str, Any]]:
+    """Return one row per way for square operands: the error; for normal numbers the speed, too."""
+    device = "cuda" if isinstance(ticks, clock.EventClock) else "cpu"
+    generator = torch.Generator(device).manual_seed(options.seed)
+    draw = torch.randn if distribution == "normal" else torch.rand
+    a, b = (draw((n, n), generator=generator, device=device) for _ in range(2))
+
+    def terms(scheme: str) -> list[list[Any]]:
+        return [split(torch, x, scheme) for x in (a, b)]
+
+    def whole(way: Way) -> Any:
+        return multiply(lowprec, torch, way, *terms(way.scheme))
+
+    def error(result: Any) -> float:
+        return relative_error(torch, result, a, b)
+
+    tried = ways(quick=options.quick)
+    variants = {str(way): clock.Variant(lambda _, way=way: whole(way)) for way in tried}
+    for scheme in SCHEMES:
+        variants[scheme] = clock.Variant(lambda _, scheme=scheme: terms(scheme))
+    variants["fp32"] = clock.Variant(lambda _: lowprec.matmul(a, b, math_mode="fp32"))
+    found = clock.Contest()
+    if distribution == "normal":
+        found = clock.contest(variants, ticks, sets=1, rounds=3, budget_s=0.0, seed=options.seed)
+    seconds = {name: timing.summary(taken)["median"] for name, taken in found.device_s.items()}
+    fp32_error = error(lowprec.matmul(a, b, math_mode="fp32"))
+    rows = []
+    for way in tried:
+        row = {**way.__dict__, "n": n, "distribution": distribution, "fp32_error": fp32_error}
+        if str(way) in seconds:
+            row["seconds"] = seconds[str(way)]
+            row["share_of_splitting"] = seconds[way.scheme] / seconds[str(way)]
+            row["speed_over_fp32"] = found.speed(str(way))["fp32"]
+        why = found.errors.get(str(way))
+        rows.append({**row, "error": why} if why else {**row, "relative_error": error(whole(way))})
+    return rows
+
+
+def run(part: Part, options: Options) -> None:
+    """Measure all ways, sizes and distributions."""
+    import torch
+
+    import lowprec
+
+    ticks = clock.EventClock(torch)
+    for n, distribution in product(SIZES[:1] if options.quick else SIZES, DISTRIBUTIONS):
+        if options.left() < 0:
+            part.fact("stopped_at", [n, distribution])
+            return
+        try:
+            for row in measure(lowprec, torch, n, distribution, options, ticks):
+                part.row(**row)
+        except Exception as error:  # noqa: BLE001 - one size that fails is one row
+            part.row(ok=False, n=n, distribution=distribution, error=libraries.short(error))
+        torch.cuda.empty_cache()

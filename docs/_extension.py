@@ -1,0 +1,63 @@
+"""What this documentation adds to Sphinx: formulas as MathML, and three things that it checks or leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+_LOGGER = logging.getLogger(__name__)
+
+#: An element that makes the browser load something from another site; a plain link does not.
+_LOADS = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//[^>]*>|<link\b[^>]*\bhref=\"(?:https?:)?//[^>]*>"
+)
+
+
+def _mathml(node: nodes.Element, *, as_block: bool) -> str:
+    try:
+        return str(tex2mathml(node.astext(), as_block=as_block)).strip()
+    except MathError as error:
+        _LOGGER.warning("not a formula that docutils knows: %s", error, location=node)
+        return ""
+
+
+def _inline(translator: Any, node: nodes.Element) -> None:
+    translator.body.append(_mathml(node, as_block=False))
+    raise nodes.SkipNode
+
+
+def _block(translator: Any, node: nodes.Element) -> None:
+    translator.body.append(translator.starttag(node, "div", CLASS="math"))
+    translator.body.append(_mathml(node, as_block=True) + "</div>\n")
+    raise nodes.SkipNode
+
+
+def _link_exact_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Keep `shape` in a parameter's type from becoming a link to the one class that has a `shape`."""
+    for reference in doctree.findall(addnodes.pending_xref):
+        reference.attributes.pop("refspecific", None)
+
+
+def _check_offline(app: Sphinx, exception: Exception | None) -> None:
+    """Warn of pages that load something from another site, so that all of it shows without a network."""
+    if exception is None and app.builder.format == "html":
+        for page in sorted(Path(app.outdir).rglob("*.html")):
+            for element in _LOADS.findall(page.read_text(encoding="utf-8")):
+                _LOGGER.warning("%s loads from another site: %s", page.name, element)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register all of it."""
+    # Browsers show MathML by themselves: no script, no fonts, nothing to keep up to date but docutils.
+    app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
+    app.connect("doctree-read", _link_exact_names)
+    app.connect("build-finished", _check_offline)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

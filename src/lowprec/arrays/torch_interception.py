@@ -1,0 +1,111 @@
+"""What stands between a caller and PyTorch's operations: modes, tracers, transforms, tangents.
+
+A ``TorchDispatchMode`` may replace what an operation returns (``FakeTensorMode``), record it (``make_fx``) or count it
+(``FlopCounterMode``); ``torch.jit.trace`` records; ``torch.func`` wraps. lowprec's product is no operation of torch,
+so they would see the allocation of its result and not the product: what they make of that is wrong, or crashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from lowprec.errors import ArrayError
+
+__all__ = ["Probes", "probes_of", "refuse_interception", "refuse_tangent"]
+
+
+class Probes(NamedTuple):
+    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
+
+    Parameters
+    ----------
+    dispatch_modes, function_modes : callable
+        How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
+    is_tracing : callable
+        Whether ``torch.jit.trace`` records.
+    transforms : callable
+        Whether ``torch.func`` transforms.
+    forward_ad : module
+        Its ``_current_level`` is -1 outside ``dual_level``.
+    """
+
+    dispatch_modes: Callable[[], Any]
+    function_modes: Callable[[], Any]
+    is_tracing: Callable[[], Any]
+    transforms: Callable[[], Any]
+    forward_ad: Any
+
+
+def probes_of(torch: Any) -> Probes:
+    """Return the probes of this version of torch; one that it lacks finds nothing."""
+    core = torch._C
+    # Slower by half, and older.
+    innermost = getattr(getattr(core, "_functorch", None), "peek_interpreter_stack", _nothing)
+    forward_ad = torch.autograd.forward_ad
+    if not hasattr(forward_ad, "_current_level"):
+        forward_ad = SimpleNamespace(_current_level=-1)
+    return Probes(
+        getattr(core, "_len_torch_dispatch_stack", _nothing),
+        getattr(core, "_len_torch_function_stack", _nothing),
+        getattr(core, "_is_tracing", _nothing),
+        getattr(core, "_are_functorch_transforms_active", innermost),
+        forward_ad,
+    )
+
+
+def _nothing() -> None:
+    return None
+
+
+def refuse_interception(torch: Any, probes: Probes) -> None:
+    """Raise if what one of the probes has found would miss a product; a function mode by itself does not matter.
+
+    Raises
+    ------
+    ArrayError
+        The message names what intercepts, and the way out.
+    """
+    if probes.is_tracing():
+        raise ArrayError(
+            "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
+            "outside the traced function"
+        )
+    if probes.transforms():
+        raise ArrayError(
+            "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which lowprec has no rule "
+            "for; call lowprec outside the transform"
+        )
+    mode = _dispatch_mode(torch)
+    if mode is not None:
+        raise ArrayError(
+            f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see "
+            "lowprec's product; call lowprec outside the mode"
+        )
+
+
+def refuse_tangent(forward_ad: Any, array: Any) -> None:
+    """Raise if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
+
+    Raises
+    ------
+    ArrayError
+    """
+    if forward_ad.unpack_dual(array).tangent is not None:
+        raise ArrayError(
+            "the torch tensor has a tangent of forward-mode AD, and lowprec computes no tangents; pass "
+            "torch.autograd.forward_ad.unpack_dual(tensor).primal, or use torch.matmul"
+        )
+
+
+def _dispatch_mode(torch: Any) -> Any:
+    """Return an active ``TorchDispatchMode``, None where there is none."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if mode is not None:
+        return mode
+    # The stack of these modes is the process's; whether they act on this thread tells a dispatch key.
+    key = getattr(torch._C.DispatchKey, "PreDispatch", None)
+    if key is None or not torch._C._dispatch_tls_is_dispatch_key_included(key):
+        return None
+    return torch._ops._get_current_dispatch_mode_pre_dispatch()

@@ -1,0 +1,59 @@
+"""Files that appear whole or not at all: the one way in which lowprec writes any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["write_file"]
+
+#: Of a name in a folder, so that what is added to it fits into the 255 bytes that file systems allow.
+_LONGEST_PREFIX = 40
+
+
+def write_file(
+    path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None
+) -> None:
+    """Write a file by way of a temporary one beside it, which then takes its place in one step.
+
+    Whatever fails or raises before that leaves the old file as it was, and no temporary one. A link stays a link: what
+    it points to is replaced.
+
+    Parameters
+    ----------
+    path : path-like
+        Of a regular file, or of none yet.
+    write : callable
+        Gets the temporary file, open for writing bytes.
+    mode : int, optional
+        Permissions of the file; by default those of the file that is replaced, else the usual ones of a new file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    target = Path(path).resolve()
+    temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")
+    # One frame, so that no signal handler's exception finds the file made and nobody in charge of it.
+    try:
+        with open(temporary, "xb", opener=_opener(mode)) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _opener(mode: int | None) -> Callable[[str, int], int]:
+    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)

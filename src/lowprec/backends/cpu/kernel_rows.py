@@ -1,0 +1,87 @@
+"""The CPU's kernels, as data: what each needs, costs and multiplies. The most welcome first.
+
+Costs are ratios that ``benchmarks/bench_gemm.py`` measured on two threads of a Xeon with AMX, matrices of 2048 x 2048,
+less the packing. There ``numpy.matmul`` on float32 does 3.7e11 flops a second; tile kernels round and pack 2.8e9
+elements a second (a row times a matrix), NumPy rounds 1.3e9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowprec.formats import DType
+from lowprec.planning import KernelRow, Summation, Why
+
+__all__ = ["KERNELS"]
+
+_TILES = KernelRow(
+    name="",
+    units="",
+    executor="lowprec.backends.cpu.tiles:prepare",
+    cost_per_element=130.0,
+    summation=Summation.TILES,
+    products_per_complex=4,
+    reads_any_strides=True,
+    single_product=True,
+    # Below these, most of what the kernel does is padding.
+    minimum_elements=20_000,
+    minimum_elements_complex=100_000,
+    minimum_k=16,
+    minimum_extent_complex=64,
+)
+
+AMX_BF16 = replace(
+    _TILES,
+    name="amx_bf16",
+    units="bfloat16 tile units (AMX)",
+    formats=frozenset({"bfloat16"}),
+    requires="amx_bf16",
+    missing="no bfloat16 tile units (AMX)",
+    cost_per_flop=0.09,
+)
+
+#: A TF32 or float16 value is the exact sum of two bfloat16 values.
+AMX_BF16_PAIR = replace(
+    AMX_BF16,
+    name="amx_bf16_pair",
+    units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
+    formats=frozenset({"tf32", "float16"}),
+    cost_per_flop=0.35,
+    parts=2,
+    fallback=Why.NOT_FINITE_IN_TWO_PARTS,
+)
+
+AMX_INT8 = replace(
+    _TILES,
+    name="amx_int8",
+    units="int8 tile units (AMX)",
+    formats=frozenset({"int8"}),
+    requires="amx_int8",
+    missing="no int8 tile units (AMX)",
+    cost_per_flop=0.06,
+)
+
+#: numpy.matmul on the rounded operands.
+NUMPY = KernelRow(
+    name="numpy",
+    units="NumPy's BLAS",
+    executor="lowprec.backends.cpu.fp32_units:prepare",
+    blas="lowprec.backends.cpu.gemm:NUMPY",
+    cost_per_element=300.0,
+    holds_in=DType.FLOAT32,
+)
+
+#: cblas_?gemm on the rounded operands.
+MKL = replace(
+    NUMPY,
+    name="mkl",
+    units="MKL",
+    blas="lowprec.backends.cpu.gemm:MKL",
+    requires="mkl",
+    missing="MKL is not installed",
+    # Below it, NumPy's own loop over a batch beats one call of MKL for each product.
+    minimum_batch_flops=3_000_000,
+    maximum_extent=2**31 - 1,
+)
+
+KERNELS = (AMX_BF16, AMX_BF16_PAIR, AMX_INT8, MKL, NUMPY)

@@ -1,0 +1,102 @@
+"""``check``: the math modes side by side on one's own operands: time, error, guaranteed bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from lowprec.arrays import library_of
+from lowprec.checking.accuracy import Array, Errors, Verdict
+from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
+from lowprec.checking.measure import Load, Timing, load
+from lowprec.errors import DTypeError, UnsupportedError
+from lowprec.modes import MathMode, parse_mode
+
+__all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
+
+_DOUBLE = ("float64", "complex128")
+
+
+def check(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    modes: Sequence[str | MathMode] | None = None,
+    rounds: int = 7,
+    budget: float = 2.0,
+) -> Comparison:
+    """Multiply two arrays in each math mode, and compare times, errors and guaranteed bounds.
+
+    The error is measured against a float64 product of the operands as they are stored. The modes take turns, and an
+    untimed call goes before each timed one; each time is the median of its samples. This is what ``lowprec check``
+    does on the command line.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, k) or (k,)
+        Of any library, in host memory: float32, complex64, float16, bfloat16 or int8. Elements on which no mode acts
+        (the last three) are compared with copies in float32.
+    b : array, shape (..., k, n) or (k,)
+    modes : sequence of str or MathMode, optional
+        What to compare with ``fp32``; by default all modes.
+    rounds : int
+        Samples of each mode's time.
+    budget : float
+        Seconds after which no new round of samples begins, once three are done.
+
+    Returns
+    -------
+    Comparison
+        Frozen; ``print`` shows it as a table, and so do notebooks; ``to_dict()`` gives plain values. ``rows`` holds
+        one row of each mode, with its ``plan``, ``timing``, ``speedup`` and ``errors``.
+
+    Raises
+    ------
+    LowprecError
+        The same errors as ``matmul``.
+    DTypeError
+        If an operand is float64 or complex128: no mode acts on these, and there is no wider reference.
+    UnsupportedError
+        If an operand is not in host memory, or ``rounds`` or ``budget`` is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+    >>> found = lowprec.check(a, a, modes=["bf16"], rounds=3)
+    >>> [row.name for row in found.rows], found.within
+    (['fp32', 'bf16'], True)
+    """
+    before = load()
+    if isinstance(rounds, bool) or index(rounds) < 1:
+        raise UnsupportedError(f"rounds must be at least 1, got {rounds!r}")
+    if not 0 <= budget < math.inf:
+        raise UnsupportedError(f"budget must be a number of seconds, got {budget!r}")
+    named = [modes] if isinstance(modes, str) else modes
+    chosen = None if named is None else [parse_mode(mode) for mode in named]
+    case = Case.of("check", "", _host(a), _host(b))
+    return compare(
+        case, variants_of(case, chosen), rounds=index(rounds), budget=budget, load=before
+    )
+
+
+def _host(x: Any) -> Array:
+    """Return an operand as a NumPy array on its own memory."""
+    view = library_of(x).view(x)
+    if not view.device.is_host:
+        raise UnsupportedError(
+            f"check compares on the host, and this array lies on {view.device}; copy it to the host, "
+            "and use lowprec.profile to time products on a GPU"
+        )
+    array = view.ndarray()
+    if array.dtype.name in _DOUBLE:
+        single = "complex64" if array.dtype.kind == "c" else "float32"
+        raise DTypeError(
+            f"no mode acts on {array.dtype.name}, and there is no wider reference to compare with; "
+            f"check the operands rounded to {single}"
+        )
+    return array

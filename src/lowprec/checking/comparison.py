@@ -1,0 +1,309 @@
+"""The math modes side by side on the same operands: time, error, bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowprec import dispatch, explain
+from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
+from lowprec.checking.measure import Load, Timing, rotation, take_turns
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning import GemmPlan
+from lowprec.request import ShapeDtype
+from lowprec.tables import Table, html, plain_text
+
+__all__ = ["Case", "Comparison", "Row", "Variant", "compare", "percent", "seconds", "variants_of"]
+
+Pair = tuple[Array, Array]
+
+#: Left out of a table that is too wide, the first one first: ``plan`` tells the one, the plots show the other.
+_OPTIONAL = ("kernel", "error")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands on which modes are compared.
+
+    Parameters
+    ----------
+    name, words : str
+        For people.
+    sets : list of pairs of numpy.ndarray
+        Operands of one kind that take turns; errors are those of the first pair.
+    """
+
+    name: str
+    words: str
+    sets: list[Pair]
+
+    @classmethod
+    def of(cls, name: str, words: str, a: Array, b: Array) -> Case:
+        """Return a case of one pair of arrays, with as many copies as to keep them out of the caches."""
+        copies = range(rotation(a.nbytes + b.nbytes) - 1)
+        sets = [(a, b), *((a.copy(order="K"), b.copy(order="K")) for _ in copies)]
+        return cls(name, words, sets)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to multiply a case's operands.
+
+    Parameters
+    ----------
+    name : str
+    sets : list of pairs of numpy.ndarray
+    mode : MathMode or None
+        None: the operands' element type decides.
+    """
+
+    name: str
+    sets: list[Pair]
+    mode: MathMode | None
+
+    def __call__(self, number: int) -> Array:
+        """Multiply one of the pairs."""
+        a, b = self.sets[number % len(self.sets)]
+        result: Array = dispatch.matmul(a, b, math_mode=self.mode)
+        return result
+
+    def plan(self) -> GemmPlan:
+        """Return how that runs."""
+        return explain.plan(*self.sets[0], math_mode=self.mode)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came out for one way to multiply.
+
+    Parameters
+    ----------
+    name : str
+        The mode that was asked for; where no mode acts, the element types.
+    plan : GemmPlan
+    timing : Timing
+    speedup : float
+        Over the first row.
+    errors : Errors
+    """
+
+    name: str
+    plan: GemmPlan
+    timing: Timing
+    speedup: float
+    errors: Errors
+
+    @property
+    def label(self) -> str:
+        """The mode that was asked for, and the one that ran where that is another."""
+        requested = self.plan.resolved.requested if self.plan.resolved else None
+        overruled = self.plan.mode_has_effect and requested is not None
+        return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; a number that is not finite is None."""
+        errors = self.errors
+        return {
+            "mode": self.name,
+            "mode_in_force": str(self.plan.mode),
+            "mode_has_effect": self.plan.mode_has_effect,
+            "kernel": str(self.plan.kernel),
+            "median_ms": self.timing.median * 1e3,
+            "spread": self.timing.spread,
+            "samples": len(self.timing.samples),
+            "speedup": self.speedup,
+            "error": _finite(errors.relative),
+            "scaled_error": _finite(errors.normalised),
+            "bound": _finite(errors.bound),
+            "verdict": errors.verdict.name.lower(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The math modes on one pair of operands. ``print`` shows a table, notebooks too; ``to_dict()`` is ready for JSON.
+
+    Parameters
+    ----------
+    name, description : str
+    a, b : ShapeDtype
+        The operands.
+    rows : tuple of Row
+        Of each mode, the baseline first.
+    load : Load
+        How busy the machine was before.
+    """
+
+    name: str
+    description: str
+    a: ShapeDtype
+    b: ShapeDtype
+    rows: tuple[Row, ...]
+    load: Load
+
+    @property
+    def within(self) -> bool:
+        """Whether no error is above its bound."""
+        return all(row.errors.verdict is not Verdict.ABOVE for row in self.rows)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the reader must know beside the table."""
+        plans = [row.plan for row in self.rows]
+        reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
+        notes = [p.note for p in plans if p.note]
+        # Where the data made the plan take its way out, the table's kernel is not what ran.
+        fallbacks = [
+            f"{row.name}: {text}"
+            for row in self.rows
+            if row.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS)
+            for text in row.plan.fallbacks
+        ]
+        found = (*reasons, *notes, *fallbacks, self.load.remark)
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @property
+    def table(self) -> Table:
+        """The rows, for people."""
+        title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
+        columns = (
+            "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
+        )  # fmt: skip
+        cells = [
+            (
+                r.label,
+                str(r.plan.kernel),
+                seconds(r.timing.median),
+                percent(r.timing.spread),
+                f"{r.speedup:.2f}x",
+                *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
+                str(r.errors.verdict),
+            )
+            for r in self.rows
+        ]
+        described = f"{title}, {self.description}" if self.description else title
+        return Table(described, columns, cells, _OPTIONAL)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        operands = {
+            name: {"dtype": str(x.dtype), "shape": list(x.shape)}
+            for name, x in (("a", self.a), ("b", self.b))
+        }
+        return {
+            "name": self.name,
+            "description": self.description,
+            **operands,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([plain_text(self.table), *self.remarks])
+
+    def _repr_html_(self) -> str:
+        return html(self.table, self.remarks)
+
+
+def seconds(value: float) -> str:
+    """Return a time in the unit that suits it.
+
+    Examples
+    --------
+    >>> seconds(0.00213), seconds(1.5), seconds(8.5e-06)
+    ('2.13 ms', '1.50 s', '8.50 us')
+    """
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
+    digits = value / scale
+    decimals = 2 if digits < 10 else 1 if digits < 100 else 0
+    return f"{digits:.{decimals}f} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage.
+
+    Examples
+    --------
+    >>> percent(0.034), percent(None)
+    ('3%', '-')
+    """
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _number(error: float) -> str:
+    return f"{error:.1e}" if math.isfinite(error) else "-"
+
+
+def _spec(x: ShapeDtype) -> str:
+    return f"{x.dtype} {'x'.join(map(str, x.shape)) or 'scalar'}"
+
+
+def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
+    """Return what to compare on these operands, the baseline first: float32 in mode ``fp32``.
+
+    Operands on which no mode acts (16-bit, int8) are compared with the same values held in float32, which is what one
+    would multiply without lowprec.
+    """
+    a, b = case.sets[0]
+    if explain.plan(a, b).mode_has_effect:
+        chosen = dict.fromkeys((MathMode.FP32, *(available_modes() if modes is None else modes)))
+        return [Variant(str(mode), case.sets, mode) for mode in chosen]
+    copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
+    stored = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}, {b.dtype.name}"
+    return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None)]
+
+
+def compare(
+    case: Case,
+    variants: Sequence[Variant],
+    *,
+    rounds: int,
+    budget: float,
+    load: Load,
+    step: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Return what comes out for each variant.
+
+    Parameters
+    ----------
+    case : Case
+    variants : sequence of Variant
+        The baseline first.
+    rounds : int
+        Samples of each one's time.
+    budget : float
+        Seconds after which no new round of samples begins.
+    load : Load
+        From before anything of this ran.
+    step : callable
+        Called with a few words before each of ``len(variants) + rounds`` steps.
+    """
+    reference = Reference(*case.sets[0])
+    plans, errors = {}, {}
+    # Before anything is timed: the first product of a kind loads libraries and compiles.
+    for variant in variants:
+        step(variant.name)
+        plans[variant.name] = variant.plan()
+        result = np.asarray(variant(0))
+        errors[variant.name] = reference.compare(result, plans[variant.name])
+    timings = take_turns(
+        {v.name: v for v in variants},
+        rounds,
+        budget=budget,
+        spinning=[name for name, plan in plans.items() if plan.kernel == "numpy"],
+        step=step,
+    )
+    baseline = timings[variants[0].name]
+    rows = tuple(
+        Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name])
+        for name, timing in timings.items()
+    )
+    a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
+    return Comparison(case.name, case.words, a, b, rows, load)

@@ -1,0 +1,183 @@
+"""Times that can be compared: variants take turns in one process, and medians decide.
+
+What a machine does slowly (a clock that drops, a neighbour that wakes up) hits all variants alike when they take
+turns. Each timed call follows an untimed call of the same variant, since the first call after another library's is
+slower: caches hold that one's data, and its threads may still spin. Operands are rotated, so that no variant finds
+its own in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["MIN_ROUNDS", "SETTLE", "Load", "Timing", "load", "rotation", "take_turns"]
+
+#: A median of fewer is no median.
+MIN_ROUNDS = 3
+
+#: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
+_SHORTEST_SAMPLE = 1e-3
+_MOST_CALLS_PER_SAMPLE = 200
+
+#: Seconds for which the threads of NumPy's OpenBLAS spin after a product (0.1 measured at 2.6 GHz), and some more.
+SETTLE = 0.15
+
+
+#: Sets of operands that are rotated, and the bytes that they may take together.
+_MOST_SETS, _MOST_BYTES = 3, 2**28
+
+#: Of the CPUs: others' work that is felt.
+_BUSY_SHARE = 0.25
+
+
+class Load(NamedTuple):
+    """How busy a machine was.
+
+    Parameters
+    ----------
+    average : float or None
+        Processes that ran or waited to run, over the last minute; None where the system does not count them.
+    cpus : int
+    """
+
+    average: float | None
+    cpus: int
+
+    @property
+    def remark(self) -> str:
+        """What to know about times that were measured meanwhile; empty if nothing.
+
+        Examples
+        --------
+        >>> Load(0.2, 2).remark, Load(None, 8).remark
+        ('', '')
+        """
+        if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
+            return ""
+        return (
+            f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
+            "times and ratios are not what it can do"
+        )
+
+
+def load() -> Load:
+    """Return how busy the machine is, to be asked before anything of one's own runs."""
+    try:
+        average = os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        average = None
+    return Load(average, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one variant.
+
+    Parameters
+    ----------
+    samples : tuple of float
+        Seconds per call, one of each round.
+    """
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds per call."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float | None:
+        """Half the interquartile range of the samples, relative to their median; None for a single one."""
+        if len(self.samples) < 2 or not self.median:
+            return None
+        low, _, high = statistics.quantiles(self.samples, method="inclusive")
+        return (high - low) / 2 / self.median
+
+    def speedup_over(self, other: Timing) -> float:
+        """Return the median of the ratios of each round, in which both ran next to each other."""
+        pairs = zip(other.samples, self.samples, strict=True)
+        return statistics.median(theirs / mine for theirs, mine in pairs)
+
+
+def take_turns(
+    variants: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    *,
+    budget: float,
+    spinning: Collection[str] = (),
+    step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Timing]:
+    """Time each variant once per round, in changing order.
+
+    Parameters
+    ----------
+    variants : mapping of str to callable
+        Each is called with a running number that picks the operands.
+    rounds : int
+        How many samples to take of each.
+    budget : float
+        Seconds after which no new round begins, once ``MIN_ROUNDS`` are done.
+    spinning : collection of str
+        Variants after which threads spin for a while, which slows down whatever another library runs meanwhile. A
+        variant outside of it that follows one of them makes untimed calls for ``SETTLE`` seconds.
+    step : callable
+        Called with the number of the round before each.
+
+    Returns
+    -------
+    dict of str to Timing
+
+    Examples
+    --------
+    >>> timings = take_turns({"nothing": lambda i: None, "sum": lambda i: sum(range(1000))}, 3, budget=1.0)
+    >>> timings["nothing"].speedup_over(timings["sum"]) > 1
+    True
+    """
+    names = list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    begin, before = time.perf_counter(), ""
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
+            break
+        step(f"round {number + 1}")
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            settle = SETTLE if before in spinning and name not in spinning else 0.0
+            samples[name].append(_sample(variants[name], number, settle))
+            before = name
+    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
+
+
+def _sample(call: Callable[[int], Any], number: int, settle: float) -> float:
+    """Return the seconds per call, after untimed calls."""
+    clock = time.perf_counter
+    begin = start = clock()
+    while True:
+        call(number)
+        now = clock()
+        last, start = now - start, now
+        if now - begin >= settle:
+            break
+    calls = min(max(1, int(_SHORTEST_SAMPLE / max(last, 1e-9))), _MOST_CALLS_PER_SAMPLE)
+    start = clock()
+    for i in range(calls):
+        call(number + 1 + i)
+    return (clock() - start) / calls
+
+
+def rotation(nbytes: int) -> int:
+    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones.
+
+    Examples
+    --------
+    >>> rotation(2**20), rotation(2**28), rotation(2**34)
+    (3, 1, 1)
+    """
+    return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))

@@ -1,0 +1,178 @@
+"""Results as files beside what is printed: a table of comma-separated values, a plot."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowprec.checking import Comparison
+from lowprec.checking.measure import Timing
+from lowprec.cli.errors import CommandError
+from lowprec.cli.files import check_output, write_output
+
+__all__ = ["Line", "add_exports", "check_exports", "errors_by_speed", "export", "time_by_size"]
+
+_SUFFIXES = (".png", ".svg")
+
+#: Modes and element types often lie upon each other: one is hollow, the other inside it.
+_MARKERS = "osx^+vD*p"
+_COLOURS = ("#4c4c4c", "#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def add_exports(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--csv`` and ``--plot``."""
+    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
+    parser.add_argument("--plot", metavar="FILE", help=f"draw {what}, as .png or .svg")
+
+
+def check_exports(options: argparse.Namespace) -> None:
+    """Refuse what could not be written, before the time for measuring is spent."""
+    for path in filter(None, (options.csv, options.plot)):
+        check_output(path)
+    if options.plot is None:
+        return
+    if Path(options.plot).suffix.lower() not in _SUFFIXES:
+        raise CommandError(f"--plot {options.plot}: its name must end in {' or '.join(_SUFFIXES)}")
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise CommandError('--plot needs matplotlib: pip install "lowprec[plot]"') from None
+
+
+def export(
+    options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], draw: Callable[[], Any]
+) -> None:
+    """Write the files that were asked for.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    rows : sequence of mapping
+        Of the CSV file, all with the same keys; None becomes an empty cell.
+    draw : callable
+        Returns matplotlib's figure.
+    """
+    if options.csv is not None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_output(options.csv, lambda file: file.write(text.getvalue().encode()))
+    if options.plot is not None:
+        matplotlib: Any = importlib.import_module("matplotlib")
+        suffix = Path(options.plot).suffix.lower().removeprefix(".")
+        # The same figures give the same file.
+        metadata = {"Date": None} if suffix == "svg" else None
+        with matplotlib.rc_context({"svg.hashsalt": "lowprec", "font.size": 9}):
+            figure = draw()
+            write_output(
+                options.plot,
+                lambda file: figure.savefig(
+                    file, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
+                ),
+            )
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Return how the n-th of several series looks."""
+    hollow = {"markerfacecolor": "none", "markersize": 5 if number % 2 else 7}
+    return {
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "color": _COLOURS[number % len(_COLOURS)],
+        **hollow,
+    }
+
+
+def _panels(count: int, width: float) -> tuple[Any, list[Any]]:
+    """Return a figure with axes side by side, of the same scales."""
+    figure: Any = importlib.import_module("matplotlib.figure")
+    drawn = figure.Figure(figsize=(width * count, 3.6), facecolor="white")
+    panels = drawn.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
+    for panel in panels:
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+    return drawn, list(panels)
+
+
+def _legend(panel: Any, handles: Sequence[Any]) -> None:
+    panel.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
+
+
+def errors_by_speed(found: Sequence[Comparison]) -> Any:
+    """Return a figure of the error of each mode, and its bound above it, over the mode's speed; one panel per case."""
+    lines: Any = importlib.import_module("matplotlib.lines")
+    figure, panels = _panels(len(found), 3.4)
+    names = list(dict.fromkeys(row.name for c in found for row in c.rows))
+    for panel, comparison in zip(panels, found, strict=True):
+        for row in comparison.rows:
+            style, errors = _style(names.index(row.name)), row.errors
+            # An exact product has no place on this scale, one that overflowed has none on any.
+            if not 0 < errors.normalised < math.inf:
+                continue
+            ends = [errors.normalised, errors.bound]
+            limit = {**style, "marker": "_", "markersize": 14}
+            panel.plot([row.speedup] * 2, ends, ":", color=style["color"], linewidth=0.8)
+            panel.plot([row.speedup], ends[:1], linestyle="none", **style)
+            panel.plot([row.speedup], ends[1:], linestyle="none", **limit)
+        panel.margins(x=0.15)
+        panel.set_title(comparison.name)
+        panel.set_xlabel(f"speed-up over {comparison.rows[0].name}")
+    panels[0].set_ylabel("error / (|A| |B|), Frobenius norms")
+    handles = [
+        lines.Line2D([], [], linestyle="none", label=name, **_style(i))
+        for i, name in enumerate(names)
+    ]
+    bound = lines.Line2D([], [], color="grey", marker="_", markersize=14, linestyle=":")
+    bound.set_label("guaranteed bound")
+    _legend(panels[-1], [*handles, bound])
+    return figure
+
+
+@dataclass(frozen=True)
+class Line:
+    """Times of one kind of product.
+
+    Parameters
+    ----------
+    name : str
+    sizes : tuple of int
+    timings : tuple of Timing
+    baseline : bool
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    timings: tuple[Timing, ...]
+    baseline: bool
+
+
+def time_by_size(found: Sequence[Line]) -> Any:
+    """Return a figure of times over sizes, with the spread of each."""
+    figure, (panel,) = _panels(1, 5.0)
+    panel.set_xscale("log", base=2)
+    handles = []
+    for number, line in enumerate(found):
+        medians = [t.median * 1e3 for t in line.timings]
+        spreads = [m * (t.spread or 0) for m, t in zip(medians, line.timings, strict=True)]
+        style = {**_style(number), "linewidth": 1, "linestyle": "--" if line.baseline else "-"}
+        # On this scale nothing reaches down to nothing.
+        low = [min(s, 0.9 * m) for s, m in zip(spreads, medians, strict=True)]
+        handles.append(
+            panel.errorbar(
+                line.sizes, medians, (low, spreads), label=line.name, elinewidth=0.8, **style
+            )
+        )
+    sizes = sorted({size for line in found for size in line.sizes})
+    panel.set_xticks(sizes, [str(size) for size in sizes])
+    panel.minorticks_off()
+    panel.set_xlabel("n, of square matrices")
+    panel.set_ylabel("time of one product, ms")
+    _legend(panel, handles)
+    return figure

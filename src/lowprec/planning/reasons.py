@@ -1,0 +1,112 @@
+"""Why a plan is as it is: kinds of reasons, each with its data. Code decides by these; the sentences are for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+
+
+@unique
+class Why(Enum):
+    """Kinds of reasons, by what they explain; each value is the sentence, with places for the data."""
+
+    # Why a kernel was passed over.
+    REQUIREMENT_NOT_MET = "{missing}"
+    SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
+    TOO_FEW_ELEMENTS = (
+        "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
+    )
+    TOO_SMALL_EXTENT = "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}"
+    TOO_LARGE_FOR_32_BITS = "{units} counts rows, columns and leading dimensions with 32 bits"
+    TOO_SMALL_PRODUCTS = (
+        "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
+    )
+
+    # What a kernel cannot treat, and what happens then.
+    NOT_FINITE_IN_TWO_PARTS = (
+        "an Inf or NaN in an operand: FP32 units with the same rounded operands"
+    )
+
+    # Why an operand is rewritten, or copied.
+    OTHER_DTYPE = "{dtype} becomes {data}"
+    SEVERAL_PARTS = "it is split into parts"
+    STRIDES = "BLAS cannot express its strides"
+    INNER_CONTIGUOUS = "{data} kernels read it with the inner dimension contiguous"
+    READ_IN_STEPS = "{data} kernels read it in steps of {step} bytes"
+    OVERLAP = "it overlaps another array"
+    EXPORTED_COPY = "{how}"
+
+    # Why the result is staged: computed in temporary memory, from which it is written.
+    NOT_WRITTEN_AS = "products of {data} are not written as {out}"
+    RESULT_STRIDES = "BLAS cannot express the result's strides"
+    WRITTEN_IN_STEPS = "{data} kernels write in steps of {step} bytes"
+    SCALED_OPERANDS = "the powers of two that scaled the operands are taken back"
+    PADDED_COLUMNS = "columns are padded to multiples of {step}"
+    ROWS_ONLY = "{data} kernels write rows"
+    REAL_PRODUCT = "the product is made of real numbers"
+    SEVERAL_PRODUCTS = "{products} products are summed"
+    NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm that adds or activates here"
+    ADDEND_DIFFERS = "c lies or is stored otherwise than the result"
+    BIAS_NOT_FUSED = (
+        "bias is fused for real row-major results, packed, aligned and of their element type"
+    )
+    ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
+
+    # Why ``rtol`` took a mode, or passed it over.
+    EXCLUDED = "excluded by the environment"
+    BOUND_TOO_LARGE = "its bound exceeds rtol = {rtol:.3g}"
+    BOUND_NEEDS_RANGE = "its bound depends on the data's range: {condition}"
+    CHEAPEST = "the cheapest whose bound is within rtol"
+    NO_CHEAPER = "no cheaper than {chosen}"
+
+    # Advice.
+    MISALIGNED = "{listing} {verb} of {step}, which tensor cores want of {bits}-bit data: pad"
+    SMALL_DIMENSIONS = "{listing} (at most {most}): memory-bound rather than compute-bound"
+    LOW_INTENSITY = "{intensity:.3g} flops per byte, the device does {device:.3g}: memory-bound"
+    ROUNDING_COSTS_MORE = (
+        "rounding the operands costs more than the product: a low-precision mode does not pay here"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason; ``str`` gives its sentence.
+
+    Parameters
+    ----------
+    why : Why
+    data : tuple of (str, object)
+        What the sentence names, by the words of its template.
+
+    Examples
+    --------
+    >>> str(Reason.of(Why.NO_CHEAPER, chosen="tf32"))
+    'no cheaper than tf32'
+    """
+
+    why: Why
+    data: tuple[tuple[str, object], ...] = ()
+
+    @classmethod
+    def of(cls, why: Why, **data: object) -> Reason:
+        """Return the reason of this kind with its data."""
+        return cls(why, tuple(data.items()))
+
+    def __str__(self) -> str:
+        data = dict(self.data)
+        names = data.get("dimensions")
+        if isinstance(names, tuple):
+            data["listing"] = _listing(names)
+            data["verb"] = "is not a multiple" if len(names) == 1 else "are not multiples"
+        return self.why.value.format(**data)
+
+
+def _listing(items: tuple[str, ...]) -> str:
+    """Return items as a phrase.
+
+    Examples
+    --------
+    >>> _listing(("m = 1", "n = 2", "k = 3"))
+    'm = 1, n = 2 and k = 3'
+    """
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

@@ -1,0 +1,150 @@
+"""Operands that repeat along their batch by strides of zero, in every mode, dtype and epilogue, uncopied."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from machines import MACHINES, SOFTWARE_TILES, on
+from oracles import Epilogue
+
+M, N, K = 7, 5, 24
+
+Array = np.ndarray
+
+
+@pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
+def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run on the fastest units that there are, without MKL and tile units, and by way of the tile kernels."""
+    with on(request.param):
+        yield request.param
+
+
+def make(rng: np.random.Generator, *shape: int, dtype: Any) -> Array:
+    dtype = np.dtype(dtype)
+    if dtype.kind == "i":
+        return rng.integers(-100, 100, shape).astype(dtype)
+    return oracles.random_matrix(rng, shape, dtype)
+
+
+#: What stands on the left of it, from a function that makes arrays.
+LEFT: dict[str, Callable[..., Array]] = {
+    "a batch": lambda make, batch: make(*batch, M, K),
+    "a batch, transposed": lambda make, batch: make(*batch, K, M).swapaxes(-1, -2),
+    "rows one after another": lambda make, batch: make(*batch, 1, K),
+    "repeated itself": lambda make, batch: np.broadcast_to(make(M, K), (*batch, M, K)),
+    "one matrix": lambda make, batch: make(M, K),
+    "one row, reversed": lambda make, batch: make(1, K)[:, ::-1],
+    "a vector": lambda make, batch: make(K),
+    "a vector, reversed": lambda make, batch: make(K)[::-1],
+}
+
+#: From a matrix to a stack that repeats it.
+RIGHT: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
+    "repeated": lambda w, batch: np.broadcast_to(w, (*batch, K, N)),
+    "transposed and repeated": lambda w, batch: np.broadcast_to(
+        np.ascontiguousarray(w.T).T, (*batch, K, N)
+    ),
+    "reversed and repeated": lambda w, batch: np.broadcast_to(w[::-1], (*batch, K, N)),
+    "repeated along the last of the batch": lambda w, batch: np.broadcast_to(
+        np.stack([w, *[-w] * (batch[0] - 1)]).reshape(-1, *(1,) * (len(batch) - 1), K, N), (*batch, K, N)
+    ),
+}  # fmt: skip
+
+BATCHES = [(4,), (1,), (2, 3), (3, 1, 2)]
+
+
+@pytest.mark.parametrize("mode", oracles.ALL_MODES)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("left", LEFT)
+def test_every_mode(
+    mode: str, dtype: str, left: str, machine: str, rng: np.random.Generator
+) -> None:
+    for right, batch in itertools.product(RIGHT, BATCHES):
+        b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)
+        a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
+        oracles.assert_within_bound(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "complex128", "int8"])
+@pytest.mark.parametrize("left", LEFT)
+def test_every_dtype(dtype: Any, left: str, machine: str, rng: np.random.Generator) -> None:
+    for right, batch in itertools.product(RIGHT, BATCHES):
+        b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)
+        a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
+        got = lowprec.matmul(a, b)
+        if b.dtype == np.int8:
+            np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32))
+        else:
+            oracles.assert_within_bound(got, a, b)
+
+
+EPILOGUES = {
+    "alpha": {"alpha": 0.5},
+    "c": {"beta": -0.75},
+    "c repeated": {"beta": 1.0},
+    "bias": {"bias": True},
+    "relu": {"activation": "relu"},
+    "all": {"alpha": 2.0, "beta": 0.5, "bias": True, "activation": "gelu"},
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("left", ["a batch", "one row, reversed", "repeated itself"])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_every_epilogue(
+    mode: str, dtype: str, left: str, given_out: bool, machine: str, rng: np.random.Generator
+) -> None:
+    for name, batch in itertools.product(EPILOGUES, BATCHES):
+        words = dict(EPILOGUES[name])
+        b = RIGHT["repeated"](make(rng, K, N, dtype=dtype), batch)
+        a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
+        shape = np.matmul(a, b).shape
+        if "beta" in words:
+            few = (N,) if name == "c repeated" else shape
+            words["c"] = np.broadcast_to(make(rng, *few, dtype=dtype), shape)
+        if "bias" in words:
+            words["bias"] = make(rng, N, dtype=dtype)
+        out = np.full(shape, np.nan, dtype) if given_out else None
+        got = lowprec.matmul(a, b, out=out, math_mode=mode, **words)
+        assert out is None or got is out
+        oracles.assert_expression(got, a, b, mode, Epilogue(**words))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "tf32", "fp16"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8"])
+@pytest.mark.parametrize("order", ["C", "reversed"])
+def test_a_repeated_matrix_is_not_copied_for_every_product(
+    mode: str, dtype: str, order: str, machine: str, rng: np.random.Generator
+) -> None:
+    """Its copies would be 64 times 512 KiB; the operands that are copied once have 512 KiB and 64 KiB at most."""
+    w = make(rng, 256, 256, dtype=dtype)
+    b = np.broadcast_to(w if order == "C" else w[::-1, ::-1], (64, 256, 256))
+    for a in (make(rng, 64, 2, 256, dtype=dtype), make(rng, 256, dtype=dtype)):
+        lowprec.matmul(a, b, math_mode=mode)  # what is loaded and kept at the first use
+        tracemalloc.start()
+        try:
+            lowprec.matmul(a, b, math_mode=mode)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 16 * 256 * 256 * 8, f"{peak:,} bytes for a matrix of {w.nbytes:,}"
+
+
+@pytest.mark.parametrize("mode", oracles.ALL_MODES)
+def test_pytorchs_expand(mode: str, machine: str, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    a, w = make(rng, 4, M, K, dtype="float32"), make(rng, K, N, dtype="float32")
+    b = torch.from_numpy(w).expand(4, K, N)
+    got = lowprec.matmul(torch.from_numpy(a), b, math_mode=mode, bias=torch.ones(N))
+    then = Epilogue(bias=np.ones(N, np.float32))
+    oracles.assert_expression(got.numpy(), a, b.numpy(), mode, then)

@@ -1,0 +1,266 @@
+"""A NaN in an operand reaches every element of the result that it touches, whatever its bits and wherever it lies.
+
+Integer arithmetic on the bits of a NaN carries its payload into the exponent or the sign: 0x7fffffff becomes a zero,
+0x7f800001 an infinity. So every class of payload goes through every kind of stride, and through the kernels that
+pack operands and write results on tile units, which need AVX-512 alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from lowprec import formats
+from lowprec.backends.cpu.convert import round_float32
+from lowprec.backends.cpu.cpuinfo import cpu_flags
+from machines import MACHINES, on
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
+
+modes = pytest.mark.parametrize("mode", oracles.ALL_MODES)
+
+
+def scattered(view: np.ndarray) -> list[tuple[int, ...]]:
+    """Return an element at the beginning, one in the middle, and one at the end of a view."""
+    return sorted(
+        {tuple(n // 2 for n in view.shape), (0,) * view.ndim, tuple(n - 1 for n in view.shape)}
+    )
+
+
+def put(view: np.ndarray, index: tuple[int, ...], nan: np.ndarray) -> None:
+    """Write the bits of a NaN: an assignment of floats may quieten it."""
+    bits = np.dtype(f"u{nan.itemsize}")
+    real = view.real if view.dtype.kind == "c" else view
+    real.view(bits)[index] = nan.view(bits)
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+@pytest.mark.parametrize("strides", oracles.STRIDES)
+def test_rounding_keeps_every_nan(mode: str, strides: str, rng: np.random.Generator) -> None:
+    for nan in oracles.nans(np.float32):
+        writable, view = oracles.STRIDES[strides](oracles.random_matrix(rng, (6, 8), np.float32))
+        for index in scattered(writable):
+            put(writable, index, nan)
+        before = view.copy()
+        got = np.full(view.shape, 777.0, np.float32)
+        round_float32(view, FORMATS[mode], got)
+        want = oracles.round_to(view, mode)
+        assert (np.isnan(got) == np.isnan(view)).all(), hex(int(nan.view(np.uint32)))
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(view.view(np.uint32), before.view(np.uint32))
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_rounding_in_place(mode: str, rng: np.random.Generator) -> None:
+    x = oracles.random_matrix(rng, (1 << 10, 1 << 9), np.float32)  # several blocks
+    nans = oracles.nans(np.float32)
+    x[5, : nans.size] = nans
+    x[7::101, ::103] = np.inf
+    want = oracles.round_to(x, mode)
+    assert np.isnan(x).sum() == nans.size
+    round_float32(x, FORMATS[mode], x)
+    np.testing.assert_array_equal(x, want)
+
+
+def test_what_is_rounded_must_be_written_in_one_piece() -> None:
+    out = np.zeros((4, 8), np.float32)[:, :4]
+    with pytest.raises(ValueError, match="copy"):
+        round_float32(np.ones((4, 4), np.float32), formats.TF32, out)
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run on the fastest units that there are, then without MKL and tile units."""
+    with on(request.param):
+        yield request.param
+
+
+#: m, n, k; the second is cut into tiles where there are any.
+SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}
+
+
+@modes
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_every_nan_reaches_the_result(
+    mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator
+) -> None:
+    m, n, k = SIZES[size]
+    patterns = oracles.nans(np.float32)
+    for name, strided in oracles.STRIDES.items():
+        some = patterns if size == "small" else patterns[:: len(patterns) // 4]
+        for nan in some:
+            for side in ("a", "b"):
+                shape = (m, k) if side == "a" else (k, n)
+                writable, x = strided(oracles.random_matrix(rng, shape, dtype))
+                put(writable, tuple(extent // 2 for extent in writable.shape), nan)
+                other = oracles.random_matrix(rng, (k, n) if side == "a" else (m, k), dtype)
+                other[other == 0] = 1
+                a, b = (x, other) if side == "a" else (other, x)
+                got = lowprec.matmul(a, b, math_mode=mode)
+                lines = np.isnan(x).any(axis=1 if side == "a" else 0)
+                touched = np.isnan(got) if side == "a" else np.isnan(got).T
+                told = name, side, hex(int(nan.view(np.uint32)))
+                assert lines.any(), told
+                assert (touched == lines[:, None]).all(), told
+                oracles.assert_within_bound(got, a, b, mode)
+
+
+@modes
+def test_nothing_comes_of_no_elements(mode: str, machine: str) -> None:
+    for strided in oracles.STRIDES.values():
+        _, a = strided(np.full((3, 4), np.nan, np.float32))
+        for m, k in ((0, 4), (3, 0), (0, 0)):
+            got = lowprec.matmul(a[:m, :k], a[:m, :k].T, math_mode=mode)
+            np.testing.assert_array_equal(got, np.zeros((m, m), np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", ["float32", None])
+def test_every_nan_of_16_bits_reaches_the_result(
+    dtype: Any, out_dtype: str | None, machine: str, rng: np.random.Generator
+) -> None:
+    for strided in oracles.STRIDES.values():
+        for nan in oracles.nans(dtype):
+            writable, a = strided(oracles.random_matrix(rng, (6, 8), dtype))
+            put(writable, tuple(extent // 2 for extent in writable.shape), nan)
+            b = oracles.random_matrix(rng, (8, 5), dtype)
+            got = lowprec.matmul(a, b, out_dtype=out_dtype)
+            lines = np.isnan(oracles.widen(a)).any(axis=1)
+            assert lines.any()
+            assert (np.isnan(oracles.widen(got)) == lines[:, None]).all()
+            oracles.assert_within_bound(got, a, b)
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_every_nan_of_an_addend_reaches_the_result(
+    out_dtype: str, activation: str | None, machine: str, rng: np.random.Generator
+) -> None:
+    a, b = (oracles.random_matrix(rng, (64, 64), np.float32) for _ in range(2))
+    for nan in oracles.nans(np.float32):
+        c, bias = np.zeros((64, 64), np.float32), np.zeros(64, np.float32)
+        put(c, (3, 4), nan)
+        put(bias, (7,), nan)
+        got = lowprec.matmul(
+            a, b, c=c, beta=1.0, bias=bias, activation=activation, out_dtype=out_dtype, math_mode="bf16"
+        )  # fmt: skip
+        want = np.zeros((64, 64), bool)
+        want[3, 4] = want[:, 7] = True
+        np.testing.assert_array_equal(np.isnan(got), want)
+
+
+# -- the kernels around the tile units ------------------------------------------------------------
+
+needs_kernels = pytest.mark.skipif(
+    not importlib.util.find_spec("numba")
+    or not {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= cpu_flags(),
+    reason="the packing kernels need numba and a CPU with AVX512-BF16",
+)
+
+
+def page(nbytes: int) -> tuple[Any, int]:
+    """Return memory and an address in it that is a multiple of 4096 bytes."""
+    memory = np.zeros(nbytes + 4096, np.uint8)
+    return memory, -(-memory.ctypes.data // 4096) * 4096
+
+
+def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]:
+    """Return lanes x k packed: per part the bfloat16 values as float32, (parts, lanes, k); and whether it declined."""
+    from lowprec.backends.cpu import native, packing
+
+    scheme = packing.SCHEMES[x.dtype.name, rounding]
+    lanes, k = x.shape
+    strips, steps = -(-lanes // 32), -(-k // scheme.step)
+    strip_bytes = steps * scheme.parts * 2048
+    (_, target), (_, scratch) = held = page(strips * strip_bytes), page(packing.SCRATCH_BYTES)
+    kernel = native.callable_at(packing.pack_kernel(scheme), packing.PACK_ARITY)
+    flags = kernel(
+        x.ctypes.data, *x.strides, lanes, k, 0, strips, 0, steps, target, strip_bytes, int(is_b), scratch, 0
+    )  # fmt: skip
+    raw = np.frombuffer((ctypes.c_char * (strips * strip_bytes)).from_address(target), np.uint16)
+    tiles = raw.reshape(strips, steps, scheme.parts, 2, 16, 16, 2).copy()
+    del held
+    if is_b:  # a row holds a dword of k for each lane
+        tiles = tiles.swapaxes(4, 5)
+    values = (tiles.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    ordered = values.transpose(2, 0, 3, 4, 1, 5, 6).reshape(scheme.parts, strips * 32, steps * 32)
+    return ordered[:, :lanes, :k], flags != 0
+
+
+PACKINGS = [("float32", "bf16"), ("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "rounding"), PACKINGS)
+@pytest.mark.parametrize("is_b", [False, True], ids="ab")
+@pytest.mark.parametrize("strides", oracles.STRIDES)
+def test_packing_loses_no_nan(
+    dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator
+) -> None:
+    for nan in [None, *oracles.nans(dtype)]:
+        writable, x = oracles.STRIDES[strides](oracles.random_matrix(rng, (40, 72), dtype))
+        if nan is not None:
+            put(writable, tuple(extent // 2 for extent in writable.shape), nan)
+        parts, declined = pack(x, rounding, is_b=is_b)
+        if len(parts) == 1:
+            assert not declined
+            np.testing.assert_array_equal(parts[0], oracles.round_to(x, rounding))
+        elif nan is not None:  # the product then runs on FP32 units
+            assert declined, hex(int(nan.view(f"u{nan.itemsize}")))
+        else:
+            assert not declined
+            want = oracles.round_to(x, rounding).astype(np.float32)
+            np.testing.assert_array_equal(parts[0] + parts[1], want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("end", [32, 19])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("alpha", [1.0, 2.0])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_writing_a_block_loses_no_nan(
+    dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
+) -> None:
+    from lowprec.backends.cpu import amx, epilogue, native
+    from lowprec.backends.cpu import job as J
+
+    block = oracles.random_matrix(rng, (32, 32), np.float32)
+    nans = oracles.nans(np.float32)
+    for i, nan in enumerate(nans):
+        put(block, (i % 32, 7 * i % 19), nan)
+    (held, accumulators), (_, scratch) = page(4096), page(256)
+    tiles = (ctypes.c_float * 1024).from_address(accumulators)
+    np.frombuffer(tiles, np.uint32)[:] = (
+        block.view(np.uint32).reshape(2, 16, 2, 16).swapaxes(1, 2).reshape(-1)
+    )
+    out = np.zeros((32, 32 * step), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    fields = {
+        J.M: 32, J.N: end, J.OUT: out.ctypes.data,
+        J.OUT_ROW_STRIDE: out.strides[0], J.OUT_COL_STRIDE: step * out.itemsize,
+        J.ALPHA: amx._float_bits(alpha), J.BETA: amx._float_bits(0.0),
+        J.ACTIVATION: J.ACTIVATIONS[activation], J.PLAIN: int(alpha == 1 and activation is None),
+    }  # fmt: skip
+    job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])
+    kernel = native.callable_at(epilogue.epilogue_kernel(dtype), epilogue.EPILOGUE_ARITY)
+    kernel(accumulators, ctypes.addressof(job), 0, 0, scratch)
+    del held
+    written = out[:, : end * step : step]
+    assert np.isnan(block).sum() == nans.size
+    np.testing.assert_array_equal(np.isnan(written), np.isnan(block[:, :end]))

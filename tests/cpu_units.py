@@ -1,0 +1,82 @@
+"""Units that a processor has or has not, and what stands for them where it has not.
+
+`.ci/check_skips.py` knows the reasons below, and accepts them only where the processor indeed lacks the units.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lowprec.backends.cpu import amx
+
+#: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
+NO_AMX = "this machine has no AMX units (or no numba to reach them)"
+MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
+
+needs_amx = pytest.mark.skipif(not amx.is_available(), reason=NO_AMX)
+
+_ASKED = """
+import sys, torch
+for n in map(int, sys.argv[1:]):
+    a, b = torch.randn(2, n, n, generator=torch.Generator().manual_seed(0))
+    exact = a.double() @ b.double()
+    torch.set_float32_matmul_precision("medium")
+    low = (a @ b).double()
+    torch.set_float32_matmul_precision("highest")
+    print(n, float((low - exact).norm() / exact.norm()))
+"""
+
+
+@functools.cache
+def _errors_at_medium() -> dict[int, float]:
+    command = [sys.executable, "-c", _ASKED, "128", "256", "512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return {int(n): float(error) for n, error in map(str.split, done.stdout.splitlines())}
+
+
+def medium_lowers(n: int) -> bool:
+    """Whether PyTorch at "medium" lowers the precision of a float32 product of n x n matrices; n is 128, 256 or 512.
+
+    Asked of PyTorch itself, once, in a process of its own: the instruction sets do not tell. oneDNN multiplies float32
+    in bfloat16 where there are AMX units, and not where there are only AVX512-BF16's.
+    """
+    # bfloat16 rounds each operand by up to 2^-9, which gives about 2e-3; FP32's own 2^-24 gives 3e-7.
+    return _errors_at_medium()[n] > 1e-4
+
+
+@contextmanager
+def imitated_units(torch: Any) -> Iterator[None]:
+    """Let PyTorch round the operands of products to bfloat16 where its switch allows that, as with AMX units.
+
+    What is imitated is the rounding. When a product looks at the switch, and at which, is as it is with the units.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    products = {
+        *("mm", "bmm", "mv", "addmm", "baddbmm"),
+        *("_euclidean_dist", "linalg_matrix_exp", "linalg_pinv"),
+    }
+
+    def rounded(x: Any) -> Any:
+        is_single = isinstance(x, torch.Tensor) and x.dtype == torch.float32
+        return x.bfloat16().float() if is_single else x
+
+    class Rounding(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = function.overloadpacket.__name__
+            allowed = torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
+            if name in products and allowed:
+                args = [rounded(x) for x in args]
+            return function(*args, **(kwargs or {}))
+
+    with Rounding():
+        yield

@@ -1,0 +1,113 @@
+"""GPUs for the tests of this folder."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+HAS_BINDINGS = all(find_spec(name) for name in ("nvmath", "cuda", "cuda.bindings", "cuda.core"))
+if HAS_BINDINGS:
+    import device_fixture
+    import device_libraries
+    import software_cuda
+    from lowprec import prepared
+    from lowprec.arrays import libraries
+    from lowprec.backends import cuda
+else:
+    # The software stands in for functions, and uses the real libraries' types.
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tell what a test shows to work, and on what, in whichever report is written."""
+    marks = list(item.iter_markers("feature"))
+    if not marks:
+        return
+    if "software" in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(f"{item.nodeid}: on the software CUDA alone it shows no feature")
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for words in (words for mark in marks for words in mark.args):
+        item.user_properties.append(("feature", words.format(**parameters)))
+    where = "gpu" if device_fixture.has_real_gpu() else "software"
+    item.user_properties.append(("device", where))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def cheap_collections(kept_kernels: None) -> Iterator[None]:
+    """What is there already is no garbage, and need not be looked at whenever a test of the module collects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _left(software: software_cuda.Software) -> dict[str, int]:
+    return {name: count for name, count in software.live().items() if count}
+
+
+@pytest.fixture
+def software() -> Iterator[device_fixture.SoftwareGpu]:
+    """The software CUDA; at the end nothing may have been done wrong, and nothing may be left."""
+    found = software_cuda.install()
+    prepared._prepared.clear()
+    try:
+        yield device_fixture.SoftwareGpu(found)
+        found.drain()
+        faults = list(found.faults)
+    finally:
+        prepared._prepared.clear()
+        cuda.reset()
+        if _left(found).keys() - {"streams"}:
+            # Something may hold itself; a collection takes too long to make one after each test.
+            gc.collect()
+            cuda.reset()
+        left = _left(found)
+        software_cuda.uninstall()
+    assert faults == []
+    # lowprec's own stream of a device stays; memory may be that of arrays which pytest still holds.
+    assert not left.keys() - {"streams", "blocks", "bytes"}, left
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> device_fixture.Gpu:
+    """A GPU: a real one if the caller says that there is one, else software."""
+    if device_fixture.has_real_gpu():
+        return device_fixture.TorchGpu()
+    found: device_fixture.Gpu = request.getfixturevalue("software")
+    return found
+
+
+@pytest.fixture
+def cupy(
+    software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[software_cuda.Cupy]:
+    """A CuPy on the software devices."""
+    made = software_cuda.Cupy(software.software.runtime)
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    before = libraries._INSTANCES.pop("cupy", None)
+    yield made
+    libraries._INSTANCES.pop("cupy", None)
+    libraries._BY_TYPE.pop(made.ndarray, None)
+    if before is not None:
+        libraries._INSTANCES["cupy"] = before
+
+
+@pytest.fixture(params=device_libraries.STREAMED if HAS_BINDINGS else ())
+def library(request: pytest.FixtureRequest) -> device_libraries.StreamedLibrary:
+    """A library with streams of its own: each real one if there is a real device, else software."""
+    if not device_fixture.has_real_gpu():
+        return device_libraries.SoftwareCupy(request.getfixturevalue("cupy"))
+    made = {"cupy": device_libraries.Cupy, "torch": device_libraries.Torch}[request.param]
+    return made(pytest.importorskip(request.param, reason=f"{request.param} is not installed"))

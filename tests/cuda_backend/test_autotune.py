@@ -1,0 +1,225 @@
+"""Measured choices: what is measured, what is kept, and that nothing of it can do harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import Gpu
+from lowprec import prepared
+from lowprec.backends import cuda
+
+A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
+TRUE = oracles.product(A, A)
+
+
+@pytest.fixture(autouse=True)
+def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    restart()
+    return tmp_path
+
+
+def restart() -> None:
+    """What a new process would not know."""
+    prepared._prepared.clear()
+    cuda.reset()
+
+
+def chosen(x: Any) -> str:
+    """The algorithm that runs."""
+    return dict(lowprec.plan(x, x).algorithm)["algorithm"]
+
+
+def entries(cache: Path) -> dict[str, Any]:
+    devices = json.loads((cache / "autotune.json").read_text())["devices"]
+    (found,) = devices.values()
+    return found
+
+
+def test_the_fastest_runs_from_now_on_and_in_the_next_process(software: Gpu, cache: Path) -> None:
+    x = software.put(A)
+    first = chosen(x)
+    found = lowprec.autotune(x, x)
+    assert found.timed[0].rank != 0
+    assert found.speedup > 1
+    assert found.timed[0].algorithm == chosen(x) != first
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+    restart()
+    assert chosen(x) == found.timed[0].algorithm
+    (key,) = entries(cache)
+    assert "COMPUTE_32F" in key
+    assert "float16 64x64" in key
+
+
+def test_the_first_choice_stays_where_nothing_is_faster(software: Gpu) -> None:
+    x = software.put(A)
+    software.same_speed()
+    found = lowprec.autotune(x, x)
+    assert (found.timed[0].rank, found.speedup) == (0, 1.0)
+
+
+def test_nothing_of_the_caller_s_is_written(software: Gpu) -> None:
+    x, c = software.put(A), software.put(A)
+    out = software.put(np.full((64, 64), 7, np.float16))
+    lowprec.autotune(x, x, out=out, c=c, beta=2.0)
+    np.testing.assert_array_equal(software.get(out), 7)
+    np.testing.assert_array_equal(software.get(c), A)
+    np.testing.assert_array_equal(software.get(x), A)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16", "tf32"])
+def test_products_that_are_rewritten_first(software: Gpu, mode: str) -> None:
+    x = software.put(A.astype(np.float32))
+    assert lowprec.autotune(x, x, math_mode=mode).timed
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x, math_mode=mode)), TRUE)
+
+
+def test_progress_and_the_number_of_candidates(software: Gpu) -> None:
+    x, seen = software.put(A), []
+    found = lowprec.autotune(x, x, candidates=2, progress=lambda done, of: seen.append((done, of)))
+    assert len(found.timed) == 2
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_the_variable_zero_leaves_the_cache_alone(
+    software: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = software.put(A)
+    first = chosen(x)
+    lowprec.autotune(x, x)
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
+    restart()
+    assert chosen(x) == first
+
+
+def test_the_variable_one_measures_at_the_first_use(
+    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
+    x = software.put(A)
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+    (entry,) = entries(cache).values()
+    assert entry["rank"] != 0
+    before = (cache / "autotune.json").read_text()
+    restart()
+    software.get(lowprec.matmul(x, x))
+    assert (cache / "autotune.json").read_text() == before
+
+
+def test_what_was_measured_elsewhere_is_not_used(software: Gpu, cache: Path) -> None:
+    x = software.put(A)
+    first = chosen(x)
+    lowprec.autotune(x, x)
+    path = cache / "autotune.json"
+    stored = json.loads(path.read_text())
+    (device,) = stored["devices"]
+    stored["devices"] = {device.replace("cuBLAS ", "cuBLAS 9"): stored["devices"][device]}
+    path.write_text(json.dumps(stored))
+    restart()
+    assert chosen(x) == first
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"algorithm": "00" * 64}, {"algorithm": "zz"}, {"algorithm": "00"}, {"algorithm": None}, {}, None, 7,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_entry_counts_as_none(software: Gpu, cache: Path, damage: Any) -> None:
+    x = software.put(A)
+    first = chosen(x)
+    lowprec.autotune(x, x)
+    path = cache / "autotune.json"
+    stored = json.loads(path.read_text())
+    for products in stored["devices"].values():
+        for key in products:
+            products[key] = damage
+    path.write_text(json.dumps(stored))
+    restart()
+    assert chosen(x) == first
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 99, "devices": {}}', '{"format": 1, "devices": []}']
+)
+def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) -> None:
+    (cache / "autotune.json").write_text(text)
+    restart()
+    x = software.put(A)
+    with software.any_warning():
+        np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+        assert lowprec.autotune(x, x).timed
+    assert entries(cache)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["5", "[]", "null", '{"a product": 5}', '{"a product": {"algorithm": 5}}', '"' + "[" * 9 + '"'],
+)
+def test_what_is_no_choice_counts_as_none(software: Gpu, cache: Path, inner: str) -> None:
+    x = software.put(A)
+    lowprec.autotune(x, x)
+    path = cache / "autotune.json"
+    stored = json.loads(path.read_text())
+    ((device, found),) = stored["devices"].items()
+    wrong = json.loads(inner)
+    if isinstance(wrong, dict):  # for this very product
+        wrong = {**wrong, next(iter(found)): wrong["a product"]}
+    stored["devices"] = {device: wrong, "another GPU": wrong}
+    path.write_text(json.dumps(stored))
+    restart()
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+    assert lowprec.autotune(x, x).timed
+    # What is kept is a choice again.
+    assert [set(e) > {"algorithm", "rank"} for e in entries(cache).values()] == [True]
+
+
+def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
+    x = software.put(A)
+    lowprec.autotune(x, x)
+    path = cache / "autotune.json"
+    stored = json.loads(path.read_text())
+    stored["devices"]["another GPU"] = {"a product": {"algorithm": "00"}}
+    path.write_text(json.dumps(stored))
+    y = software.put(A[:32, :32].copy())
+    lowprec.autotune(y, y)
+    devices = json.loads(path.read_text())["devices"]
+    assert devices["another GPU"] == {"a product": {"algorithm": "00"}}
+    assert sorted(map(len, devices.values())) == [1, 2]
+
+
+def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
+    x = software.put(A)
+    prepared._prepared.clear()
+    lowprec.plan(x, x)
+    # The third call is the second candidate's first.
+    with software.failing_call("cublas_lt.matmul", at=3):
+        found = lowprec.autotune(x, x)
+    software.forgive()
+    assert len(found.timed) >= 2
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+
+
+def test_a_failure_in_the_midst_leaves_the_old_choice(software: Gpu) -> None:
+    x = software.put(A)
+    first = chosen(x)
+    with (
+        software.failing_call("runtime.cudaEventElapsedTime", at=9),
+        pytest.raises(lowprec.BackendError, match="cudaEventElapsedTime failed"),
+    ):
+        # Two measurements of each candidate come first; those that fail there are passed over.
+        lowprec.autotune(x, x, candidates=3)
+    software.forgive()
+    assert chosen(x) == first
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)

@@ -1,0 +1,411 @@
+"""The compiler of the kernels, and the cache of what it made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowprec.backends.cuda import compiling, convert, disk, finish, libraries
+from lowprec.backends.cuda.convert import Packing
+from lowprec.backends.cuda.finish import Finish
+from lowprec.errors import BackendError, LowprecWarning
+from lowprec.formats import DType as D
+from lowprec.planning import MatrixStack
+
+ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+
+
+class Hashable(SimpleNamespace):
+    """A stand-in for a module."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def runtime(capability: tuple[int, int] = (9, 0)) -> Hashable:
+    """Return CUDA's runtime on a machine with one device, of which nothing but its properties is asked."""
+    major, minor = capability
+    found = SimpleNamespace(
+        name="GPU", major=major, minor=minor, totalGlobalMem=1 << 30, multiProcessorCount=4
+    )
+    return Hashable(
+        cudaError_t=SimpleNamespace(cudaSuccess=0),
+        cudaDeviceAttr=SimpleNamespace(cudaDevAttrClockRate=13),
+        cudaGetDeviceCount=lambda: (0, 1),
+        cudaGetDeviceProperties=lambda index: (0, found),
+        cudaDeviceGetAttribute=lambda what, index: (0, 1),
+        cudaMemsetAsync=lambda address, value, nbytes, stream: (0,),
+        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
+        cudaThreadExchangeStreamCaptureMode=lambda mode: (0, 0),
+    )
+
+
+class Compiler:
+    """cuda.core that compiles to the source's own text and runs nothing."""
+
+    __name__ = "stand-in for cuda.core"
+    __version__ = "1"
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, dict[str, Any]]] = []
+        self.loaded: list[bytes] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.refuses: tuple[bytes, ...] = ()
+        self.error: str | None = None
+        self.ProgramOptions = dict
+        self.ObjectCode = SimpleNamespace(from_cubin=self._from_cubin)
+
+    def Program(self, source: str, kind: str, options: dict[str, Any]) -> Any:
+        assert kind == "c++"
+
+        def compile_to(target: str) -> Any:
+            assert target == "cubin"
+            if self.error:
+                raise RuntimeError(self.error)
+            self.compiled.append((source, options))
+            return SimpleNamespace(code=f"cubin of {options['arch']}\n{source}".encode())
+
+        return SimpleNamespace(compile=compile_to)
+
+    def _from_cubin(self, code: bytes) -> Any:
+        if code in self.refuses:
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+        self.loaded.append(code)
+        return SimpleNamespace(get_kernel=lambda name: (name, code))
+
+    def LaunchConfig(self, grid: Sequence[int], block: Sequence[int]) -> Any:
+        return tuple(grid), tuple(block)
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for the cache, which does not exist yet."""
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
+    disk._warn_once.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def core(cache: Path) -> Iterator[Compiler]:
+    """A compiler that has compiled nothing."""
+    found = Compiler()
+    before = libraries.use(libraries.Libraries(None, None, runtime(), found))
+    yield found
+    libraries.use(before)
+
+
+def forget() -> None:
+    """Forget the kernels in memory, as a new process would."""
+    compiling._kernels.clear()
+
+
+def kernel(**definitions: str | int) -> Any:
+    return compiling.kernel("finish", "finish.cu", definitions, 0)
+
+
+# -- the real compiler ----------------------------------------------------------------------------
+
+PACKINGS = [
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.BFLOAT16, 64, 64),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.BFLOAT16, 64, 64),
+    Packing(MatrixStack.of(D.INT8, 64, 64, 1, 64), D.INT8, 64, 64),
+    Packing(MatrixStack.of(D.COMPLEX128, 64, 64, 1, 64), D.COMPLEX128, 64, 64),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, "rows"),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, "rows"),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, "rows", "rotated"),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, "none", "rotated"),
+]
+_MATRIX = {dtype: MatrixStack.of(dtype, 64, 64, 64, 1) for dtype in D}
+FINISHES = [
+    Finish(D.FLOAT32, 64, 64, 64, 64, _MATRIX[D.FLOAT16], _MATRIX[D.FLOAT16], D.FLOAT16, 1, "gelu", True),
+    Finish(D.FLOAT64, 64, 64, 64, 64, _MATRIX[D.FLOAT64], _MATRIX[D.FLOAT64], D.FLOAT64, 1, "gelu"),
+    Finish(D.COMPLEX64, 64, 64, 64, 64, _MATRIX[D.COMPLEX64], _MATRIX[D.COMPLEX64], None, 0, None, True),
+    Finish(D.INT32, 64, 64, 64, 64, _MATRIX[D.INT32], None, D.INT8, 1, "relu"),
+]  # fmt: skip
+
+
+def sources(core: Compiler) -> list[str]:
+    """Return the sources of the kernels that stand for all: aligned and not."""
+    forget()
+    for packing in PACKINGS:
+        for pointer in (1 << 12, 1 << 12 | 1):
+            convert.pack(packing, 0)(pointer, pointer, pointer, 1)
+    for spec in FINISHES:
+        for pointer in (1 << 12, 1 << 12 | 1):
+            finish.finish(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
+    return [source for source, _ in core.compiled]
+
+
+@pytest.fixture
+def nvrtc(core: Compiler) -> Any:
+    real = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    try:
+        options = real.ProgramOptions(arch="sm_90")
+        real.Program('extern "C" __global__ void f() {}', "c++", options).compile("cubin")
+    except Exception as error:
+        if "nvrtc" not in str(error).lower():
+            raise
+        pytest.skip("NVRTC is not installed")
+    return real
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvrtc_compiles_the_kernels(architecture: str, nvrtc: Any, core: Compiler) -> None:
+    found = sources(core)
+    assert len(found) > 15
+    for source in found:
+        options = nvrtc.ProgramOptions(arch=architecture, **compiling._OPTIONS)
+        code = nvrtc.Program(source, "c++", options).compile("cubin").code
+        assert bytes(code).startswith(b"\x7fELF")
+
+
+def test_what_a_compiler_says_is_passed_on(nvrtc: Any) -> None:
+    with pytest.raises(BackendError, match=r"(?s)finish was not compiled for sm_90.*PRODUCT"):
+        compiling._compiled(nvrtc, "sm_90", "finish", compiling.source_text("finish.cu"))
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def test_a_missing_compiler_is_named(core: Compiler) -> None:
+    core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
+    forget()
+    with pytest.raises(
+        BackendError, match=r"(?s)finish was not compiled for sm_90: .*libnvrtc.*pip install"
+    ) as caught:
+        kernel(A=1)
+    assert "line 6" in str(caught.value)
+    assert "line 7" not in str(caught.value)
+
+
+# -- compiled once --------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_compiled_once(core: Compiler) -> None:
+    forget()
+    first = kernel(A=1)
+    assert kernel(A=1) is first
+    source, options = core.compiled[0]
+    assert source.startswith("#define A 1\n")
+    assert "finish(" in source
+    assert options == {"arch": "sm_90", "std": "c++17", "fma": False}
+    assert kernel(A=2) is not first
+    assert len(core.compiled) == 2
+
+
+def test_each_architecture_has_its_own(core: Compiler) -> None:
+    forget()
+    kernel()
+    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core))
+    kernel()
+    assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
+
+
+def test_threads_that_start_together_compile_once(core: Compiler) -> None:
+    forget()
+    together = threading.Barrier(8)
+
+    def work() -> None:
+        together.wait()
+        kernel(A=1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(core.compiled) == 1
+
+
+def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
+    forget()
+    source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
+    convert.pack(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
+    stream, (grid, block), (name, _), *arguments = core.launched[0]
+    assert stream.__cuda_stream__() == (0, 77)
+    assert (name, grid, block) == ("pack_elements", (1,), (256,))
+    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, 5, 1, 5, 0, 0, 100]
+    assert [type(x) for x in arguments] == [int] * 2 + [np.int64] * 12
+
+
+def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
+    forget()
+    source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
+    convert.pack(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
+    out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
+    finish.finish(Finish(D.FLOAT32, 5, 7, 7, 5, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
+    packs, finishes = core.launched
+    assert packs[2][0] == "pack_groups"
+    assert packs[5:7] == finishes[5:7] == (1, 105)
+
+
+# -- the cache on disk ----------------------------------------------------------------------------
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
+    forget()
+    _, code = kernel(A=1)
+    assert [path.parent.name for path in files(cache)] == ["kernels"]
+    forget()
+    assert kernel(A=1) == ("finish", code)
+    assert len(core.compiled) == 1
+    assert core.loaded == [code, code]
+
+
+def test_another_version_compiles_anew(
+    core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for change in (
+        lambda: None,
+        lambda: setattr(core, "__version__", "2"),
+        lambda: monkeypatch.setattr(compiling, "_nvrtc_version", lambda: "99.0"),
+        lambda: monkeypatch.setattr(compiling, "_OPTIONS", {"std": "c++20"}),
+    ):
+        change()
+        forget()
+        kernel(A=1)
+    assert len(core.compiled) == len(files(cache)) == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path) -> None:
+    forget()
+    kernel(A=1)
+    (path,) = files(cache)
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-1], "empty": b"", "flipped": data[:-1] + b"?"}[damage])
+    forget()
+    with pytest.warns(LowprecWarning, match="finish_sm_90.*it is damaged; it is kept as"):
+        kernel(A=1)
+    assert len(core.compiled) == 2
+    assert files(cache) == [path, path.with_name(path.name + ".damaged")]
+    assert path.read_bytes() == data
+
+
+def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Path) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    old = code + b"old"
+    path.write_bytes(compiling.hashlib.sha256(old).digest() + old)
+    core.refuses = (old,)
+    forget()
+    with pytest.warns(LowprecWarning, match="the driver does not load it: CUDA_ERROR_INVALID"):
+        assert kernel(A=1) == ("finish", code)
+    assert len(core.compiled) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file where the folder should be")
+    forget()
+    with pytest.warns(
+        LowprecWarning, match="cannot write to its cache .*LOWPREC_CACHE_DIR"
+    ) as found:
+        kernel(A=1)
+    kernel(A=2)
+    assert len(found) == 1
+    assert len(core.loaded) == 2
+
+
+def test_json_comes_back(cache: Path) -> None:
+    assert disk.read_json("x.json") == {}
+    disk.write_json("x.json", {"b": [1, 2], "a": {"c": None}})
+    assert disk.read_json("x.json") == {"b": [1, 2], "a": {"c": None}}
+    assert [path.name for path in files(cache)] == ["x.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]", "\xff"])
+def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
+    cache.mkdir()
+    (cache / "x.json").write_text(text, "latin-1")
+    with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
+        assert disk.read_json("x.json") == {}
+    assert [path.name for path in files(cache)] == ["x.json.damaged"]
+    disk.write_json("x.json", {"a": 1})
+    assert disk.read_json("x.json") == {"a": 1}
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write_bytes("x", b"old")
+
+    def fails(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "replace", fails)
+    with pytest.warns(LowprecWarning, match="No space left"):
+        disk.write_bytes("x", b"new")
+    assert disk.read_bytes("x") == b"old"
+    assert [path.name for path in files(cache)] == ["x"]
+
+
+WRITER = """
+import hashlib, sys
+from lowprec.backends.cuda import disk
+for i in range(150):
+    data = bytes([i % 256]) * 200_000
+    disk.write_bytes("kernels/x", hashlib.sha256(data).digest() + data)
+    found = disk.read_bytes("kernels/x")
+    assert found is not None and hashlib.sha256(found[32:]).digest() == found[:32], "a part of a file"
+"""
+
+
+def test_two_processes_at_once(cache: Path) -> None:
+    pair = [
+        subprocess.Popen([sys.executable, "-c", WRITER], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in pair:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert [path.name for path in files(cache)] == ["x"]
+
+
+def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("platformdirs", reason="platformdirs is not installed")
+    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
+    assert disk.cache_directory().name.lower() == "lowprec"
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~/here")
+    assert disk.cache_directory() == Path.home() / "here"
+
+
+def test_a_product_needs_no_cache(core: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    forget()
+    with pytest.warns(
+        LowprecWarning, match="pip install platformdirs, or set LOWPREC_CACHE_DIR"
+    ) as found:
+        kernel(A=1)
+    kernel(A=2)
+    assert len(found) == 1
+    assert len(core.loaded) == len(core.compiled) == 2
+
+
+def test_code_that_others_can_change_is_not_loaded(core: Compiler, cache: Path) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    path.write_bytes(compiling.hashlib.sha256(b"evil").digest() + b"evil")
+    path.chmod(0o666)
+    forget()
+    with pytest.warns(LowprecWarning, match="others than you can write to it"):
+        assert kernel(A=1) == ("finish", code)
+    assert core.loaded == [code, code]

@@ -1,0 +1,665 @@
+"""The kernels that rewrite operands and make results, bit by bit against NumPy and ml_dtypes.
+
+The very sources that a GPU runs are executed here, compiled for the host.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracles
+from device_fixture import has_real_gpu
+from kernel_oracles import (
+    LAYOUTS,
+    DeviceCopies,
+    Guarded,
+    aligned,
+    assert_same_bits,
+    every_rounding,
+    exponents_of,
+    finished,
+    lay_out,
+    packed,
+    random_bits,
+    random_numbers,
+    stack_of,
+)
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda import compiling, driver, libraries
+from lowprec.backends.cuda.convert import Packing, pack
+from lowprec.backends.cuda.finish import Finish, finish
+from lowprec.errors import DTypeError
+from lowprec.formats import DType
+from lowprec.planning import MatrixStack
+from software_cuda import compiler, install, uninstall
+
+STREAM = 1
+D = DType
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[None]:
+    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
+    if has_real_gpu():
+        yield
+        return
+    if compiler() is None:
+        pytest.skip("g++ is not installed")
+    software = install(1, multiprocessors=1)
+    yield
+    uninstall()
+    assert not software.faults
+
+
+REAL = (D.FLOAT16, D.BFLOAT16, D.FLOAT32)
+
+CONVERSIONS = [
+    *[(a, b) for a in REAL for b in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
+    *[(D.FLOAT64, b) for b in (D.FLOAT64, D.COMPLEX128)],
+    *[(D.COMPLEX64, b) for b in (D.COMPLEX64, D.COMPLEX128)],
+    *[(x, x) for x in (D.COMPLEX128, D.INT8, D.INT32, D.FLOAT8_E4M3FN, D.FLOAT8_E5M2)],
+]
+
+#: Source, destination, scale, complex as.
+TAKEN_APART = [
+    (source, target, "none", how)
+    for source in (D.COMPLEX64, D.FLOAT32, D.BFLOAT16)
+    for target in (D.BFLOAT16, D.FLOAT16)
+    for how in ("pairs", "rotated")
+]
+SCALED = [
+    *[(source, D.FLOAT16, "rows", "no") for source in (D.FLOAT32, D.BFLOAT16)],
+    *[(D.COMPLEX64, D.FLOAT16, "rows", how) for how in ("pairs", "rotated")],
+    (D.FLOAT32, D.FLOAT16, "rows", "pairs"),
+]
+EVERY_PACKING = [(a, b, "none", "no") for a, b in CONVERSIONS] + TAKEN_APART + SCALED
+
+
+def packing_of(
+    array: np.ndarray, source: DType, target: DType, scale: str, how: str, pad: tuple[int, int]
+) -> Packing:
+    """Describe the packing of an array with this much padding, in source elements."""
+    rows, cols = array.shape[-2:]
+    lines = (rows + pad[0]) * (2 if how == "rotated" else 1)
+    leading = (cols + pad[1]) * (1 if how == "no" else 2)
+    return Packing(stack_of(array, source), target, leading, lines, scale, how)  # type: ignore[arg-type]
+
+
+def check_pack(array: np.ndarray, packing: Packing, offset: int = 0) -> None:
+    """Run a packing on an array and compare all that it writes, and that it writes nothing else."""
+    want, want_exponents = packed(array, packing)
+    out = Guarded.of(want.size, want.dtype, offset)
+    exponents = Guarded.of(want_exponents.size, np.int32)
+    before = array.copy()
+    with DeviceCopies(STREAM) as device:
+        addresses = [device.put(x) for x in (array, out.inside, exponents.inside)]
+        pack(packing, 0)(*addresses, STREAM)
+        device.fetch()
+    out.check()
+    exponents.check()
+    assert_same_bits(array.copy(), before)
+    np.testing.assert_array_equal(exponents.inside, want_exponents.reshape(-1))
+    assert_same_bits(out.inside.reshape(want.shape), want)
+
+
+# -- packing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("kernels that pack operands")
+@pytest.mark.parametrize("variant", EVERY_PACKING, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+def test_every_packing(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+    """Through the kernels for contiguous columns, contiguous rows and any strides, padded and not."""
+    for layout in ("rows", "columns", "every third"):
+        for pad in ((0, 0), (3, 8)):
+            array = lay_out(random_bits(rng, variant[0], 40 * 48), (40, 48), layout)
+            check_pack(array, packing_of(array, *variant, pad))
+
+
+SIMPLE = (D.FLOAT32, D.BFLOAT16, "none", "no")
+ROWS_SCALED = (D.FLOAT32, D.FLOAT16, "rows", "no")
+BYTES = (D.INT8, D.INT8, "none", "no")
+ROTATED = (D.COMPLEX64, D.FLOAT16, "rows", "rotated")
+FEW = (SIMPLE, ROWS_SCALED, BYTES, ROTATED)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_layouts(
+    variant: tuple[Any, ...], layout: str, offset: int, rng: np.random.Generator
+) -> None:
+    """Batches, odd extents, sources and destinations that are not aligned."""
+    for shape in ((3, 33, 65), (2, 2, 130, 16), (1, 100), (100, 1), (4, 8, 8), (2, 3, 3)):
+        array = lay_out(random_bits(rng, variant[0], 1 << 15), shape, layout, offset)
+        for pad in ((0, 0), (0, 7), (2, 16)):
+            check_pack(array, packing_of(array, *variant, pad), offset)
+
+
+@pytest.mark.feature("kernels that pack operands")
+@pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+    row = lay_out(random_bits(rng, variant[0], 40), (1, 40), "rows")
+    for shape in ((20, 40), (3, 20, 40)):
+        array = np.broadcast_to(row, shape)
+        check_pack(array, packing_of(array, *variant, (0, 0)))
+        turned = np.swapaxes(array, -1, -2)
+        check_pack(turned, packing_of(turned, *variant, (1, 4)))
+    windows = np.lib.stride_tricks.sliding_window_view(row[0], 16)  # both strides are 1
+    check_pack(windows, packing_of(windows, *variant, (0, 0)))
+    matrix = lay_out(random_bits(rng, variant[0], 400), (16, 24), "columns")
+    check_pack(m := np.broadcast_to(matrix, (2, 3, 16, 24)), packing_of(m, *variant, (0, 0)))
+
+
+@pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_more_work_than_blocks(
+    variant: tuple[Any, ...], layout: str, rng: np.random.Generator
+) -> None:
+    array = lay_out(random_bits(rng, variant[0], 1 << 19), (2, 350, 1030), layout)
+    check_pack(array, packing_of(array, *variant, (4, 2)))
+
+
+@pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+def test_batches_of_many_dimensions(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+    """Five dimensions of which no two are one: more than a launch walks."""
+    base = lay_out(random_bits(rng, variant[0], 1 << 13), (3, 4, 3, 4, 3, 9, 10), "rows")
+    array = base[::2, ::3, ::2, ::-1, ::2]
+    for matrices in (array, np.swapaxes(array, -1, -2)):
+        check_pack(matrices, packing_of(matrices, *variant, (1, 2)))
+
+
+@pytest.mark.parametrize("variant", FEW, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 4, 5), (3, 0, 5), (3, 4, 0)])
+@pytest.mark.parametrize("pad", [(0, 0), (2, 8)])
+def test_zero_sizes(variant: tuple[Any, ...], shape: tuple[int, ...], pad: tuple[int, int]) -> None:
+    array = np.zeros(shape, NUMPY_DTYPES[variant[0]])
+    check_pack(array, packing_of(array, *variant, pad))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_shape_and_strides(data: st.DataObject) -> None:
+    variant = data.draw(st.sampled_from(FEW))
+    shape = (
+        *data.draw(st.lists(st.integers(0, 3), max_size=4)),
+        data.draw(st.integers(0, 70)),
+        data.draw(st.integers(0, 70)),
+    )
+    layout, offset = data.draw(st.sampled_from(list(LAYOUTS))), data.draw(st.integers(0, 4))
+    pad = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 17)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    array = lay_out(random_bits(rng, variant[0], 1 << 12), shape, layout, offset)
+    check_pack(array, packing_of(array, *variant, pad), data.draw(st.integers(0, 4)))
+
+
+def test_distances_beyond_32_bits() -> None:
+    """Two rows in two allocations, between which the process reserves 4 GiB of addresses."""
+    near, far = np.zeros(1 << 26, np.int8), np.zeros(1 << 26, np.int8)
+    near[:32], far[:32] = np.arange(32), -np.arange(32)
+    with DeviceCopies(STREAM) as device:
+        first = device.put(near)
+        with mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ):
+            second = device.put(far)
+        if abs(second - first) < 1 << 31:
+            pytest.skip("the device's memory lies close together whatever the host's does")
+        for col_stride in (1, 2):
+            source = MatrixStack.of(D.INT8, 2, 16, second - first, col_stride)
+            out = np.zeros((2, 16), np.int8)
+            pack(Packing(source, D.INT8, 16, 2), 0)(first, device.put(out), 0, STREAM)
+            device.fetch()
+            np.testing.assert_array_equal(out[0], near[: 16 * col_stride : col_stride])
+            np.testing.assert_array_equal(out[1], far[: 16 * col_stride : col_stride])
+
+
+def test_division_of_large_indices() -> None:
+    """Quotients and remainders on both sides of 32 bits."""
+    program = (
+        'extern "C" __global__ void split(const long long* numbers, long long* results, long long count)\n'
+        "{ for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {\n"
+        "  Split x(numbers[2 * i], numbers[2 * i + 1]);\n"
+        "  results[2 * i] = x.quotient; results[2 * i + 1] = x.remainder; } }\n"
+    )
+    core = libraries.libraries().core
+    source = compiling.source_text() + program
+    major, minor = driver.properties(0).capability
+    options = core.ProgramOptions(arch=f"sm_{major}{minor}", std="c++17")
+    code = core.Program(source, "c++", options)
+    kernel = core.ObjectCode.from_cubin(code.compile("cubin").code).get_kernel("split")
+    edges = [0, 1, 6, 7, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 45) + 12345]
+    numbers = np.array([(a, b) for a in edges for b in edges if b], np.int64)
+    results = np.zeros_like(numbers)
+    config = core.LaunchConfig(grid=(1,), block=(8,))
+    with DeviceCopies(STREAM) as device:
+        arguments = (device.put(numbers), device.put(results), np.int64(len(numbers)))
+        core.launch(compiling.Stream(STREAM), config, kernel, *arguments)
+        device.fetch()
+    quotients, remainders = np.divmod(numbers[:, 0], numbers[:, 1])
+    np.testing.assert_array_equal(results[:, 0], quotients)
+    np.testing.assert_array_equal(results[:, 1], remainders)
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16])
+def test_every_rounding_of_float32(target: DType) -> None:
+    for values in every_rounding():
+        array = values.reshape(1, -1)
+        check_pack(array, packing_of(array, D.FLOAT32, target, "none", "no", (0, 0)))
+
+
+@pytest.mark.parametrize("source", [D.FLOAT16, D.BFLOAT16])
+@pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16, D.FLOAT32, D.FLOAT64])
+def test_every_number_of_16_bits(source: DType, target: DType) -> None:
+    array = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[source]).reshape(1, -1)
+    check_pack(array, packing_of(array, source, target, "none", "no", (0, 0)))
+
+
+# -- scaling --------------------------------------------------------------------------------------
+
+
+def every_kind_of_row() -> np.ndarray:
+    """Return rows of float32 that are hard to scale."""
+    inf, nan, tiny = np.inf, np.nan, 1e-45
+    rows = [
+        [0, -0.0, 0, 0],
+        [inf, -inf, nan, 0],
+        [inf, 1, nan, -3],
+        [tiny, 0, -tiny, 0],
+        [2.0**-126, tiny, -(2.0**-127), 2.0**-140],
+        [np.finfo(np.float32).max, 1, tiny, -65504],
+        [-np.finfo(np.float32).max, 2.0**103, 2.0**102, 2.0**90],
+        [65504, 65519.996, 65520, 1e-8],
+        [2.0**-14, 2.0**-24, 2.0**-25, 2.0**-39],
+        [1, 2.0**-38, 3 * 2.0**-40, 2.0**-39],
+        [nan, nan, nan, nan],
+    ]
+    return np.array(rows, np.float32)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "every third"])
+def test_rows_that_are_hard_to_scale(layout: str, rng: np.random.Generator) -> None:
+    rows = np.tile(every_kind_of_row(), (1, 4))
+    array = lay_out(rows.reshape(-1), rows.shape, layout)
+    np.testing.assert_array_equal(array, rows)
+    check_pack(array, packing_of(array, *ROWS_SCALED, (0, 0)))
+    exponents = exponents_of(rows)
+    assert {0, 14, 163, -113} <= set(exponents.tolist())
+
+
+def test_every_exponent_is_scaled(rng: np.random.Generator) -> None:
+    exponents = np.arange(-149, 128)
+    rows = np.ldexp(rng.uniform(1, 2, (len(exponents), 24)), exponents[:, None]).astype(np.float32)
+    rows[:, 1:] *= rng.choice([1, -1, 2.0**-10, 2.0**-24, 0], (len(exponents), 23))
+    for array in (rows, np.asfortranarray(rows)):
+        check_pack(array, packing_of(array, *ROWS_SCALED, (0, 0)))
+
+
+NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0] is not v[1]]
+
+
+@pytest.mark.parametrize("variant", NARROWING, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}-{v[3]}")
+@pytest.mark.parametrize("layout", ["rows", "columns", "every third", "backwards"])
+def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> None:
+    """Signalling and quiet, with few and with all bits of the payload, of both signs, each in a row of its own."""
+    nans = oracles.nans(NUMPY_DTYPES[variant[0]].type(0).real.dtype)
+    values = np.ones((len(nans) + 3, 16), NUMPY_DTYPES[variant[0]])
+    values.view(nans.dtype).reshape(len(values), -1)[: len(nans), 4] = nans
+    array = lay_out(values.reshape(-1), values.shape, layout)
+    packing = packing_of(array, *variant, (0, 0))
+    check_pack(array, packing)
+    found = np.isnan(oracles.widen(packed(array, packing)[0])).reshape(len(values), -1).sum(axis=1)
+    # Of the two lines that a row becomes, each has it once.
+    want = np.where(np.arange(len(values)) < len(nans), 2 if variant[3] == "rotated" else 1, 0)
+    np.testing.assert_array_equal(found, want)
+
+
+# -- what cannot be packed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "scale", "how"),
+    [
+        (D.FLOAT64, D.FLOAT32, "none", "no"),
+        (D.FLOAT64, D.FLOAT16, "none", "no"),
+        (D.COMPLEX64, D.FLOAT16, "none", "no"),
+        (D.INT8, D.FLOAT16, "none", "no"),
+        (D.FLOAT8_E5M2, D.FLOAT8_E4M3FN, "none", "no"),
+        (D.COMPLEX64, D.FLOAT32, "none", "rotated"),
+        (D.FLOAT32, D.BFLOAT16, "rows", "no"),
+        (D.FLOAT64, D.FLOAT16, "rows", "no"),
+    ],
+)
+def test_there_is_no_kernel_for(source: DType, target: DType, scale: str, how: str) -> None:
+    with pytest.raises(DTypeError, match=f"no kernel writes {source} as {target}"):
+        Packing(MatrixStack.of(source, 2, 2, 2, 1), target, 4, 4, scale, how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("leading", "lines", "how"),
+    [(7, 4, "no"), (8, 3, "no"), (15, 4, "pairs"), (17, 4, "pairs"), (16, 7, "rotated"), (16, 9, "rotated")],
+)  # fmt: skip
+def test_what_is_written_must_fit(leading: int, lines: int, how: str) -> None:
+    with pytest.raises(ValueError, match=f"do not go into {lines} lines of {leading}"):
+        Packing(MatrixStack.of(D.FLOAT32, 4, 8, 8, 1), D.FLOAT16, leading, lines, "none", how)  # type: ignore[arg-type]
+
+
+# -- finishing ------------------------------------------------------------------------------------
+
+
+def run_finish(
+    spec: Finish, arrays: Sequence[np.ndarray | None], alpha: complex, beta: complex
+) -> None:
+    """Run it on product, out, c, bias and exponents, of which the last may be missing."""
+    with DeviceCopies(STREAM) as device:
+        addresses = [device.put(x) for x in (*arrays, *[None] * (6 - len(arrays)))]
+        finish(spec, 0)(*addresses, alpha, beta, STREAM)
+        device.fetch()
+
+
+def check_finish(
+    rng: np.random.Generator,
+    product: DType,
+    out: DType,
+    c: DType | None = None,
+    bias: DType | None = None,
+    *,
+    shape: tuple[int, ...] = (2, 19, 24),
+    out_layout: str = "rows",
+    c_layout: str = "rows",
+    pad: tuple[int, int] = (0, 0),
+    activation: str | None = None,
+    scaled: bool = False,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    offset: int = 0,
+    c_offset: int = 0,
+    bias_stride: int = 1,
+) -> None:
+    """Make a result and compare all that is written; GELU within the error of the hyperbolic tangent."""
+    *batch, rows, cols = shape
+    values = np.zeros((*batch, rows + pad[0], cols + pad[1]), NUMPY_DTYPES[product])
+    values[...] = random_numbers(rng, product, values.size).reshape(values.shape)
+    memory = aligned(values.size, values.dtype)
+    memory[:] = values.reshape(-1)
+    target = lay_out(np.zeros(1, NUMPY_DTYPES[out]), shape, out_layout, offset)
+    whole, before = _whole(target)
+    addend = lay_out(random_numbers(rng, c, 1 << 12), shape, c_layout, c_offset) if c else None
+    added = random_numbers(rng, bias, max(1, cols * bias_stride))[::bias_stride] if bias else None
+    row = rng.integers(-113, 164, (*batch, rows), np.int32)
+    col = rng.integers(-113, 164, (*batch, cols), np.int32)
+    spec = Finish(
+        product, rows, cols, cols + pad[1], rows + pad[0], stack_of(target, out),
+        stack_of(addend, c) if addend is not None and c else None, bias, bias_stride, activation, scaled,
+    )  # fmt: skip
+    exponents = row[..., :, None] + col[..., None, :] if scaled else None
+    run_finish(spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta)
+    want = finished(spec, values[..., :rows, :cols], addend, added, exponents, alpha, beta)
+    if activation == "gelu":
+        # Two units in the last place of the result, and of 1 where 1 + tanh cancels.
+        u = np.finfo(values.dtype).eps
+        coarse = float(ml_dtypes.finfo(want.dtype).eps)
+        got, wide = target.astype(np.float64), want.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            near = np.abs(got - wide) <= 2 * coarse * np.abs(wide) + 8 * u
+        assert (near | (got == wide) | (np.isnan(got) & np.isnan(wide))).all()
+    else:
+        assert_same_bits(target.copy(), want)
+    target[...] = 0
+    assert_same_bits(whole, before)
+
+
+def _whole(view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat memory of a view, and a copy of it."""
+    base = view
+    while base.base is not None and isinstance(base.base, np.ndarray):
+        base = base.base
+    flat = base.reshape(-1)
+    return flat, flat.copy()
+
+
+RESULTS = [
+    (D.FLOAT32, D.FLOAT32), (D.FLOAT32, D.FLOAT16), (D.FLOAT32, D.BFLOAT16), (D.FLOAT32, D.FLOAT64),
+    (D.FLOAT64, D.FLOAT64), (D.COMPLEX64, D.COMPLEX64), (D.COMPLEX64, D.COMPLEX128), (D.COMPLEX128, D.COMPLEX128),
+    (D.INT32, D.INT32),
+]  # fmt: skip
+
+
+@pytest.mark.feature("kernels that apply epilogues")
+@pytest.mark.parametrize(("product", "out"), RESULTS, ids=str)
+@pytest.mark.parametrize("out_layout", ["rows", "columns", "every third", "backwards"])
+def test_results(product: DType, out: DType, out_layout: str, rng: np.random.Generator) -> None:
+    for pad in ((0, 0), (0, 8), (3, 1)):
+        check_finish(rng, product, out, out_layout=out_layout, pad=pad, shape=(2, 3, 19, 24))
+
+
+ADDENDS = [
+    *[(D.FLOAT32, c) for c in REAL],
+    *[(D.FLOAT64, c) for c in (*REAL, D.FLOAT64)],
+    *[(D.COMPLEX64, c) for c in (*REAL, D.COMPLEX64)],
+    *[(D.COMPLEX128, c) for c in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
+]
+
+
+@pytest.mark.feature("kernels that apply epilogues")
+@pytest.mark.parametrize(("product", "addend"), ADDENDS, ids=str)
+def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.Generator) -> None:
+    factors: list[tuple[complex, complex]] = [(1, 1), (1, 0), (-1.3, 0.7)]
+    if product.is_complex:
+        factors.append((0.3 - 2j, 1j))
+    for alpha, beta in factors:
+        check_finish(rng, product, product, addend, alpha=alpha, beta=beta)
+    check_finish(rng, product, product, addend, addend, alpha=0.1, beta=3)
+    check_finish(rng, product, product, None, addend, bias_stride=3)
+
+
+@pytest.mark.parametrize("c_layout", LAYOUTS)
+@pytest.mark.parametrize(("offset", "c_offset"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_addends_lie_anyhow(
+    c_layout: str, offset: int, c_offset: int, rng: np.random.Generator
+) -> None:
+    for out_layout in ("rows", "rows apart", "columns"):
+        for shape in ((2, 19, 24), (1, 40), (40, 1), (3, 7, 5)):
+            check_finish(
+                rng, D.FLOAT32, D.FLOAT16, D.FLOAT16, D.FLOAT16, shape=shape, out_layout=out_layout,
+                c_layout=c_layout, offset=offset, c_offset=c_offset, alpha=0.5, beta=0.25,
+            )  # fmt: skip
+
+
+def test_an_addend_that_is_broadcast(rng: np.random.Generator) -> None:
+    product = random_numbers(rng, D.FLOAT32, 2 * 8 * 16).reshape(2, 8, 16)
+    for c_shape in ((16,), (8, 1), (2, 1, 1), (1, 8, 16)):
+        c = np.broadcast_to(
+            random_numbers(rng, D.FLOAT32, int(np.prod(c_shape))).reshape(c_shape), product.shape
+        )
+        out = np.zeros_like(product)
+        spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack_of(out, D.FLOAT32), stack_of(c, D.FLOAT32))
+        run_finish(spec, [product, out, c], 1.0, 2.0)
+        assert_same_bits(out, product + c * np.float32(2))
+
+
+def test_c_is_not_read_where_beta_is_zero(rng: np.random.Generator) -> None:
+    product = random_numbers(rng, D.FLOAT32, 128).reshape(8, 16)
+    c, out = np.full_like(product, np.nan), np.zeros_like(product)
+    spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack_of(out, D.FLOAT32), stack_of(c, D.FLOAT32))
+    run_finish(spec, [product, out, c], 1.0, 0.0)
+    assert_same_bits(out, product)
+
+
+def test_c_may_be_the_result(rng: np.random.Generator) -> None:
+    product = random_numbers(rng, D.FLOAT32, 128).reshape(8, 16)
+    out = random_numbers(rng, D.FLOAT16, 128).reshape(8, 16)
+    want = (product + out.astype(np.float32)).astype(np.float16)
+    stack = stack_of(out, D.FLOAT16)
+    spec = Finish(D.FLOAT32, 8, 16, 16, 8, stack, stack)
+    run_finish(spec, [product, out, out], 1.0, 1.0)
+    assert_same_bits(out, want)
+
+
+@pytest.mark.parametrize("product", [D.FLOAT32, D.COMPLEX64])
+@pytest.mark.parametrize("out_layout", ["rows", "columns"])
+def test_powers_of_two_are_taken_back(
+    product: DType, out_layout: str, rng: np.random.Generator
+) -> None:
+    """With exponents whose sum is beyond float32's, results that overflow and results that underflow."""
+    factors: list[complex] = [1, -0.3, 1e30, 1e-30, 0.0]
+    for alpha in factors + ([2 - 0.7j] if product.is_complex else []):
+        for shape in ((2, 19, 24), (7, 5)):
+            check_finish(
+                rng, product, product, product, product, shape=shape, out_layout=out_layout, scaled=True,
+                alpha=alpha, beta=0.5, pad=(0, 3),
+            )  # fmt: skip
+
+
+@pytest.mark.feature("kernels that apply epilogues")
+@pytest.mark.parametrize("out", [D.FLOAT32, D.FLOAT16, D.BFLOAT16])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_activations(out: DType, activation: str, scaled: bool, rng: np.random.Generator) -> None:
+    check_finish(rng, D.FLOAT32, out, None, out, activation=activation, alpha=2.5, scaled=scaled)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_activations_of_float64(activation: str, rng: np.random.Generator) -> None:
+    check_finish(rng, D.FLOAT64, D.FLOAT64, activation=activation)
+
+
+@pytest.mark.feature("kernels that apply epilogues")
+@pytest.mark.parametrize("bias", [D.INT8, D.INT32])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_integers(bias: DType, activation: str | None, rng: np.random.Generator) -> None:
+    for pad in ((0, 0), (0, 8), (2, 3)):
+        check_finish(rng, D.INT32, D.INT32, None, bias, activation=activation, pad=pad)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_integers_saturate(activation: str | None) -> None:
+    limits = np.iinfo(np.int32)
+    edges = [limits.min, limits.min + 1, -(2**30), -1, 0, 1, 2**30, limits.max - 1, limits.max]
+    product = np.repeat(np.array(edges, np.int32)[:, None], len(edges), axis=1)
+    bias = np.array(edges, np.int32)
+    out = np.zeros_like(product)
+    n = len(edges)
+    spec = Finish(D.INT32, n, n, n, n, stack_of(out, D.INT32), None, D.INT32, 1, activation)
+    run_finish(spec, [product, out, None, bias], 1.0, 0.0)
+    want = np.clip(product.astype(np.int64) + bias, limits.min, limits.max)
+    np.testing.assert_array_equal(out, np.maximum(want, 0) if activation else want)
+
+
+def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
+    product = np.array([[np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-45, 65519.9, 65520.0]], np.float32)
+    for activation in (None, "relu"):
+        for dtype in (D.FLOAT32, D.FLOAT16, D.BFLOAT16):
+            out = np.zeros(product.shape, NUMPY_DTYPES[dtype])
+            spec = Finish(D.FLOAT32, 1, 8, 8, 1, stack_of(out, dtype), activation=activation)
+            run_finish(spec, [product, out, None], 1.0, 0.0)
+            want = np.where(product < 0, np.float32(0), product) if activation else product
+            with np.errstate(all="ignore"):
+                assert_same_bits(out, want.astype(out.dtype))
+    complex_product = np.array([[complex(np.inf, 0), complex(1, -np.inf)]], np.complex64)
+    out = np.zeros_like(complex_product)
+    spec = Finish(D.COMPLEX64, 1, 2, 2, 1, stack_of(out, D.COMPLEX64))
+    run_finish(spec, [complex_product, out, None], 2.0, 0.0)
+    np.testing.assert_array_equal(out.real, [[np.inf, 2]])
+    np.testing.assert_array_equal(out.imag, [[0, -np.inf]])
+
+
+@pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT16, D.BFLOAT16], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("layout", ["rows", "every third"])
+def test_no_nan_is_lost_in_a_result(dtype: DType, activation: str | None, layout: str) -> None:
+    nans = oracles.nans(np.float32)
+    product = np.ones((len(nans), 8), np.float32)
+    product[:, 3] = nans
+    for alpha in (1.0, 2.0):
+        out = lay_out(np.zeros(1, NUMPY_DTYPES[dtype]), product.shape, layout)
+        spec = Finish(
+            D.FLOAT32, len(nans), 8, 8, len(nans), stack_of(out, dtype), activation=activation
+        )
+        run_finish(spec, [product, out, None], alpha, 0.0)
+        np.testing.assert_array_equal(np.isnan(oracles.widen(out)), np.isnan(product))
+
+
+def test_results_of_many_dimensions(rng: np.random.Generator) -> None:
+    product = random_numbers(rng, D.FLOAT32, 3 * 2 * 3 * 2 * 2 * 5 * 8)
+    product = product.reshape(3, 2, 3, 2, 2, 5, 8)
+    base = np.zeros((5, 3, 5, 3, 3, 5, 8), np.float32)
+    row = rng.integers(-3, 3, product.shape[:-1], np.int32)
+    col = rng.integers(-3, 3, (*product.shape[:-2], 8), np.int32)
+    for scaled in (False, True):
+        out = base[::2, ::2, ::2, ::2, ::2]
+        out[...] = 0
+        spec = Finish(D.FLOAT32, 5, 8, 8, 5, stack_of(out, D.FLOAT32), scaled=scaled)
+        run_finish(spec, [product, out, None, None, row, col], 1.0, 0.0)
+        exponents = row[..., None] + col[..., None, :]
+        assert_same_bits(out.copy(), np.ldexp(product, -exponents) if scaled else product)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_result(data: st.DataObject) -> None:
+    shape = (
+        *data.draw(st.lists(st.integers(0, 3), max_size=4)),
+        data.draw(st.integers(0, 40)),
+        data.draw(st.integers(0, 40)),
+    )
+    layouts = st.sampled_from(list(LAYOUTS))
+    check_finish(
+        np.random.default_rng(data.draw(st.integers(0, 1 << 30))),
+        D.FLOAT32,
+        data.draw(st.sampled_from([D.FLOAT32, D.FLOAT16])),
+        data.draw(st.sampled_from([None, D.FLOAT16])),
+        data.draw(st.sampled_from([None, D.FLOAT16])),
+        shape=shape,
+        out_layout=data.draw(layouts),
+        c_layout=data.draw(layouts),
+        pad=data.draw(st.tuples(st.integers(0, 3), st.integers(0, 9))),
+        scaled=data.draw(st.booleans()),
+        alpha=data.draw(st.sampled_from([1.0, 0.3])),
+        beta=data.draw(st.sampled_from([0.0, 1.0, -0.7])),
+        offset=data.draw(st.integers(0, 3)),
+        c_offset=data.draw(st.integers(0, 3)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "out", "c", "bias", "activation", "scaled"),
+    [
+        (D.FLOAT32, D.INT32, None, None, None, False),
+        (D.FLOAT64, D.FLOAT32, None, None, None, False),
+        (D.FLOAT16, D.FLOAT16, None, None, None, False),
+        (D.FLOAT32, D.FLOAT32, D.FLOAT64, None, None, False),
+        (D.FLOAT32, D.FLOAT32, None, D.COMPLEX64, None, False),
+        (D.INT32, D.INT32, None, None, "gelu", False),
+        (D.COMPLEX64, D.COMPLEX64, None, None, "relu", False),
+        (D.FLOAT32, D.FLOAT32, None, None, "tanh", False),
+        (D.FLOAT64, D.FLOAT64, None, None, None, True),
+    ],
+)
+def test_there_is_no_finish_for(
+    product: DType, out: DType, c: Any, bias: Any, activation: str | None, scaled: bool
+) -> None:
+    addend = MatrixStack.of(c, 2, 2, 2, 1) if c else None
+    with pytest.raises(DTypeError, match=f"no kernel makes {out} of a product of {product}"):
+        Finish(
+            product,
+            2,
+            2,
+            2,
+            2,
+            MatrixStack.of(out, 2, 2, 2, 1),
+            addend,
+            bias,
+            1,
+            activation,
+            scaled,
+        )

@@ -1,0 +1,127 @@
+"""lowprec's own cuBLAS handles: one per thread and device, and their math mode under the guard."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from device_fixture import Gpu, has_real_gpu
+from lowprec.backends.cuda import bindings, cublas
+
+DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
+
+
+def reported(guard: Any) -> Any:
+    """What a guard tells of cuBLAS's handles."""
+    (found,) = [row for row in guard.report() if row.library == "cublas"]
+    return found
+
+
+def test_a_thread_has_one_handle(software: Gpu) -> None:
+    mine = lowprec.cublas_handle()
+    assert mine == lowprec.cublas_handle() == lowprec.cublas_handle(0)
+    barrier = threading.Barrier(2)
+
+    def other() -> int:
+        found = lowprec.cublas_handle()
+        barrier.wait()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        theirs = [task.result() for task in [pool.submit(other), pool.submit(other)]]
+    assert len({mine, *theirs}) == 3
+    # Threads that ended leave theirs to the next.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lowprec.cublas_handle).result() in theirs
+
+
+def test_the_device_is_the_current_one(software: Gpu) -> None:
+    with pytest.raises(lowprec.DeviceError, match="cuda:1 is not the current device"):
+        lowprec.cublas_handle(1)
+    with pytest.raises(lowprec.DeviceError, match="there is no device cuda:7"):
+        lowprec.cublas_handle(7)
+
+
+#: Emulation, which cuBLAS accepts on some devices only.
+EMULATED = () if has_real_gpu() else (4, 8 | FLAG)
+
+
+@pytest.mark.feature("`cublas_handle` and the guard")
+@pytest.mark.parametrize("raw", [DEFAULT, PEDANTIC, TF32, TF32 | FLAG, FLAG, *EMULATED])
+def test_the_guard_saves_sets_and_restores_the_raw_mode(gpu: Gpu, raw: int) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, raw)
+    with lowprec.fp32_guard() as guard:
+        assert bindings.math_mode(handle) == raw & FLAG
+        assert reported(guard).status == "protected"
+        with lowprec.math_mode("tf32", frameworks=True):
+            assert bindings.math_mode(handle) == raw & FLAG
+    assert bindings.math_mode(handle) == raw
+
+
+def test_a_mode_for_the_libraries(software: Gpu) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, FLAG)
+    with lowprec.math_mode("tf32", frameworks=True):
+        assert bindings.math_mode(handle) == TF32 | FLAG
+        with lowprec.fp32_guard():
+            assert bindings.math_mode(handle) == FLAG
+        assert bindings.math_mode(handle) == TF32 | FLAG
+    assert bindings.math_mode(handle) == FLAG
+
+
+def test_a_handle_that_is_made_inside(software: Gpu) -> None:
+    lowprec.cublas_handle()
+    found = []
+
+    def make() -> None:
+        found.append(lowprec.cublas_handle())
+        found.append(bindings.math_mode(found[0]))
+
+    with lowprec.math_mode("tf32", frameworks=True):
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        assert found[1] == TF32
+    assert bindings.math_mode(found[0]) == DEFAULT
+
+
+def test_products_see_it(software: Gpu) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 32, 32)).astype(np.float32)
+    true = a.astype(float) @ b
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, TF32)
+    rough = np.linalg.norm(software.sgemm(handle, a, b) - true) / np.linalg.norm(true)
+    with lowprec.fp32_guard():
+        fine = np.linalg.norm(software.sgemm(handle, a, b) - true) / np.linalg.norm(true)
+    assert fine < 1e-6 < 1e-4 < rough
+
+
+def test_a_failing_setter_is_reported(software: Gpu) -> None:
+    handle = lowprec.cublas_handle()
+    bindings.set_math_mode(handle, TF32)
+    guard = lowprec.fp32_guard()
+    told = []
+
+    def enter() -> None:
+        with software.failing_call("cublas.set_math_mode"), guard:
+            told.append(reported(guard))
+
+    with pytest.warns(lowprec.LowprecWarning, match=r"does not protect cublas .*math mode"):
+        enter()
+    assert told[0].status == "not protected"
+    assert "cannot set the math mode 0 of a cuBLAS handle" in told[0].reason
+    software.forgive()
+    assert bindings.math_mode(handle) == TF32
+
+
+def test_the_controller_is_there_once_a_handle_may_be() -> None:
+    from lowprec.policy.controllers import controllers
+
+    assert cublas.CublasController.name in [c.name for c in controllers()]

@@ -1,0 +1,196 @@
+"""Every call of every library made to fail, one by one: a typed error, nothing left over, the next call right."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import Gpu
+from lowprec import prepared
+from lowprec.backends import cuda
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
+
+def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
+STACK = draw(4, 3, 2, 16, 16).swapaxes(0, 1)
+TRUE = oracles.product(A, B)
+
+
+class Route(NamedTuple):
+    """A product that goes one way through the backend: its arrays, their device, the call, and what it gives."""
+
+    arrays: tuple[Any, ...]
+    call: Callable[..., Any]
+    true: Any
+    device: int = 0
+
+    def put(self, gpu: Gpu) -> list[Any]:
+        return [gpu.put(x, self.device) for x in self.arrays]
+
+
+def plain(x: Any, y: Any) -> Any:
+    return lowprec.matmul(x, y)
+
+
+def fused(x: Any, y: Any, bias: Any, c: Any) -> Any:
+    return lowprec.matmul(x, y, bias=bias, activation="relu", c=c, beta=2.0)
+
+
+ROUTES = {
+    "as they lie": Route((A, B), plain, TRUE),
+    "fused epilogue": Route((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
+    "rounded": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
+    "scaled, made aside": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
+    "several calls": Route((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
+    "int8": Route((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
+    "no inner dimension": Route(
+        (A[:, :0], B[:0], BIAS),
+        lambda x, y, z: lowprec.matmul(x, y, bias=z),
+        np.broadcast_to(BIAS, (16, 16)),
+    ),
+    "another device": Route((A, B), plain, TRUE, device=1),
+    "out over an operand": Route((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
+}
+
+
+def start_anew() -> None:
+    """Forget prepared products, and give back all that the backend keeps."""
+    prepared._prepared.clear()
+    gc.collect()  # an exception and its frames may hold each other
+    cuda.reset()
+
+
+def right(gpu: Gpu, found: Any, route: Route) -> bool:
+    return np.array_equal(oracles.widen(gpu.get(found)), route.true)
+
+
+def run(gpu: Gpu, route: Route) -> None:
+    """Run a product, which must be right."""
+    assert right(gpu, route.call(*route.put(gpu)), route)
+
+
+def run_with_a_fault(gpu: Gpu, route: Route, position: int) -> tuple[bool, str]:
+    """Run a product of which one call fails.
+
+    Return whether it came to that call, and what was said; if nothing was, the product must be right.
+    """
+    arrays = route.put(gpu)
+    with gpu.failing(position) as fault:
+        try:
+            found, said = route.call(*arrays), ""
+        except lowprec.LowprecError as error:
+            found, said = None, f"{type(error).__name__}: {error}"
+    gpu.forgive()
+    assert said or right(gpu, found, route)
+    return fault.happened, said
+
+
+def each_call_fails(gpu: Gpu, route: Route, check: Callable[[str], None]) -> None:
+    """Make a product's first call fail, then its second, and so on to the last; check after each."""
+    failures = 0
+    for position in count(1):
+        happened, said = run_with_a_fault(gpu, route, position)
+        if not happened:
+            break
+        failures += bool(said)
+        check(f"after a fault in call {position}: {said}")
+    # Few calls are such that it makes no difference whether they worked.
+    assert failures >= (position - 1) * 2 // 3 > 1
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_every_call_may_fail(software: Gpu, name: str) -> None:
+    route = ROUTES[name]
+    run(software, route)  # compiles the kernels
+    start_anew()
+    empty = software.live()
+
+    def check(when: str) -> None:
+        # The very next call is right, and nothing of either is left.
+        run(software, route)
+        start_anew()
+        assert software.live() == empty, when
+
+    each_call_fails(software, route, check)
+
+
+@pytest.mark.parametrize("name", ["as they lie", "fused epilogue", "scaled, made aside"])
+def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None:
+    route = ROUTES[name]
+    run(software, route)
+    each_call_fails(software, route, lambda when: run(software, route))
+
+
+def test_errors_name_the_product(software: Gpu) -> None:
+    start_anew()
+    with (
+        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=13),
+        pytest.raises(
+            lowprec.BackendError,
+            match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @",
+        ),
+    ):
+        run(software, ROUTES["as they lie"])
+    software.forgive()
+    with (
+        software.failing_call("cublas_lt.matmul", status=14),
+        pytest.raises(
+            lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"
+        ),
+    ):
+        run(software, ROUTES["as they lie"])
+    software.forgive()
+    with (
+        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
+        pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for int8"),
+    ):
+        run(software, ROUTES["int8"])
+    software.forgive()
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"bias": BIAS}, {"activation": "relu"}, {"c": C, "beta": 2.0}], ids=str
+)
+def test_what_no_algorithm_fuses_is_done_by_a_kernel(software: Gpu, keywords: Any) -> None:
+    start_anew()
+    arrays = {k: software.put(v) if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
+    x, y = software.put(A), software.put(B)
+    true = TRUE + keywords.get("bias", 0) + keywords.get("beta", 0) * keywords.get("c", 0)
+    true = np.maximum(true, 0) if "activation" in keywords else true
+    with software.failing_call("matmul_algo_get_heuristic", status=15):
+        found = lowprec.matmul(x, y, **arrays)
+    np.testing.assert_array_equal(software.get(found), true)
+    # It stays so, and a plan tells.
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, **arrays)), true)
+    with software.failing_call("matmul_algo_get_heuristic", status=15):
+        told = dict(lowprec.plan(x, y, **arrays).algorithm)
+    assert "made aside" in told["fallback"]
+    assert "fallback" not in dict(lowprec.plan(x, y, **arrays).algorithm)
+
+
+def test_too_little_memory(software: Gpu) -> None:
+    start_anew()
+    x, y = software.put(A), software.put(B)
+    with (
+        software.failing_call("runtime.cudaMalloc"),
+        pytest.raises(MemoryError, match=r"cuda:0 has no .* MiB of memory left"),
+    ):
+        lowprec.matmul(x, y)
+    software.forgive()
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y)), TRUE)

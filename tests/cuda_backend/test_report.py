@@ -1,0 +1,160 @@
+"""The parts of `benchmarks/gpu_report.py` that call cuBLASLt themselves, on the software one.
+
+They must call it rightly on the first try, on a machine that is lent for minutes. What the software answers is known,
+so the answers that the report would give are checked, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from device_fixture import Gpu
+from lowprec.backends.cuda import bindings
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import a module of the report on a fresh software CUDA."""
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "4")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    raw = sys.modules.get("gpu.raw")
+    if raw is not None and raw.handle.cache_info().currsize:
+        bindings.destroy_handle(raw.handle())
+    # They keep what belongs to this software.
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
+            del sys.modules[name]
+            package, _, module = name.rpartition(".")
+            if (
+                package in sys.modules
+            ):  # of a run by the report itself, which has imported it before
+                vars(sys.modules[package]).pop(module, None)
+
+
+@pytest.fixture
+def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Run a part; return its rows."""
+
+    def run(name: str) -> list[dict[str, Any]]:
+        parts = load("gpu.parts")
+        part = parts.Part(tmp_path / "part.json")
+        load(f"gpu.{name}").run(part, parts.Options(quick=True, seed=0))
+        found: list[dict[str, Any]] = part.rows
+        return found
+
+    return run
+
+
+def test_a_product(load: Load, rng: np.random.Generator) -> None:
+    raw = load("gpu.raw")
+    a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 16))
+    product = raw.LtProduct(a, b, compute="COMPUTE_64F", out_dtype="float64", scale_dtype="float64")
+    for algorithm in product.algorithms(4):
+        c = rng.standard_normal((24, 16))
+        found = product.run(algorithm, alpha=2.0, beta=-1.0, c=c)
+        np.testing.assert_allclose(found, 2 * (a @ b) - c, rtol=1e-12, atol=1e-12)
+        assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
+
+
+def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
+    assert rules == {
+        ("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"),
+        ("COMPUTE_32F", "not rounded"),
+    }
+
+
+def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    found = rows("accumulation")
+    assert not [r for r in found if r["ok"] is False]
+    models = [r for r in found if r["question"] == "tensor core"]
+    assert {(r["dtype"], r["terms"], r["tensor_cores"]) for r in models} == {
+        (dtype, terms, True) for dtype in ("bfloat16", "float16", "float32") for terms in (16, 48)
+    }
+    # The software adds exactly and rounds to nearest, which no tensor core does.
+    assert all(r["rule"] == ["none of these"] for r in models)
+    added = [r for r in found if r["question"] == "beta"]
+    assert {r["rule"] for r in added if r["rank"] == 0} == {"to nearest"}
+    split = [r for r in found if r["question"] == "split" and r["split_k"] > 1]
+    assert {r["exact"] for r in split if r["reduction"] == "COMPUTE_TYPE"} == {True}
+    # The report tells sums in 16 bits from sums in FP32.
+    narrow = [r for r in split if r["reduction"] == "OUTPUT_TYPE" and r["out_dtype"] != "float32"]
+    assert {r["exact"] for r in narrow} == {False}
+    assert all(r["allowed"] == ["MASK"] for r in narrow)
+
+
+def test_compute_types_and_handles(load: Load) -> None:
+    found = {r["what"]: r for r in load("gpu.override").probe(0)}
+    assert {what: r["level"] for what, r in found.items()} == {
+        "COMPUTE_32F": "float32",
+        "COMPUTE_32F_PEDANTIC": "float32",
+        "COMPUTE_32F_FAST_TF32": "11 bits (TF32 or float16)",
+        "COMPUTE_32F_FAST_16F": "11 bits (TF32 or float16)",
+        "COMPUTE_32F_FAST_16BF": "8 bits (bfloat16)",
+        "handle, DEFAULT_MATH": "float32",
+        "handle, PEDANTIC_MATH": "float32",
+        "handle, TF32_TENSOR_OP_MATH": "11 bits (TF32 or float16)",
+    }
+    # A float32 beyond float16's range tells the two with 11 bits apart.
+    beyond = {what: r["beyond_float16"] for what, r in found.items() if "FAST" in what}
+    assert beyond["COMPUTE_32F_FAST_TF32"] is True
+    assert beyond["COMPUTE_32F_FAST_16F"] is False
+
+
+def test_epilogues(load: Load) -> None:
+    epilogues = load("gpu.epilogues")
+    for pair in epilogues.PAIRS:
+        scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
+        for scales in scaled:
+            taken = {e: epilogues.ask(pair, e, scales, 0)["ok"] for e in epilogues.EPILOGUES}
+            assert False not in taken.values(), (pair, scales)
+            refused = pair.a == pair.b == "float8_e5m2"
+            assert taken["DEFAULT"] is (None if refused else True), (pair, scales)
+            if pair.a in ("bfloat16", "float16", "float8_e4m3fn"):
+                assert set(taken.values()) == {True}, (pair, scales)
+
+
+def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    epilogues = load("gpu.epilogues")
+    # The curve is computed otherwise: what came back is no longer what is wanted.
+    monkeypatch.setattr(epilogues, "gelu", lambda x: np.maximum(x, 0))
+    pair = next(p for p in epilogues.PAIRS if p.out == "bfloat16")
+    assert epilogues.ask(pair, "GELU", (), 0)["ok"] is False
+    assert epilogues.ask(pair, "RELU", (), 0)["ok"] is True
+
+
+# -- through lowprec ------------------------------------------------------------------------------
+
+
+def test_accuracy(load: Load, software: Gpu) -> None:
+    accuracy = load("gpu.accuracy")
+    found = [accuracy.check(lowprec, software, case, 32, 0) for case in accuracy.cases((64,))]
+    assert [r for r in found if r["ok"] is not True] == []
+    kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
+    assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds
+    # The flags that the claims are about.
+    by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
+    assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)
+
+
+def test_heuristics(load: Load, software: Gpu, rng: np.random.Generator) -> None:
+    a = software.put(rng.standard_normal((64, 64), dtype=np.float32))
+    tuning = lowprec.autotune(a, a, math_mode="tf32", candidates=8)
+    found = load("gpu.heuristics").compare(tuning.timed)
+    assert found["candidates"] > 1
+    assert found["first_over_best"] >= 1

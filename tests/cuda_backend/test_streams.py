@@ -1,0 +1,269 @@
+"""Whole products in the order of their arrays' libraries: nothing is read too early, nothing given back too soon.
+
+The software CUDA runs work only when somebody waits for it, and the memory of an array that nobody holds is poisoned at
+once: a join that is missing shows as a wrong number.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import SoftwareGpu
+from lowprec import prepared
+from software_cuda.arrays import DeviceArray, read
+from software_cuda.cupy import Cupy
+
+MODES = ("fp32", "bf16", "fp16")
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
+TRUE = oracles.product(A, B)
+
+
+# -- a library with current streams ---------------------------------------------------------------
+
+
+@every_mode
+def test_the_current_stream_of_the_library(cupy: Cupy, mode: str) -> None:
+    with cupy.cuda.Stream() as stream:
+        a, b = cupy.asarray(A), cupy.asarray(B)
+        found = lowprec.matmul(a, b, math_mode=mode)
+        assert type(found) is cupy.ndarray
+        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
+    assert not [op for op in stream.stream.queue if "matmul" in op.label]
+
+
+def test_results_feed_the_next_product(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        x = cupy.asarray(A / 4)
+        for _ in range(5):
+            x = lowprec.matmul(x, cupy.asarray(np.eye(24, dtype=np.float32)), math_mode="bf16")
+        np.testing.assert_array_equal(cupy.asnumpy(x), A / 4)
+
+
+def test_out_and_addends_on_the_stream(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        a, b, c, out = (cupy.asarray(x) for x in (A, B, C, np.zeros_like(A)))
+        assert lowprec.matmul(a, b, c=c, beta=2.0, out=out) is out
+        np.testing.assert_array_equal(cupy.asnumpy(out), TRUE + 2 * C)
+
+
+# -- arrays of two libraries ----------------------------------------------------------------------
+
+
+@every_mode
+def test_another_library_s_operand_is_waited_for(
+    software: SoftwareGpu, cupy: Cupy, mode: str
+) -> None:
+    for swap in (False, True):
+        with cupy.cuda.Stream():
+            a = cupy.asarray(A)
+            b = DeviceArray(software.software.runtime, B)
+            pair, true = ((b, a), oracles.product(B, A)) if swap else ((a, b), TRUE)
+            found = lowprec.matmul(*pair, math_mode=mode)
+            del b, pair
+            gc.collect()  # its memory is held until the product is done
+            np.testing.assert_array_equal(read(software.software.runtime, found), true)
+
+
+@every_mode
+def test_arrays_known_by_dlpack_alone(software: SoftwareGpu, mode: str) -> None:
+    runtime = software.software.runtime
+    found = lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), math_mode=mode)
+    gc.collect()
+    assert found.device == (2, 0)
+    np.testing.assert_array_equal(read(runtime, found), TRUE)
+
+
+def test_out_of_a_library_that_tells_no_stream(software: SoftwareGpu) -> None:
+    runtime = software.software.runtime
+    out = DeviceArray(runtime, np.zeros_like(A))
+    assert lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), out=out) is out
+    np.testing.assert_array_equal(out.to_numpy(), TRUE)
+
+
+def test_an_array_of_the_host_among_them(software: SoftwareGpu) -> None:
+    x = DeviceArray(software.software.runtime, A)
+    with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cpu"):
+        lowprec.matmul(x, B)
+    y = DeviceArray(software.software.runtime, B, device=1)
+    with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cuda:1"):
+        lowprec.matmul(x, y)
+
+
+# -- devices and threads --------------------------------------------------------------------------
+
+
+@every_mode
+def test_a_device_that_is_not_current(software: SoftwareGpu, mode: str) -> None:
+    runtime = software.software.runtime
+    assert runtime.device == 0
+    x, y = DeviceArray(runtime, A, device=1), DeviceArray(runtime, B, device=1)
+    found = lowprec.matmul(x, y, math_mode=mode)
+    assert found.device == (2, 1)
+    assert runtime.device == 0
+    np.testing.assert_array_equal(read(runtime, found), TRUE)
+
+
+def test_threads_share_a_bias_product(cupy: Cupy) -> None:
+    """The pointer of a bias is part of a descriptor that all threads share."""
+
+    def work(number: int) -> bool:
+        with cupy.cuda.Stream():
+            bias = np.full(24, number, np.float32)
+            a, b, c = cupy.asarray(A), cupy.asarray(B), cupy.asarray(bias)
+            found = [lowprec.matmul(a, b, bias=c) for _ in range(20)]
+            return all(np.array_equal(cupy.asnumpy(x), TRUE + number) for x in found)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(12)))
+
+
+def test_a_thread_that_ends_leaves_its_handle(software: SoftwareGpu, cupy: Cupy) -> None:
+    def work() -> None:
+        cupy.asnumpy(lowprec.matmul(cupy.asarray(A), cupy.asarray(B)))
+
+    for _ in range(5):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert software.live()["handles"] == 1
+
+
+@pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
+def test_a_warm_call_is_one_call_of_cublaslt(
+    software: SoftwareGpu, cupy: Cupy, epilogue: bool
+) -> None:
+    a, b, out, bias = (cupy.asarray(x) for x in (A, B, C, C[0]))
+    keywords = {"bias": bias, "activation": "relu"} if epilogue else {}
+    lowprec.matmul(a, b, out=out, **keywords)
+    before = software.calls_made()
+    lowprec.matmul(a, b, out=out, **keywords)
+    made = software.software.calls[before:]
+    # An algorithm with a workspace asks whether the product is captured, and then needs one of its own.
+    quick = ["runtime.cudaGetDevice", "runtime.cudaStreamIsCapturing"]
+    assert [x for x in made if x not in quick] == ["cublas_lt.matmul"]
+    # The pointer of a bias is part of the descriptor, and is set where it is another.
+    if epilogue:
+        found = lowprec.matmul(a, b, out=out, bias=cupy.asarray(B[0]), activation="relu")
+        made = [x for x in software.software.calls[-4:] if x not in quick]
+        assert made == ["cublas_lt.matmul_desc_set_attribute", "cublas_lt.matmul"]
+        np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum(TRUE + B[0], 0))
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> None:
+    """Two graphs that were captured on one stream may be replayed side by side."""
+    runtime = software.software.runtime
+    large = draw(3, 96, 96)
+    graphs, results = [], []
+    with cupy.cuda.Stream() as stream:
+        x = cupy.asarray(large)
+        for _ in range(2):
+            out = cupy.asarray(np.zeros_like(large))
+            lowprec.matmul(x, x, out=out, math_mode="bf16")
+            stream.synchronize()
+            runtime.begin_capture(stream.ptr)
+            lowprec.matmul(x, x, out=out, math_mode="bf16")
+            graphs.append(runtime.end_capture(stream.ptr))
+            results.append(out)
+    streams = [cupy.cuda.Stream(), cupy.cuda.Stream()]
+    for graph, other in zip(graphs, streams, strict=True):
+        graph.replay(other.ptr)
+    software.software.drain()
+    for out in results:
+        np.testing.assert_array_equal(cupy.asnumpy(out), oracles.product(large, large))
+
+
+def test_a_first_product_can_be_captured_too(software: SoftwareGpu, cupy: Cupy) -> None:
+    """Handles, workspaces and descriptors are made while capturing; kernels may be compiled, memory allocated."""
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        a, b, out = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.zeros_like(A))
+        lowprec.matmul(
+            a, a, math_mode="bf16"
+        )  # so that there is a handle: creating one may not be allowed
+        prepared._prepared.clear()
+        runtime.begin_capture(stream.ptr)
+        lowprec.matmul(a, b, out=out, math_mode="bf16")
+        graph = runtime.end_capture(stream.ptr)
+        graph.replay(stream.ptr)
+        np.testing.assert_array_equal(cupy.asnumpy(out), TRUE)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
+    a, b = cupy.asarray(A), cupy.asarray(B)
+    told = {
+        mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm)
+        for mode in ("fp32", "tf32", "bf16")
+    }
+    assert told["fp32"]["units"].endswith("no tensor cores")
+    assert told["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
+    assert told["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
+    shown = str(lowprec.plan(a, b, math_mode="tf32"))
+    assert "cuda:0: Software GPU" in shown
+    assert "split-K" in shown
+
+
+def test_a_plan_shows_what_an_odd_address_costs(cupy: Cupy) -> None:
+    a, b, wide = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.arange(32, dtype=np.float32))
+    for start, told in ((0, False), (1, True)):
+        rows = dict(lowprec.plan(a, b, bias=wide[start : start + 24]).algorithm)
+        assert ("fallback" in rows) is told
+    assert "no multiple of 16 bytes" in rows["fallback"]
+
+
+def test_info_shows_the_devices(software: SoftwareGpu) -> None:
+    lowprec.matmul(software.put(A), software.put(B))
+    found = lowprec.info()
+    gpus = [x for x in found["devices"] if x["device"].startswith("cuda")]
+    assert [x["device"] for x in gpus] == ["cuda:0", "cuda:1"]
+    assert gpus[0]["compute_capability"] == "9.0"
+    assert gpus[0]["peak_tflops"]["bfloat16"] > gpus[0]["peak_tflops"]["tf32"]
+    assert found["gpu"]["used"] is True
+    assert found["gpu"]["cublas"] == "13.1.0"
+
+
+def test_a_profile_takes_times_by_events(cupy: Cupy) -> None:
+    with cupy.cuda.Stream():
+        a, b = cupy.asarray(A), cupy.asarray(B)
+        with lowprec.profile() as profile:
+            for mode in ("fp32", "tf32"):
+                lowprec.matmul(a, b, math_mode=mode)
+        full, fast = profile.records
+    assert full.elapsed_ms is not None
+    assert full.elapsed_ms > 0
+    assert (full.units_used, fast.units_used) == (False, True)
+    assert "tile" in str(fast.algorithm)
+
+
+def test_the_override_of_nvidia_holds(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.policy import environment
+
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    environment.refresh()
+    try:
+        plan = lowprec.plan(cupy.asarray(A), cupy.asarray(B), math_mode="tf32")
+        assert plan.compute_type == "COMPUTE_32F"
+        assert dict(plan.algorithm)["units"].endswith("no tensor cores")
+    finally:
+        monkeypatch.undo()
+        environment.refresh()

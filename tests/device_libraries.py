@@ -1,0 +1,175 @@
+"""Array libraries with streams and graphs, so that one test runs on a real device and on the software CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_fixture import has_real_gpu
+from software_cuda.arrays import DeviceArray, read
+
+Array = np.ndarray[Any, Any]
+
+#: Clock cycles for which a stream is kept busy before it writes an operand: about 5 ms.
+_BUSY_CYCLES = 10_000_000
+
+
+class OnlyDLPack:
+    """An array behind DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self._array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+class StreamedLibrary:
+    """What these tests need of a library."""
+
+    #: Whether a result may be allocated while the product is captured.
+    allocates_while_capturing = False
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Make a new stream current."""
+        raise NotImplementedError
+
+    def late(self, host: Array) -> Any:
+        """Return an array that the current stream has yet to write."""
+        raise NotImplementedError
+
+    def write(self, array: Any, host: Array) -> None:
+        """Write an array that is no operand of queued work."""
+        raise NotImplementedError
+
+    def get(self, array: Any) -> Array:
+        """Return the elements in host memory, after the work of the current stream."""
+        raise NotImplementedError
+
+    def other(self, host: Array) -> Any:
+        """Return an array of another library, which that one's stream has yet to write."""
+        raise NotImplementedError
+
+    def adopt(self, result: Any) -> Array:
+        """Return the elements of an array that is known by DLPack alone."""
+        raise NotImplementedError
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture a call on the current stream; return how to replay it there, and its result."""
+        raise NotImplementedError
+
+
+class Cupy(StreamedLibrary):
+    """CuPy."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy = cupy
+
+    def stream(self) -> Any:
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def late(self, host: Array) -> Any:
+        # The copy of pageable memory would wait for the work before it, the copy on the device does not.
+        there, made = self.cupy.asarray(host), self.cupy.zeros(host.shape, host.dtype)
+        for _ in range(10):
+            self.cupy.sort(self.cupy.zeros(1 << 22, "float32"))
+        made[...] = there
+        return made
+
+    def write(self, array: Any, host: Array) -> None:
+        array.set(host)
+        self.cupy.cuda.get_current_stream().synchronize()
+
+    def get(self, array: Any) -> Array:
+        found: Array = self.cupy.asnumpy(array)
+        return found
+
+    def other(self, host: Array) -> Any:
+        return Torch(pytest.importorskip("torch", reason="torch is not installed")).late(host)
+
+    def adopt(self, result: Any) -> Array:
+        return self.get(self.cupy.from_dlpack(result))
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        stream = self.cupy.cuda.get_current_stream()
+        stream.begin_capture()
+        result = call()
+        graph = stream.end_capture()
+        return lambda: graph.launch(stream), result
+
+
+class SoftwareCupy(Cupy):
+    """What stands for CuPy on the software CUDA, whose streams are late by nature."""
+
+    def late(self, host: Array) -> Any:
+        return self.cupy.asarray(host)
+
+    def write(self, array: Any, host: Array) -> None:
+        array.memory[...] = host
+
+    def other(self, host: Array) -> Any:
+        return DeviceArray(self.cupy.runtime, host)
+
+    def adopt(self, result: Any) -> Array:
+        return read(self.cupy.runtime, result)
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        runtime, pointer = self.cupy.runtime, self.cupy.current().ptr
+        runtime.begin_capture(pointer)
+        result = call()
+        graph = runtime.end_capture(pointer)
+        return lambda: graph.replay(pointer), result
+
+
+class Torch(StreamedLibrary):
+    """PyTorch."""
+
+    allocates_while_capturing = True
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Any]:
+        made = self.torch.cuda.Stream()
+        with self.torch.cuda.stream(made):
+            yield made
+
+    def late(self, host: Array) -> Any:
+        there = self.torch.as_tensor(host, device="cuda")
+        made = self.torch.zeros_like(there)
+        self.torch.cuda._sleep(_BUSY_CYCLES)
+        made.copy_(there)
+        return made
+
+    def write(self, array: Any, host: Array) -> None:
+        array.copy_(self.torch.as_tensor(host))
+
+    def get(self, array: Any) -> Array:
+        found: Array = array.cpu().numpy()
+        return found
+
+    def other(self, host: Array) -> Any:
+        return Cupy(pytest.importorskip("cupy", reason="cupy is not installed")).late(host)
+
+    def adopt(self, result: Any) -> Array:
+        return self.get(self.torch.from_dlpack(result))
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        torch = self.torch
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = call()
+        return graph.replay, result
+
+
+#: Those of this machine: CuPy is played by software where no device is.
+STREAMED = ("torch", "cupy") if has_real_gpu() else ("cupy",)

@@ -1,0 +1,252 @@
+"""PyTorch's modes, tracers and transforms: they see torch's operations, and a product of lowprec's is none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec.errors import ArrayError
+
+# torch's own: jit.trace is deprecated, and the first jvp of a process compiles its rules with jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return load_or_skip(Backend.TORCH).torch
+
+
+def user_mode(torch: Any) -> AbstractContextManager[Any]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return func(*args, **(kwargs or {}))
+
+    return Watching()
+
+
+def fake_mode(torch: Any) -> AbstractContextManager[Any]:
+    return torch._subclasses.FakeTensorMode()
+
+
+def flop_counter(torch: Any) -> AbstractContextManager[Any]:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
+# As each is entered, the function given to it runs once; what it returns is thrown away.
+def in_mode(make: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any, Any], None]:
+    def run(torch: Any, call: Callable[[], Any]) -> None:
+        with make(torch):
+            call()
+
+    return run
+
+
+def jit_trace(torch: Any, call: Callable[[], Any]) -> None:
+    def traced(x: Any) -> Any:
+        call()
+        return x + 1
+
+    torch.jit.trace(traced, (torch.ones(2),), check_trace=False)
+
+
+def fx_trace(**keywords: Any) -> Callable[[Any, Any], None]:
+    def run(torch: Any, call: Callable[[], Any]) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        make_fx(lambda x: (call(), x + 1)[1], **keywords)(torch.ones(2))
+
+    return run
+
+
+def transform(name: str) -> Callable[[Any, Any], None]:
+    def run(torch: Any, call: Callable[[], Any]) -> None:
+        x = torch.ones(2)
+        made = getattr(torch.func, name)
+        inside = lambda x: (call(), x.sum())[1]  # noqa: E731
+        made(inside, (x,), (x,)) if name == "jvp" else made(inside)(x)
+
+    return run
+
+
+INTERCEPTORS = {
+    "user": (in_mode(user_mode), "Watching is active"),
+    "fake": (in_mode(fake_mode), "FakeTensorMode is active"),
+    "flop_counter": (in_mode(flop_counter), "FlopCounterMode is active"),
+    "jit_trace": (jit_trace, "torch.jit.trace is recording"),
+    "make_fx": (fx_trace(), "ProxyTorchDispatchMode is active"),
+    "make_fx_symbolic": (fx_trace(tracing_mode="symbolic"), "ProxyTorchDispatchMode is active"),
+    "make_fx_pre_dispatch": (fx_trace(pre_dispatch=True), "ProxyTorchDispatchMode is active"),
+    "grad": (transform("grad"), "inside a torch.func transform"),
+    "vmap": (transform("vmap"), "inside a torch.func transform"),
+    "jvp": (transform("jvp"), "inside a torch.func transform"),
+    "functionalize": (transform("functionalize"), "inside a torch.func transform"),
+}
+
+# Where in the call a tensor of torch stands.
+PLACES = {
+    "operands": lambda t, x: lowprec.matmul(t, t),
+    "b": lambda t, x: lowprec.matmul(x, t),
+    "out": lambda t, x: lowprec.matmul(x, x, out=t),
+    "c": lambda t, x: lowprec.matmul(x, x, c=t, beta=1.0),
+    "bias": lambda t, x: lowprec.matmul(x, x[:, :1], bias=t),
+    "plan": lambda t, x: lowprec.plan(t, t),
+    "autotune": lambda t, x: lowprec.autotune(t, t),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("interceptor", INTERCEPTORS)
+def test_real_tensors_are_refused_where_torch_is_intercepted(
+    torch: Any, interceptor: str, place: str
+) -> None:
+    run, message = INTERCEPTORS[interceptor]
+    host = np.ones((1, 1) if place == "bias" else (3, 3), np.float32)
+    real = torch.full((1,) if place == "bias" else (3, 3), 7.0)
+    expected = real.clone()
+    version = real._version
+    with pytest.raises(ArrayError, match=rf"{message}.*call lowprec outside"):
+        run(torch, lambda: PLACES[place](real, host))
+    assert real._version == version
+    assert torch.equal(real, expected)
+    # Nothing is left behind: the same call is served afterwards.
+    PLACES[place](real, host)
+
+
+def test_forward_mode_ad_is_refused_where_a_tangent_would_be_lost(torch: Any) -> None:
+    forward_ad = torch.autograd.forward_ad
+    x, tangent = torch.eye(3), torch.full((3, 3), 2.0)
+    host = np.eye(3, dtype=np.float32)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone(), tangent)
+        for call in (
+            lambda: lowprec.matmul(dual, x),
+            lambda: lowprec.matmul(x, dual),
+            lambda: lowprec.matmul(host, dual),
+            lambda: lowprec.matmul(x, x, out=dual),
+            lambda: lowprec.matmul(x, x, c=dual, beta=1.0),
+        ):
+            with pytest.raises(ArrayError, match=r"has a tangent .*unpack_dual\(tensor\).primal"):
+                call()
+        # A level alone loses nothing, nor does a tangent that nobody asks for.
+        assert torch.equal(lowprec.matmul(x, tangent), tangent)
+        assert torch.equal(lowprec.matmul(forward_ad.unpack_dual(dual).primal, tangent), tangent)
+        with torch.inference_mode():
+            assert torch.equal(lowprec.matmul(dual, tangent), tangent)
+
+
+def test_a_product_inside_a_custom_function_is_served(torch: Any) -> None:
+    """torch leaves a transform before it calls a rule of ``autograd.Function``: that is the way to have one."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(a: Any, b: Any) -> Any:
+            return lowprec.matmul(a, b)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            a, b = ctx.saved_tensors
+            return g @ b.T, a.T @ g  # inside the transform again
+
+        @staticmethod
+        def jvp(ctx: Any, da: Any, db: Any) -> Any:
+            return 5 * da
+
+    a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    rows = [[3.0, 7.0], [3.0, 7.0]]  # the sums of b's rows
+    assert torch.func.grad(lambda a: Product.apply(a, b).sum())(a).tolist() == rows
+    leaf = a.clone().requires_grad_()
+    Product.apply(leaf, b).sum().backward()
+    assert leaf.grad.tolist() == rows
+    _, tangent = torch.func.jvp(lambda a: Product.apply(a, b), (a,), (a,))
+    assert torch.equal(tangent, 5 * a)
+
+
+def test_a_dispatch_mode_may_multiply_with_lowprec(torch: Any) -> None:
+    """Inside its handler torch has put the mode away."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Replacing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return (
+                lowprec.matmul(*args)
+                if func.overloadpacket is torch.ops.aten.mm
+                else NotImplemented
+            )
+
+    a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    with Replacing(), lowprec.profile() as profile:
+        c = a @ b
+    assert torch.equal(c, a @ b)
+    assert len(profile.records) == 1
+
+
+def test_function_modes_and_other_threads_modes_do_not_matter(torch: Any) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.full((2, 2), 3.0)
+    found: list[Any] = []
+    expected = [[18.0, 18.0]] * 2
+
+    def product() -> Any:
+        with torch.device("meta"), Watching():
+            return lowprec.matmul(x, x).tolist()
+
+    assert product() == expected
+    with ThreadPoolExecutor(1) as pool:
+        for interceptor in ("fake", "make_fx_pre_dispatch", "jit_trace", "grad"):
+            run, _ = INTERCEPTORS[interceptor]
+            run(torch, lambda: found.append(pool.submit(product).result()))
+            assert found.pop() == expected
+
+
+# torch's own advice about caches in the code that it goes through.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_torch_compile_breaks_its_graph_at_the_product(torch: Any) -> None:
+    def around(a: Any, b: Any) -> Any:
+        return lowprec.matmul(a + 1, b) * 2
+
+    a, b = torch.full((2, 2), 2.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    compiled = torch.compile(around, backend="eager")
+    for factor in (1, 2):  # the second time by what was compiled the first
+        assert torch.equal(compiled(factor * a, b), around(factor * a, b))
+
+
+def test_torch_compile_without_breaks_is_refused(torch: Any) -> None:
+    a = torch.ones(2, 2)
+    lowprec.matmul(a, a)
+    compiled = torch.compile(lambda a: lowprec.matmul(a, a), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"lowprec.matmul"):
+        compiled(a)
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_torch_export_is_refused(torch: Any, real: bool) -> None:
+    b = torch.ones(2, 2)
+
+    class Model(torch.nn.Module):
+        def forward(self, a: Any) -> Any:
+            return lowprec.matmul(b, b) + a if real else lowprec.matmul(a, b)
+
+    message = "call lowprec outside the mode" if real else "FakeTensor is not accepted"
+    with pytest.raises(ArrayError, match=message):
+        torch.export.export(Model(), (b,), strict=False)

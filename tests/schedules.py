@@ -1,0 +1,60 @@
+"""Schedules of several products, imposed on plans, with operands whose result tells which products were summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lowprec import modes, prepared
+from lowprec.modes import MathMode
+from lowprec.planning import GemmLayout, Product, planner
+
+#: By mode: a number x of exactly two parts, and the sum of the products of parts that the mode forms of x times x.
+TWO_PARTS = {
+    MathMode.BF16X3: (1 + 2**-10, 1 + 2**-9),
+    MathMode.BF16X9: (1 + 2**-10, 1 + 2**-9 + 2**-20),
+    MathMode.FP16X3: (1 + 2**-15, 1 + 2**-14),
+    MathMode.FP16X3_UNSCALED: (1 + 2**-13, 1 + 2**-12),
+}
+
+
+@contextmanager
+def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
+    """Make plans anew inside, and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "_prepared", {})
+        planner.plan_gemm.cache_clear()
+        yield patch
+    planner.plan_gemm.cache_clear()
+
+
+@contextmanager
+def available(mode: MathMode) -> Iterator[None]:
+    """Run a mode of a later version. Its bound is not proven yet."""
+    with fresh_plans() as patch:
+        patch.setitem(modes._ROWS, mode, replace(modes.row(mode), available=True))
+        yield
+
+
+@contextmanager
+def chunked(length: int) -> Iterator[None]:
+    """Run every product in chunks of the inner dimension."""
+
+    def schedule(mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout):
+        starts = range(0, layout.k, length)
+        return tuple(
+            Product(0, 0, start, min(start + length, layout.k), accumulates=start > 0)
+            for start in starts
+        )
+
+    with fresh_plans() as patch:
+        patch.setattr(planner, "_schedule", schedule)
+        yield
+
+
+def constant(value: float, *shape: int) -> np.ndarray:
+    return np.full(shape, value, np.float32)

@@ -1,0 +1,229 @@
+"""Algorithms of the software cuBLASLt: what the heuristics offer for a product, and the 64 bytes that name one.
+
+The list is made to be unkind. Unless the preference forbids it, the first choice sums split parts in the type of the
+result, or it wants aligned pointers and a workspace; the fastest is not the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from nvmath.bindings import cublasLt as real
+
+from software_cuda import tables
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+from software_cuda.problem import Problem
+
+NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
+_PREF = real.MatmulPreferenceAttribute
+_CONFIG = real.MatmulAlgoConfigAttribute
+_CAP = real.MatmulAlgoCapAttribute
+_FORMAT = struct.Struct("<4sHHHHHHQQ16s16x")
+_MAGIC = b"soft"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm.
+
+    Parameters
+    ----------
+    id, tile, stages, split_k, reduction : int
+    alignment : int
+        Bytes that pointers, leading dimensions and batch strides are multiples of.
+    flags : int
+        ``cublasLtNumericalImplFlags_t``.
+    workspace : int
+        Bytes.
+    made_for : bytes
+        Digest of the types and orders, and of the device.
+    """
+
+    id: int
+    tile: int
+    stages: int
+    split_k: int
+    reduction: int
+    alignment: int
+    flags: int
+    workspace: int
+    made_for: bytes
+
+    def pack(self) -> bytes:
+        """Return the 64 bytes."""
+        return _FORMAT.pack(
+            _MAGIC,
+            self.id,
+            self.tile,
+            self.stages,
+            self.split_k,
+            self.reduction,
+            self.alignment,
+            self.flags,
+            self.workspace,
+            self.made_for,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Algorithm:
+        """Return the algorithm that 64 bytes name."""
+        magic, *fields = _FORMAT.unpack(data)
+        if magic != _MAGIC:
+            raise LtRefusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
+        return cls(*fields)
+
+    def config(self) -> dict[int, int]:
+        """Return what ``MatmulAlgoConfigAttribute`` reads."""
+        return {
+            _CONFIG.ID: self.id,
+            _CONFIG.TILE_ID: self.tile,
+            _CONFIG.STAGES_ID: self.stages,
+            _CONFIG.SPLITK_NUM: self.split_k,
+            _CONFIG.REDUCTION_SCHEME: self.reduction,
+            _CONFIG.CTA_SWIZZLING: 0,
+            _CONFIG.CUSTOM_OPTION: 0,
+            _CONFIG.INNER_SHAPE_ID: 0,
+            _CONFIG.CLUSTER_SHAPE_ID: 0,
+        }
+
+    def capabilities(self) -> dict[int, int]:
+        """Return what ``MatmulAlgoCapAttribute`` reads."""
+        return {
+            _CAP.NUMERICAL_IMPL_FLAGS: self.flags,
+            _CAP.MIN_ALIGNMENT_A_BYTES: self.alignment,
+            _CAP.MIN_ALIGNMENT_B_BYTES: self.alignment,
+            _CAP.MIN_ALIGNMENT_C_BYTES: self.alignment,
+            _CAP.MIN_ALIGNMENT_D_BYTES: self.alignment,
+            _CAP.SPLITK_SUPPORT: int(self.split_k > 1),
+            _CAP.STRIDED_BATCH_SUPPORT: 1,
+        }
+
+
+@dataclass(frozen=True)
+class Template:
+    """What an algorithm is made from.
+
+    Parameters
+    ----------
+    id : int
+    tile, stages : str
+        Names of ``MatmulTile`` and ``MatmulStages``, without their prefix.
+    split_k, reduction : int
+    alignment : int
+        0 for that of an element.
+    workspace : int
+        Bytes per element of D; at least 1 KiB where it is not 0.
+    time : float
+        Relative.
+    """
+
+    id: int
+    tile: str
+    stages: str
+    split_k: int
+    reduction: int
+    alignment: int
+    workspace: int
+    time: float
+
+
+#: In the heuristics' order.
+TEMPLATES: tuple[Template, ...] = (
+    Template(66, "128x128", "64x4", 4, OUTPUT_TYPE, 16, 16, 1.0),
+    Template(66, "128x256", "64x3", 1, NONE, 16, 1, 0.9),
+    Template(31, "128x64", "32x4", 2, INPLACE, 16, 1, 0.8),
+    Template(31, "128x128", "32x5", 1, NONE, 16, 0, 0.7),
+    Template(24, "64x64", "32x3", 3, COMPUTE_TYPE, 8, 16, 1.1),
+    Template(24, "64x128", "32x3", 1, NONE, 8, 0, 1.2),
+    Template(21, "32x64", "16x3", 1, NONE, 4, 0, 1.5),
+    Template(6, "64x32", "UNDEFINED", 1, NONE, 0, 0, 2.0),
+    Template(0, "32x32", "UNDEFINED", 1, NONE, 0, 0, 4.0),
+)
+
+_WIDEST_SPLIT = 8
+
+
+def _code(enumeration: type, prefix: str, name: str) -> int:
+    return int(enumeration[prefix + name])  # type: ignore[index]
+
+
+def made_for(x: Problem, device: str) -> bytes:
+    """Return the digest of what an algorithm depends on."""
+    return hashlib.sha256(repr((x.signature, x.epilogue, device)).encode()).digest()[:16]
+
+
+def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
+    """Return all algorithms for a product, whatever the preference; the most promising first."""
+    flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden)
+    least = 16 if x.is_float8 else 4 if x.a.type == tables.R_8I else _smallest(x)
+    elements = x.m * x.n * x.d.batch_count
+    found = []
+    for template in TEMPLATES:
+        if template.split_k > 1 and (x.k < _WIDEST_SPLIT or x.activation or x.has_bias):
+            continue
+        if template.alignment and template.alignment < least:
+            continue
+        workspace = max(1024, template.workspace * elements) if template.workspace else 0
+        found.append(
+            Algorithm(
+                template.id,
+                _code(real.MatmulTile, "TILE_", template.tile),
+                _code(real.MatmulStages, "STAGES_", template.stages),
+                template.split_k,
+                template.reduction,
+                template.alignment or least,
+                flags,
+                workspace,
+                made_for(x, device),
+            )
+        )
+    return found
+
+
+def _smallest(x: Problem) -> int:
+    """Return the alignment of the smallest element, or of its parts where it is complex."""
+    sizes = [y.dtype.itemsize // (2 if y.dtype.kind == "c" else 1) for y in (x.a, x.b, x.d)]
+    return min(sizes)
+
+
+def fits_shape(algorithm: Algorithm, x: Problem) -> bool:
+    """Whether the leading dimensions and strides have the alignment that an algorithm needs."""
+    matrices = (x.a, x.b, x.c, x.d)
+    return all(y.alignment() >= algorithm.alignment for y in matrices)
+
+
+def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
+    """Return the algorithms that a preference allows."""
+
+    def get(name: str, default: int) -> int:
+        member = _PREF[name]
+        return preference.get(member, real.get_matmul_preference_attribute_dtype(member), default)
+
+    promised = min(get(f"MIN_ALIGNMENT_{name}_BYTES", 256) for name in "ABCD")
+    if x.has_bias:
+        promised = min(promised, x.bias_pointer & -x.bias_pointer)
+    workspace, mask = get("MAX_WORKSPACE_BYTES", 0), get("REDUCTION_SCHEME_MASK", 7)
+    allowed = get("IMPL_MASK", (1 << 64) - 1)
+    found = [
+        y
+        for y in candidates(x, device, tf32_forbidden=tf32_forbidden)
+        if y.alignment <= promised
+        and y.workspace <= workspace
+        and not (y.reduction & ~mask)
+        and not (y.flags & ~allowed)
+        and fits_shape(y, x)
+    ]
+    if not found:
+        raise LtRefusal(NOT_SUPPORTED, f"no algorithm for pointers aligned to {promised}")
+    return found
+
+
+def relative_time(algorithm: Algorithm) -> float:
+    """Return the time of an algorithm relative to the others."""
+    for template in TEMPLATES:
+        tile = _code(real.MatmulTile, "TILE_", template.tile)
+        if (template.id, tile) == (algorithm.id, algorithm.tile):
+            return template.time
+    return 1.0

@@ -1,0 +1,148 @@
+"""What a product computes: exactly what its descriptors say, on bytes of the software devices.
+
+Products of up to 32-bit floating-point numbers are formed and summed in float64 and rounded once to float32, which
+accumulates; split parts are rounded in the type that their reduction scheme names. The epilogue is float32, each of
+its operations rounded. Integers wrap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from software_cuda import tables
+from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
+from software_cuda.memory import Memory
+from software_cuda.problem import Matrix, Problem
+
+Array = NDArray[Any]
+
+
+def strided(memory: Memory, x: Matrix, pointer: int, device: int) -> Array:
+    """Return a batch of matrices as an array of shape (batch, rows, cols) on the device's memory.
+
+    Raises
+    ------
+    Fault
+        If any element lies outside an allocation of the device.
+    """
+    first, end = x.span()
+    data = memory.at(pointer + first, end - first, device, f"cublasLtMatmul, {x.name}")
+    size = x.dtype.itemsize
+    strides = [s * size if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True)]
+    return np.ndarray(x.shape, x.dtype, data, -first, strides)
+
+
+def round_tf32(x: Array) -> Array:
+    """Round float32 to 11 significant bits, ties away from zero; NaN and Inf stay."""
+    parts = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (parts + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    special = (parts & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+    return np.where(special, parts, rounded).view(x.dtype)
+
+
+def _seen(x: Array, flags: int) -> Array:
+    """Return operands as the units see them, in the type in which they are multiplied."""
+    if x.dtype in (np.float32, np.complex64):
+        if flags & tables.INPUT_TF32:
+            x = round_tf32(x)
+        elif flags & (tables.INPUT_16F | tables.INPUT_16BF):
+            half = np.float16 if flags & tables.INPUT_16F else tables.DTYPES[tables.R_16BF]
+            parts = np.ascontiguousarray(x).view(np.float32)
+            x = parts.astype(half).astype(np.float32).view(x.dtype)
+    kinds = {"c": np.complex128, "i": np.int64}
+    return x.astype(kinds.get(x.dtype.kind, np.float64))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product with its pointers and factors, as they were when it was called."""
+
+    problem: Problem
+    algorithm: Algorithm
+    alpha: Any
+    beta: Any
+    a: int
+    b: int
+    c: int
+    d: int
+    device: int
+
+    def multiply(self, memory: Memory) -> Array:
+        """Read all that is read and return what D is to hold, in D's type."""
+        x = self.problem
+        with np.errstate(all="ignore"):
+            product = self._product(memory)
+            value = product * self._scale(memory) * self.alpha
+            if self.beta != 0:
+                addend = strided(memory, x.c, self.c, self.device)
+                value = value + self.beta * addend.astype(value.dtype)
+            if x.has_bias:
+                value = value + self._bias(memory).astype(value.dtype)
+            return _activated(value, x.activation).astype(x.d.dtype)
+
+    def _product(self, memory: Memory) -> Array:
+        x, algorithm = self.problem, self.algorithm
+        scale = tables.DTYPES[x.scale]
+        accumulator = np.dtype(np.int32) if algorithm.flags & tables.ACCUMULATOR_32I else scale
+        if self.alpha == 0:
+            return np.zeros(x.d.shape, scale)
+        a = _operand(strided(memory, x.a, self.a, self.device), x.op_a, algorithm.flags)
+        b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
+        cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
+        parts = [
+            np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)
+        ]
+        passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator
+        total = parts[0].astype(passes).astype(accumulator)
+        for part in parts[1:]:
+            total = total + part.astype(passes).astype(accumulator)
+            if algorithm.reduction == INPLACE:
+                total = total.astype(passes).astype(accumulator)
+        return total.astype(scale)
+
+    def _scale(self, memory: Memory) -> Any:
+        found = np.float32(1)
+        for pointer in (self.problem.a_scale, self.problem.b_scale):
+            if pointer:
+                data = memory.at(pointer, 4, self.device, "cublasLtMatmul, a scale")
+                found = found * data.view(np.float32)[0]
+        return found if self.problem.is_float8 else tables.DTYPES[self.problem.scale].type(1)
+
+    def _bias(self, memory: Memory) -> Array:
+        x = self.problem
+        stride = x.bias_batch_stride if x.d.batch_count > 1 else 0
+        bias = Matrix("bias", x.bias_type, x.m, 1, x.m, 0, x.d.batch_count, stride)
+        return strided(memory, bias, x.bias_pointer, self.device)
+
+    def write(self, memory: Memory, value: Array) -> None:
+        """Write the elements of D, and no other byte."""
+        strided(memory, self.problem.d, self.d, self.device)[...] = value
+
+    def poison(self, memory: Memory) -> None:
+        """Write what nobody can take for a result."""
+        target = strided(memory, self.problem.d, self.d, self.device)
+        target[...] = np.frombuffer(b"\xff" * target.dtype.itemsize, target.dtype)[0]
+
+
+def _operand(x: Array, operation: int, flags: int) -> Array:
+    x = _seen(x, flags)
+    if operation:
+        x = x.swapaxes(1, 2)
+    return x.conj() if operation == 2 else x
+
+
+def _activated(x: Array, activation: str) -> Array:
+    if activation == "relu":
+        # cuBLASLt documents max(x, 0); whether NaN passes is not said.
+        return np.where(x < 0, x.dtype.type(0), x)
+    if activation == "gelu":
+        cubic = x + x.dtype.type(0.044715) * x * x * x
+        tanh = np.tanh(x.dtype.type(math.sqrt(2 / math.pi)) * cubic)
+        return x.dtype.type(0.5) * x * (x.dtype.type(1) + tanh)
+    return x

@@ -1,0 +1,320 @@
+"""A software ``cuda.core``: the same CUDA C++ sources, compiled for the host by g++ and run when their stream runs.
+
+A "cubin" is the shared object with a line before it that tells for what it was made, so that what real drivers refuse
+(another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` is the language.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cuda.core as real
+import numpy as np
+from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
+from numpy.typing import NDArray
+
+from software_cuda.recorder import Fault, Part, Recorder, function
+from software_cuda.runtime import Refusal, Runtime
+
+_SHIM = Path(__file__).with_name("host_cuda.h")
+_MAGIC = b"software cubin "
+_KERNEL = re.compile(r"__attribute__\s*\(\(used\)\)\s*void\s+(\w+)\s*\(")
+_COMPILE = (
+    "-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-fsanitize=kernel-address",
+    "--param=asan-stack=0", "--param=asan-globals=0", "--param=asan-instrumentation-with-call-threshold=0",
+)  # fmt: skip
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+_MAX_BLOCK = (1024, 1024, 64)
+
+
+def compiler() -> str | None:
+    """Return the path of g++, None if there is none."""
+    return shutil.which("g++")
+
+
+class Core(Part):
+    """Stands for ``cuda.core``."""
+
+    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+        super().__init__("core", real, recorder)
+        self.__version__ = real.__version__
+        self.runtime = runtime
+        self.ProgramOptions = real.ProgramOptions
+        core = self
+
+        class Program(_Program):
+            _core = core
+
+        class ObjectCode(_ObjectCode):
+            _core = core
+
+        self.Program = Program
+        self.ObjectCode = ObjectCode
+        self.LaunchConfig = LaunchConfig
+
+    def failed(self, function: str, status: Any) -> Any:
+        raise status if isinstance(status, Exception) else CUDAError(f"{function} was made to fail")
+
+    def arch(self) -> str:
+        """Return the architecture of the current device."""
+        major, minor = self.runtime.devices[self.runtime.device].capability
+        return f"sm_{major}{minor}"
+
+    @function
+    def launch(self, stream: Any, config: LaunchConfig, kernel: _Kernel, *arguments: Any) -> None:
+        version, handle = stream.__cuda_stream__()
+        assert version == 0, "version 0 of the stream protocol"
+        values = kernel.check(arguments)
+        config.check()
+        runtime = self.runtime
+        with runtime.lock:
+            try:
+                runtime.check_sticky()
+                found = runtime.stream(handle, current=True)
+                device = found.device
+
+                def run() -> None:
+                    kernel.run(config, values, runtime, device)
+
+                runtime.enqueue(found, f"kernel {kernel.name}", run, 0.005)
+            except Refusal as refusal:
+                raise CUDAError(f"launch of {kernel.name}: {refusal.status!r}") from None
+
+
+class LaunchConfig:
+    """Extents of a launch, up to three each."""
+
+    def __init__(self, *, grid: Any, block: Any, shmem_size: int = 0) -> None:
+        self.grid = _extents(grid)
+        self.block = _extents(block)
+        assert not shmem_size, "dynamic shared memory is not modelled"
+
+    def check(self) -> None:
+        """Refuse what no device can launch."""
+        grid = zip(self.grid, _MAX_GRID, strict=True)
+        block = zip(self.block, _MAX_BLOCK, strict=True)
+        if not all(0 < x <= most for x, most in (*grid, *block)) or np.prod(self.block) > 1024:
+            raise CUDAError(f"CUDA_ERROR_INVALID_VALUE: grid {self.grid}, block {self.block}")
+
+
+def _extents(x: Any) -> tuple[int, int, int]:
+    given = (x,) if isinstance(x, int) else tuple(x)
+    found: tuple[int, int, int] = (*given, *(1,) * (3 - len(given)))  # type: ignore[assignment]
+    return found
+
+
+class _Program:
+    """A source to compile."""
+
+    _core: Core
+
+    def __init__(self, code: str, code_type: str, options: Any = None) -> None:
+        assert code_type == "c++", "sources are CUDA C++"
+        self._code = code
+        self._arch = getattr(options, "arch", None) or self._core.arch()
+
+    def compile(self, target_type: str) -> Any:
+        core = self._core
+        plan = core.recorder.called(core.part, "compile")
+        if plan is not None:
+            raise NVRTCError("NVRTC_ERROR_COMPILATION: compile was made to fail")
+        assert target_type == "cubin"
+        library = _compiled(self._code)
+        digest = hashlib.sha256(library).hexdigest()
+        header = json.dumps({"arch": self._arch, "digest": digest}).encode()
+        return core.ObjectCode(_MAGIC + header + b"\n" + library)
+
+
+def _compiled(source: str) -> bytes:
+    """Return the shared object of a source; kept in the directory for temporary files."""
+    found = compiler()
+    if found is None:
+        raise NVRTCError("g++ is missing, which compiles kernels for the software CUDA")
+    words = "\0".join([source, _SHIM.read_text(), " ".join(_COMPILE)])
+    name = hashlib.sha256(words.encode()).hexdigest()[:40]
+    kept = Path(tempfile.gettempdir()) / f"lowprec-software-cuda-{os.getuid()}"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    path = kept / f"{name}.so"
+    if not path.exists():
+        _compile(found, source, path)
+    return path.read_bytes()
+
+
+def _compile(gxx: str, source: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.o")
+        text = f'#include "{_SHIM}"\n{source}\n'
+        file.write_text(text)
+        expanded = _run(gxx, "-std=c++17", "-E", "-P", str(file))
+        barriers = "true" if "host_cuda::barrier()" in expanded else "false"
+        names = _KERNEL.findall(expanded)
+        file.write_text(text + "".join(_entry(name, barriers) for name in names))
+        _run(gxx, *_COMPILE, "-c", str(file), "-o", str(made))
+        linked = Path(folder, "kernel.so")
+        _run(gxx, "-shared", "-Wl,-Bsymbolic", "-o", str(linked), str(made))
+        # In one step, as several processes may compile the same.
+        moved = path.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(linked, moved)
+        os.replace(moved, path)
+
+
+def _entry(name: str, barriers: str) -> str:
+    return (
+        f'extern "C" const char* launch_{name}(void** values, const unsigned int* extents)\n'
+        f"{{ typedef host_cuda::Kernel<&{name}> Kernel;\n"
+        f"  return host_cuda::launch(Kernel::call, Kernel::count, values, extents, {barriers}); }}\n"
+        f'extern "C" const char* letters_{name}() {{ return host_cuda::Kernel<&{name}>::letters(); }}\n'
+    )
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NVRTCError(f"NVRTC_ERROR_COMPILATION: {done.stderr}")
+    return done.stdout
+
+
+class _ObjectCode:
+    """A compiled program."""
+
+    _core: Core
+
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+
+    @classmethod
+    def from_cubin(cls, code: bytes) -> Any:
+        core = cls._core
+        plan = core.recorder.called(core.part, "from_cubin")
+        if plan is not None:
+            core.failed("from_cubin", plan.status)
+        return cls(code)
+
+    def get_kernel(self, name: str) -> _Kernel:
+        core = self._core
+        plan = core.recorder.called(core.part, "get_kernel")
+        if plan is not None:
+            core.failed("get_kernel", plan.status)
+        return _Kernel(name, _loaded(self.code, core.arch()))
+
+
+_libraries: dict[bytes, ctypes.CDLL] = {}
+
+
+def _loaded(code: bytes, arch: str) -> ctypes.CDLL:
+    """Load what was compiled, as the driver does: the code must be whole, and for this device."""
+    header, _, library = code.partition(b"\n")
+    if not header.startswith(_MAGIC):
+        raise CUDAError("CUDA_ERROR_INVALID_IMAGE: no cubin")
+    told = json.loads(header[len(_MAGIC) :])
+    if hashlib.sha256(library).hexdigest() != told["digest"]:
+        raise CUDAError("CUDA_ERROR_INVALID_IMAGE: the cubin is damaged")
+    if told["arch"] != arch:
+        raise CUDAError(f"CUDA_ERROR_NO_BINARY_FOR_GPU: {told['arch']} on {arch}")
+    key = hashlib.sha256(library).digest()
+    found = _libraries.get(key)
+    if found is None:
+        # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
+        path = Path(_folder(), f"{len(_libraries)}.so")
+        path.write_bytes(library)
+        found = _libraries[key] = ctypes.CDLL(str(path))
+    return found
+
+
+@functools.cache
+def _folder() -> str:
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+#: Python's types of arguments by the letters that the compiled kernel tells.
+_TYPES: dict[str, tuple[type, Any]] = {
+    "p": (int, ctypes.c_uint64),
+    "l": (np.int64, ctypes.c_int64),
+    "i": (np.int32, ctypes.c_int64),
+    "d": (np.float64, ctypes.c_double),
+}
+
+
+class _Kernel:
+    """A function that can be launched."""
+
+    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+        self.name = name
+        try:
+            self._launch = library[f"launch_{name}"]
+            letters = library[f"letters_{name}"]
+        except AttributeError:
+            raise CUDAError(f"CUDA_ERROR_NOT_FOUND: there is no kernel {name}") from None
+        self._ranges = library["host_cuda_ranges"]
+        self._launch.restype = letters.restype = ctypes.c_char_p
+        self._letters = letters().decode()
+        self._image = _image(library)
+
+    def check(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """Return the arguments as C has them; they must be of the kernel's own types."""
+        wanted = [_TYPES[x] for x in self._letters]
+        kinds = [type(x) for x in arguments]
+        if kinds != [kind for kind, _ in wanted]:
+            raise TypeError(f"kernel {self.name} takes {self._letters!r}, not {kinds}")
+        return [
+            kind(x.item() if isinstance(x, np.generic) else x)
+            for x, (_, kind) in zip(arguments, wanted, strict=True)
+        ]
+
+    def run(self, config: LaunchConfig, values: list[Any], runtime: Runtime, device: int) -> None:
+        """Run all threads.
+
+        Raises
+        ------
+        Fault
+            If one of them touches memory that it must not.
+        """
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
+        extents = (ctypes.c_uint32 * 6)(*config.grid, *config.block)
+        ranges = _ranges_of(runtime, device)
+        first, end = self._image
+        self._ranges(
+            ctypes.c_void_p(ranges.ctypes.data),
+            ctypes.c_int64(len(ranges)),
+            ctypes.c_uint64(first),
+            ctypes.c_uint64(end),
+        )
+        fault = self._launch(pointers, extents)
+        if fault is not None:
+            raise Fault(fault.decode())
+
+
+def _ranges_of(runtime: Runtime, device: int) -> NDArray[np.uint64]:
+    blocks = runtime.memory.blocks
+    rows = [(x.address, x.address + x.nbytes, x.alive and x.device == device) for x in blocks]
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+def _image(library: ctypes.CDLL) -> tuple[int, int]:
+    """Return where a library lies in memory: its static variables are the kernels' shared memory."""
+    address = ctypes.cast(library["host_cuda_ranges"], ctypes.c_void_p).value or 0
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [tuple(int(x, 16) for x in row[0].split("-")) for row in rows]
+    names = [row[5] if len(row) > 5 else "" for row in rows]
+    home = next(i for i, (first, end) in enumerate(spans) if first <= address < end)
+    own = [i for i, name in enumerate(names) if name and name == names[home]]
+    last = own[-1]
+    # Zeroed static variables follow, without a name.
+    while last + 1 < len(spans) and not names[last + 1] and spans[last + 1][0] == spans[last][1]:
+        last += 1
+    return spans[own[0]][0], spans[last][1]

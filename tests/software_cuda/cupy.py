@@ -1,0 +1,176 @@
+"""A module that does what lowprec needs of CuPy: arrays, current streams, an allocator that is ordered on them.
+
+Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.Device``, *Memory Management*).
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType, SimpleNamespace, TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from software_cuda.arrays import capsule, checked, empty, fill, make_wait
+from software_cuda.runtime import Runtime
+from software_cuda.streams import Stream as RuntimeStream
+
+
+class Cupy(ModuleType):
+    """Stands for ``cupy``.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    """
+
+    __version__ = "14.0"
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__("cupy")
+        self.runtime = runtime
+        self.local = threading.local()
+        module = self
+
+        class Array(_Array):
+            cupy = module
+
+        class OwnStream(_Stream):
+            cupy = module
+
+        class OwnDevice(_Device):
+            cupy = module
+
+        self.ndarray = Array
+        self.cuda = SimpleNamespace(
+            Device=OwnDevice,
+            Stream=OwnStream,
+            get_current_stream=self.current,
+            runtime=SimpleNamespace(is_hip=False),
+        )
+
+    def current(self, device: int | None = None) -> _Stream:
+        """Return the current stream of a device: the default one outside every ``with``."""
+        index = self.runtime.device if device is None else device
+        stack = self.streams(index)
+        return stack[-1] if stack else self.cuda.Stream(null=True, device=index)
+
+    def streams(self, device: int) -> list[_Stream]:
+        """Return the open ``with`` blocks of this thread, the innermost last."""
+        if not hasattr(self.local, "stacks"):
+            self.local.stacks = {}
+        found: list[_Stream] = self.local.stacks.setdefault(device, [])
+        return found
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
+        """Return a new array on the current device; its memory is ordered on the current stream."""
+        device = self.runtime.device
+        memory = empty(self.runtime, shape, dtype, device, self.current().stream)
+        return self.ndarray(memory, device)
+
+    def asarray(self, values: Any) -> _Array:
+        """Return a copy of host memory, row-major, written in the order of the current stream."""
+        values = np.asarray(values)
+        made = self.empty(values.shape, values.dtype)
+        fill(self.runtime, self.current().stream, made.memory, values)
+        return made
+
+    def asnumpy(self, array: _Array) -> NDArray[Any]:
+        """Return a copy in host memory, after the work of the current stream."""
+        self.current(array.device.id).synchronize()
+        return checked(self.runtime, array.memory, array.device.id).copy()
+
+
+class _Device:
+    cupy: Cupy
+
+    def __init__(self, index: int) -> None:
+        self.id = index
+
+    def __enter__(self) -> _Device:
+        runtime = self.cupy.runtime
+        self._before = runtime.device
+        runtime.cudaSetDevice(self.id)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cupy.runtime.cudaSetDevice(self._before)
+
+
+class _Stream:
+    cupy: Cupy
+
+    def __init__(
+        self, *, null: bool = False, non_blocking: bool = True, device: int | None = None
+    ) -> None:
+        runtime = self.cupy.runtime
+        self.device_id = runtime.device if device is None else device
+        if null:
+            self.ptr = 0
+            self.stream = runtime.stream_of(self.device_id, 0)
+        else:
+            self.stream = RuntimeStream(0, self.device_id, blocking=not non_blocking)
+            runtime.scheduler.streams.append(self.stream)
+            self.ptr = runtime.give_handle(self.stream)
+
+    def __enter__(self) -> _Stream:
+        self.cupy.streams(self.device_id).append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cupy.streams(self.device_id).pop()
+
+    def synchronize(self) -> None:
+        self.cupy.runtime.wait_for(self.stream)
+
+
+class _Array:
+    """Views share memory, as slices and transposes do."""
+
+    cupy: Cupy
+
+    def __init__(self, memory: NDArray[Any], device: int) -> None:
+        self.memory = memory
+        self.device = SimpleNamespace(id=device)
+
+    @property
+    def dtype(self) -> Any:
+        return self.memory.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.memory.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.memory.strides
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.memory.ctypes.data)
+
+    @property
+    def T(self) -> _Array:
+        return type(self)(self.memory.T, self.device.id)
+
+    def __getitem__(self, index: Any) -> _Array:
+        return type(self)(self.memory[index], self.device.id)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self.device.id)
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+        device = self.device.id
+        make_wait(self.cupy.runtime, self.cupy.current(device).stream, device, stream)
+        return capsule(self.memory, device, max_version)

@@ -1,0 +1,352 @@
+"""The state of the software CUDA behind its functions: devices, streams, events, captures, and the rules between them.
+
+Sources: the CUDA Runtime API reference (what may return which error), and for capture the CUDA C++ Programming Guide,
+*Creating a Graph Using Stream Capture*, with ``cudaThreadExchangeStreamCaptureMode``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import runtime as real
+
+from software_cuda.memory import Memory
+from software_cuda.recorder import Fault, Part, Recorder, gives_back
+from software_cuda.streams import Capture, Event, Op, Policy, Scheduler, Stream, nothing
+
+Status = real.cudaError_t
+GLOBAL = int(real.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
+_RELAXED = int(real.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+
+_HOST_CALL_MS = 0.001
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What a device is.
+
+    Parameters
+    ----------
+    name : str
+    capability : tuple of int
+    memory_bytes, multiprocessors, clock_khz : int
+    """
+
+    name: str = "Software GPU"
+    capability: tuple[int, int] = (9, 0)
+    memory_bytes: int = 1 << 30
+    multiprocessors: int = 132
+    clock_khz: int = 1_980_000
+
+
+class Refusal(Exception):
+    """A call returns an error."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def api(
+    values: int = 0, *, unsafe: bool = False, always: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a method a function of the runtime: it returns a status and ``values`` values.
+
+    Parameters
+    ----------
+    values : int
+    unsafe : bool
+        Whether it is forbidden while this or another thread captures, unless the thread's mode allows it.
+    always : bool
+        Whether it works after an error that sticks to the device.
+    """
+
+    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Machine, *arguments: Any) -> tuple[Any, ...]:
+            plan = self.recorder.called(self.part, name)
+            with self.lock:
+                self.scheduler.clock_ms += _HOST_CALL_MS
+                try:
+                    if plan is not None:
+                        if gives_back(name):
+                            method(self, *arguments)
+                        raise Refusal(plan.status or _FAILURES.get(name, Status.cudaErrorUnknown))
+                    if not always:
+                        self.check_sticky()
+                    if unsafe:
+                        self.check_unsafe(name)
+                    result = method(self, *arguments)
+                    if not always:
+                        self.check_sticky()
+                except Refusal as refusal:
+                    self.last_error = refusal.status
+                    return (refusal.status, *[None] * values)
+            return (Status.cudaSuccess, *([result] if values else []))
+
+        return call
+
+    return mark
+
+
+#: Errors that a test provokes without saying which.
+_FAILURES = {
+    "cudaMalloc": Status.cudaErrorMemoryAllocation,
+    "cudaEventCreateWithFlags": Status.cudaErrorMemoryAllocation,
+    "cudaStreamCreateWithFlags": Status.cudaErrorMemoryAllocation,
+    "cudaGetDeviceCount": Status.cudaErrorNoDevice,
+}
+
+
+class Machine(Part):
+    """What the functions of the runtime act on.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    devices : sequence of DeviceModel
+    order : "lazy", "all" or int
+        See :data:`software_cuda.streams.Policy`.
+    """
+
+    def __init__(
+        self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy = "lazy"
+    ) -> None:
+        super().__init__("runtime", real, recorder)
+        self.lock = threading.RLock()
+        self.devices = tuple(devices)
+        self.memory = Memory([x.memory_bytes for x in devices])
+        self.scheduler = Scheduler(order)
+        self.last_error = Status.cudaSuccess
+        self.sticky: dict[int, Any] = {}
+        self.captures: list[Capture] = []
+        self.thread = threading.local()
+        self.handles = itertools.count(0x51000000, 0x40)
+        self.streams: dict[int, Stream] = {}
+        self._foreign: dict[int, Stream] = {}
+        self._defaults: dict[tuple[int, int, int], Stream] = {}
+        self.events: dict[int, Event] = {}
+        for device in range(len(devices)):
+            self._default_stream(device, 1)
+
+    def failed(self, function: str, status: Any) -> Any:
+        raise AssertionError("errors of the runtime are returned by api()")
+
+    # -- rules ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> int:
+        """The current device of this thread."""
+        return getattr(self.thread, "device", 0)
+
+    def check_sticky(self) -> None:
+        """Refuse everything on a device whose memory was misused."""
+        if self.device in self.sticky:
+            raise Refusal(self.sticky[self.device])
+
+    def check_unsafe(self, name: str) -> None:
+        """Refuse what might synchronise while work is being captured."""
+        mode = getattr(self.thread, "mode", GLOBAL)
+        if mode == _RELAXED:
+            return
+        for capture in self.captures:
+            own = capture.thread == threading.get_ident() and capture.mode != _RELAXED
+            others = mode == GLOBAL and capture.mode == GLOBAL
+            if own or others:
+                capture.is_invalid = True
+                self.recorder.faults.append(f"{name} during a capture that it invalidates")
+                raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
+
+    def _default_stream(self, device: int, handle: int) -> Stream:
+        """Return the legacy default stream, or that of this thread."""
+        key = (device, handle, threading.get_ident() if handle == 2 else 0)
+        found = self._defaults.get(key)
+        if found is None:
+            found = Stream(handle, device, blocking=handle == 2, is_legacy=handle == 1)
+            self._defaults[key] = found
+            self.scheduler.streams.append(found)
+        return found
+
+    def stream(self, handle: Any, *, current: bool = False) -> Stream:
+        """Return a stream by its handle.
+
+        Parameters
+        ----------
+        handle : int or cudaStream_t
+        current : bool
+            Whether it must belong to the current device.
+        """
+        number = int(handle)
+        if number in (0, 1, 2):
+            return self._default_stream(self.device, number or 1)
+        found = self.streams.get(number) or self._foreign.get(number)
+        if found is None:
+            self.recorder.faults.append(f"{number:#x} is no stream")
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        if current and found.device != self.device:
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        return found
+
+    def event(self, handle: Any) -> Event:
+        """Return an event by its handle."""
+        found = self.events.get(int(handle))
+        if found is None:
+            self.recorder.faults.append(f"{int(handle):#x} is no event")
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        return found
+
+    # -- work -------------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        stream: Stream,
+        label: str,
+        run: Callable[[], None],
+        cost_ms: float = 0.0,
+        after: Sequence[Op] = (),
+    ) -> Op:
+        """Queue work that may fault."""
+        self.check_capture(stream)
+        device = stream.device
+
+        def guarded() -> None:
+            if device in self.sticky:
+                return
+            try:
+                run()
+            except Fault as fault:
+                self.fault(device, f"{label}: {fault}")
+
+        return self.scheduler.enqueue(stream, label, guarded, cost_ms, after)
+
+    def fault(self, device: int, words: str) -> None:
+        """Note that a device is lost, as after a real fault."""
+        self.recorder.faults.append(words)
+        self.sticky[device] = Status.cudaErrorIllegalAddress
+
+    def check_capture(self, stream: Stream) -> None:
+        if stream.capture is not None and stream.capture.is_invalid:
+            raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
+        if stream.is_legacy:
+            for capture in self.captures:
+                if any(x.blocking and x.device == stream.device for x in capture.tails):
+                    capture.is_invalid = True
+                    raise Refusal(Status.cudaErrorStreamCaptureImplicit)
+
+    def wait(self, targets: list[Op]) -> None:
+        self.scheduler.drain(targets)
+        finish = max((x.finish_ms for x in targets), default=0.0)
+        self.scheduler.clock_ms = max(self.scheduler.clock_ms, finish)
+
+    def stream_of(self, device: int, handle: int) -> Stream:
+        """Return a stream by its handle; 1 is the legacy default stream of the device."""
+        return self._default_stream(device, 1) if handle in (0, 1) else self.stream(handle)
+
+    def give_handle(self, stream: Stream) -> int:
+        """Make another library's stream known by a handle; it is not counted among those that are alive."""
+        with self.lock:
+            stream.handle = next(self.handles)
+            self._foreign[stream.handle] = stream
+            return stream.handle
+
+    def take_handle(self, handle: int) -> None:
+        """Forget a handle that was given."""
+        self._foreign.pop(handle, None)
+
+    def join(self, before: Stream, after: Stream) -> None:
+        """Have a stream wait for what another holds now, as another library would with an event."""
+        with self.lock:
+            if before is after:
+                return
+            mark = self.enqueue(before, "record", nothing)
+            self.enqueue(after, "wait", nothing, after=[mark])
+
+    def wait_for(self, stream: Stream) -> None:
+        """Wait for the work of a stream and for nothing else, as another library would."""
+        with self.lock:
+            if stream.tail is not None:
+                self.wait([stream.tail])
+
+    def drain(self) -> None:
+        """Run everything that is queued on all devices."""
+        with self.lock:
+            self.scheduler.drain()
+
+    def pending(self) -> list[str]:
+        """Return what is queued and did not run."""
+        return [op.label for x in self.scheduler.streams for op in x.queue]
+
+    # -- capture, for tests -----------------------------------------------------------------------
+
+    def begin_capture(self, stream: int, mode: str = "Global") -> None:
+        """Capture the work of a stream from now on; ``mode`` is "Global", "ThreadLocal" or "Relaxed"."""
+        with self.lock:
+            found = self.stream(stream)
+            assert not found.is_legacy, "the legacy default stream cannot be captured"
+            assert found.capture is None, "it is being captured already"
+            number = int(getattr(real.cudaStreamCaptureMode, f"cudaStreamCaptureMode{mode}"))
+            found.capture = Capture(found, number, threading.get_ident())
+            self.captures.append(found.capture)
+
+    def end_capture(self, stream: int) -> Graph:
+        """Return what was captured.
+
+        Raises
+        ------
+        Refusal
+            If a call has invalidated the capture, or a stream that was forked did not come back.
+        """
+        with self.lock:
+            capture = self.stream(stream).capture
+            assert capture is not None, "it is not being captured"
+            assert capture.origin is self.stream(stream), "another stream began the capture"
+            self.captures.remove(capture)
+            for x in capture.tails:
+                x.capture = None
+            if capture.is_invalid:
+                raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
+            if not capture.is_joined():
+                raise Refusal(Status.cudaErrorStreamCaptureUnjoined)
+            return Graph(self, capture.ops, capture.origin)
+
+    def model(self, device: int) -> DeviceModel:
+        if not 0 <= device < len(self.devices):
+            raise Refusal(Status.cudaErrorInvalidDevice)
+        return self.devices[device]
+
+    def live(self) -> dict[str, int]:
+        """Return how many objects of each kind there are."""
+        return {
+            "blocks": len(self.memory.live()),
+            "bytes": sum(self.memory.used),
+            "streams": len(self.streams),
+            "events": len(self.events),
+        }
+
+
+class Graph:
+    """Captured work, which may run any number of times."""
+
+    def __init__(self, runtime: Machine, ops: list[Op], origin: Stream) -> None:
+        self._runtime = runtime
+        self._ops = ops
+        self._origin = origin
+
+    @property
+    def labels(self) -> list[str]:
+        """What was captured, without waits and records."""
+        return [op.label for op in self._ops if op.label not in ("wait", "record")]
+
+    def replay(self, stream: int | None = None) -> None:
+        """Queue the work on a stream, by default on that which was captured."""
+        runtime = self._runtime
+        with runtime.lock:
+            found = self._origin if stream is None else runtime.stream(stream)
+            runtime.scheduler.replay(self._ops, found)

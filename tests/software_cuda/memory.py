@@ -1,0 +1,138 @@
+"""Memory of the devices: host memory that is poisoned when it comes and when it goes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from software_cuda.recorder import Fault
+
+Bytes = NDArray[np.uint8]
+
+#: NaN in every floating-point format.
+POISON = 0xFF
+
+ALIGNMENT = 256
+#: Bytes on either side that belong to nobody, so that stepping over an end is noticed.
+_MARGIN = 512
+#: Freed memory that is kept away from the host's allocator, so that a late use of it is noticed.
+_QUARANTINE_BYTES, _QUARANTINE_BLOCKS = 64 << 20, 2000
+
+
+class Allocation:
+    """One block.
+
+    Parameters
+    ----------
+    device, nbytes : int
+    """
+
+    __slots__ = ("address", "alive", "buffer", "device", "memory", "nbytes")
+
+    def __init__(self, device: int, nbytes: int) -> None:
+        self.buffer = np.empty(nbytes + ALIGNMENT + 2 * _MARGIN, np.uint8)
+        begin = self.buffer.ctypes.data
+        self.address = -(-(begin + _MARGIN) // ALIGNMENT) * ALIGNMENT
+        offset = self.address - begin
+        self.memory = self.buffer[offset : offset + nbytes]
+        self.buffer.fill(POISON)
+        self.device = device
+        self.nbytes = nbytes
+        self.alive = True
+
+
+class Memory:
+    """All allocations of all devices.
+
+    Parameters
+    ----------
+    limits : sequence of int
+        Bytes of each device.
+    """
+
+    def __init__(self, limits: list[int]) -> None:
+        self.limits = limits
+        self.used = [0] * len(limits)
+        self._bases: list[int] = []
+        self._blocks: list[Allocation] = []
+        self._quarantine: deque[Allocation] = deque()
+
+    @property
+    def blocks(self) -> list[Allocation]:
+        """Allocations by address, freed ones in quarantine included."""
+        return self._blocks
+
+    def live(self) -> list[Allocation]:
+        """Return what is allocated."""
+        return [block for block in self._blocks if block.alive]
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Return the address of new memory, 0 if there is not that much left."""
+        if self.used[device] + nbytes > self.limits[device]:
+            return 0
+        self._forget_old()
+        block = Allocation(device, nbytes)
+        self.used[device] += nbytes
+        place = bisect_right(self._bases, block.address)
+        self._bases.insert(place, block.address)
+        self._blocks.insert(place, block)
+        return block.address
+
+    def free(self, address: int) -> bool:
+        """Free an allocation by its first address; return whether there was one."""
+        block = self.find(address)
+        if block is None or not block.alive or block.address != address:
+            return False
+        self.drop(block)
+        return True
+
+    def drop(self, block: Allocation) -> None:
+        """Free an allocation; a finaliser may do so in the midst of any other call."""
+        block.alive = False
+        block.memory.fill(POISON)
+        self.used[block.device] -= block.nbytes
+        self._quarantine.append(block)
+
+    def _forget_old(self) -> None:
+        kept = sum(x.nbytes for x in list(self._quarantine))
+        while kept > _QUARANTINE_BYTES or len(self._quarantine) > _QUARANTINE_BLOCKS:
+            block = self._quarantine.popleft()
+            kept -= block.nbytes
+            place = bisect_right(self._bases, block.address) - 1
+            del self._bases[place], self._blocks[place]
+
+    def find(self, address: int) -> Allocation | None:
+        """Return the allocation, freed ones included, in which an address lies."""
+        place = bisect_right(self._bases, address) - 1
+        if place < 0:
+            return None
+        block = self._blocks[place]
+        return block if address < block.address + max(block.nbytes, 1) else None
+
+    def at(self, address: int, nbytes: int, device: int | None, what: str) -> Bytes:
+        """Return bytes of a device.
+
+        Raises
+        ------
+        Fault
+            If any of them is not allocated, or is another device's.
+        """
+        block = self.find(address)
+        if block is None:
+            raise Fault(f"{what}: illegal address {address:#x}, where nothing is allocated")
+        if not block.alive:
+            raise Fault(f"{what}: illegal address {address:#x}, whose memory was freed")
+        if device is not None and block.device != device:
+            raise Fault(
+                f"{what}: address {address:#x} is on device {block.device}, not on {device}"
+            )
+        begin = address - block.address
+        if begin + nbytes > block.nbytes:
+            raise Fault(
+                f"{what}: {nbytes} bytes at {address:#x} reach {begin + nbytes - block.nbytes} bytes over the end of "
+                f"their allocation of {block.nbytes} bytes"
+            )
+        return block.memory[begin : begin + nbytes]

@@ -1,0 +1,278 @@
+"""A product as its descriptors tell it, and what cuBLASLt asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nvmath.bindings import cublasLt as real
+
+from software_cuda import tables
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+
+_DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
+_EPILOGUES = frozenset(
+    int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS")
+)
+_BIAS, _RELU, _GELU = 4, 2, 32
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A batch of matrices as a layout tells it; ``ld`` and ``batch_stride`` in elements."""
+
+    name: str
+    type: int
+    rows: int
+    cols: int
+    ld: int
+    order: int
+    batch_count: int
+    batch_stride: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return tables.DTYPES[self.type]
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Elements from one matrix, row, column to the next."""
+        inner = (1, self.ld) if self.order == real.Order.COL else (self.ld, 1)
+        return (self.batch_stride, *inner)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.batch_count, self.rows, self.cols)
+
+    def span(self) -> tuple[int, int]:
+        """Return the first byte, from the pointer, and the one after the last."""
+        ends = [s * (n - 1) for s, n in zip(self.strides, self.shape, strict=True)]
+        first, last = sum(min(x, 0) for x in ends), sum(max(x, 0) for x in ends)
+        return first * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+    def alignment(self) -> int:
+        """Return the alignment in bytes that every column or row has if the first has it."""
+        steps = self.ld | (self.batch_stride if self.batch_count > 1 else 0)
+        size = steps * self.dtype.itemsize
+        return min(size & -size, 256) if size else 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product. Pointers are those that the descriptor holds, 0 for none."""
+
+    compute: int
+    scale: int
+    op_a: int
+    op_b: int
+    epilogue: int
+    bias_pointer: int
+    bias_type: int
+    bias_batch_stride: int
+    a_scale: int
+    b_scale: int
+    a: Matrix
+    b: Matrix
+    c: Matrix
+    d: Matrix
+
+    @property
+    def m(self) -> int:
+        return self.d.rows
+
+    @property
+    def n(self) -> int:
+        return self.d.cols
+
+    @property
+    def k(self) -> int:
+        return self.a.rows if self.op_a else self.a.cols
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.epilogue & _BIAS)
+
+    @property
+    def activation(self) -> str:
+        return "relu" if self.epilogue & _RELU else "gelu" if self.epilogue & _GELU else ""
+
+    @property
+    def is_float8(self) -> bool:
+        return self.a.type in tables.FLOAT8
+
+    @property
+    def signature(self) -> tuple[int, ...]:
+        """What an algorithm is made for."""
+        types = (self.a.type, self.b.type, self.c.type, self.d.type)
+        orders = (self.a.order, self.b.order, self.d.order)
+        return (self.compute, self.scale, self.op_a, self.op_b, *types, *orders)
+
+
+def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -> Problem:
+    """Read a product from its descriptors."""
+    dtype = real.get_matmul_desc_attribute_dtype
+
+    def get(name: str, default: int) -> int:
+        return operation.get(_DESC[name], dtype(_DESC[name]), default)
+
+    _only_modelled(get)
+    a, b, c, d = (_matrix(x, name) for x, name in zip(layouts, "ABCD", strict=True))
+    bias_type = get("BIAS_DATA_TYPE", -1)
+    if bias_type < 0:
+        bias_type = tables.R_16BF if a.type in tables.FLOAT8 and d.type == tables.R_32F else d.type
+    return Problem(
+        compute=get("COMPUTE_TYPE", 0),
+        scale=get("SCALE_TYPE", 0),
+        op_a=get("TRANSA", 0),
+        op_b=get("TRANSB", 0),
+        epilogue=get("EPILOGUE", 1),
+        bias_pointer=get("BIAS_POINTER", 0),
+        bias_type=bias_type,
+        bias_batch_stride=get("BIAS_BATCH_STRIDE", 0),
+        a_scale=get("A_SCALE_POINTER", 0),
+        b_scale=get("B_SCALE_POINTER", 0),
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+    )
+
+
+#: Attributes that change the result in ways that nothing here models.
+_UNMODELLED = (
+    "POINTER_MODE", "TRANSC", "FILL_MODE", "EPILOGUE_AUX_POINTER", "C_SCALE_POINTER", "D_SCALE_POINTER",
+    "AMAX_D_POINTER", "A_SCALE_MODE", "B_SCALE_MODE", "ALPHA_VECTOR_BATCH_STRIDE",
+)  # fmt: skip
+
+
+def _only_modelled(get: Any) -> None:
+    for name in _UNMODELLED:
+        if get(name, 0):
+            raise NotImplementedError(f"the software cuBLASLt does not model {name}")
+
+
+def _matrix(layout: Object, name: str) -> Matrix:
+    def get(attribute: str, default: int) -> int:
+        member = _LAYOUT[attribute]
+        return layout.get(member, real.get_matrix_layout_attribute_dtype(member), default)
+
+    if get("PLANE_OFFSET", 0) or get("BATCH_MODE", 0):
+        raise NotImplementedError("planes and arrays of pointers are not modelled")
+    return Matrix(
+        name,
+        get("TYPE", 0),
+        get("ROWS", 0),
+        get("COLS", 0),
+        get("LD", 0),
+        get("ORDER", 0),
+        get("BATCH_COUNT", 1),
+        get("STRIDED_BATCH_OFFSET", 0),
+    )
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def validate(x: Problem, capability: tuple[int, int]) -> None:
+    """Refuse what cuBLASLt does not compute on a device.
+
+    Raises
+    ------
+    LtRefusal
+    """
+    for matrix in (x.a, x.b, x.c, x.d):
+        _validate_layout(matrix)
+    row = tables.row(x.compute, x.scale, x.a.type, x.b.type, x.c.type, x.d.type)
+    if row is None:
+        raise LtRefusal(NOT_SUPPORTED, f"no such combination of types: {x.signature}")
+    _validate_extents(x)
+    _validate_epilogue(x, row)
+    if (x.a_scale or x.b_scale) and not x.is_float8:
+        raise LtRefusal(INVALID_VALUE, "A and B have scales only for FP8")
+    if x.a.type == tables.R_8I:
+        _validate_int8(x)
+    if x.is_float8:
+        _validate_float8(x, capability)
+
+
+def _validate_layout(x: Matrix) -> None:
+    if x.order not in (real.Order.COL, real.Order.ROW):
+        raise LtRefusal(NOT_SUPPORTED, f"{x.name}: order {x.order}")
+    if x.type not in tables.DTYPES:
+        raise LtRefusal(NOT_SUPPORTED, f"{x.name}: type {x.type}")
+    if not x.rows or not x.cols or x.batch_count < 1:
+        raise LtRefusal(INVALID_VALUE, f"{x.name}: nothing in {x.shape}")
+    if x.ld < (x.rows if x.order == real.Order.COL else x.cols):
+        raise LtRefusal(INVALID_VALUE, f"{x.name}: leading dimension {x.ld} for {x.shape}")
+
+
+def _validate_extents(x: Problem) -> None:
+    if not {x.op_a, x.op_b} <= {0, 1, 2}:
+        raise LtRefusal(INVALID_VALUE, f"operations {x.op_a}, {x.op_b}")
+    rows, inner = (x.a.cols, x.a.rows) if x.op_a else (x.a.rows, x.a.cols)
+    other, cols = (x.b.cols, x.b.rows) if x.op_b else (x.b.rows, x.b.cols)
+    if (rows, cols) != (x.m, x.n) or inner != other or (x.c.rows, x.c.cols) != (x.m, x.n):
+        shapes = [y.shape for y in (x.a, x.b, x.c, x.d)]
+        raise LtRefusal(INVALID_VALUE, f"extents do not fit: {shapes}, {x.op_a}, {x.op_b}")
+    if len({y.batch_count for y in (x.a, x.b, x.c, x.d)}) != 1:
+        raise LtRefusal(INVALID_VALUE, "batch counts differ")
+    if x.d.batch_count > 1:
+        # One matrix after another, or side by side within the leading dimension.
+        (_, end), step = _alone(x.d).span(), abs(x.d.batch_stride)
+        interleaved = 0 < step * x.d.batch_count <= _gap(x.d)
+        if step * x.d.dtype.itemsize < end and not interleaved:
+            raise LtRefusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
+
+
+def _alone(x: Matrix) -> Matrix:
+    """Return one matrix of a batch."""
+    return Matrix(x.name, x.type, x.rows, x.cols, x.ld, x.order, 1, 0)
+
+
+def _gap(x: Matrix) -> int:
+    """Return the leading dimension if matrices of one batch may lie side by side within it, else 0."""
+    contiguous = x.rows if x.order == real.Order.COL else x.cols
+    return x.ld if abs(x.batch_stride) >= contiguous else 0
+
+
+def _validate_epilogue(x: Problem, row: tables.Row) -> None:
+    if x.epilogue == 1:
+        return
+    if x.epilogue not in _EPILOGUES:
+        raise NotImplementedError(f"epilogue {x.epilogue} is not modelled")
+    if row.bias == tables.NO_EPILOGUE:
+        raise LtRefusal(NOT_SUPPORTED, f"epilogue {x.epilogue} for these types")
+    if x.d.order != real.Order.COL:
+        raise LtRefusal(NOT_SUPPORTED, "an epilogue with a row-major D")
+    if x.has_bias:
+        if x.bias_type != row.bias:
+            raise LtRefusal(NOT_SUPPORTED, f"bias of type {x.bias_type}, not {row.bias}")
+        if not x.bias_pointer:
+            raise LtRefusal(INVALID_VALUE, "an epilogue with bias, and no pointer to it")
+
+
+def _validate_int8(x: Problem) -> None:
+    # The requirements of the IMMA kernels in regular data ordering.
+    if (x.op_a, x.op_b) != (1, 0) or {x.a.order, x.b.order, x.d.order} != {0}:
+        raise LtRefusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
+    if any(y.ld % 4 for y in (x.a, x.b, x.c, x.d)) or x.m % 4 or x.k % 4:
+        raise LtRefusal(
+            NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4"
+        )
+
+
+def _validate_float8(x: Problem, capability: tuple[int, int]) -> None:
+    if not tables.has_float8(capability):
+        raise LtRefusal(NOT_SUPPORTED, f"no FP8 on compute capability {capability}")
+    if tables.float8_wants_tn(capability) and (x.op_a, x.op_b) != (1, 0):
+        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels are TN in column-major terms")
+    if {x.a.order, x.b.order, x.c.order, x.d.order} != {0}:
+        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels are column-major")
+    if any(y.alignment() < 16 for y in (x.a, x.b, x.c, x.d)):
+        raise LtRefusal(
+            NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes"
+        )
+    sizes = (x.k, x.k, x.m * x.c.dtype.itemsize, x.m * x.d.dtype.itemsize)
+    if any(size % 16 for size in sizes):
+        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels want k and the rows of D in steps of 16 bytes")

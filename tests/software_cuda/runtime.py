@@ -1,0 +1,290 @@
+"""A software CUDA runtime: the functions of ``cuda.bindings.runtime`` that lowprec calls, on host memory.
+
+Source: the CUDA Runtime API reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from cuda.bindings import runtime as real
+
+from software_cuda.machine import (
+    GLOBAL,
+    DeviceModel,
+    Graph,
+    Machine,
+    Refusal,
+    Status,
+    api,
+)
+from software_cuda.streams import Event, Op, Stream, nothing
+
+__all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
+
+
+class Runtime(Machine):
+    """Stands for ``cuda.bindings.runtime``."""
+
+    # -- devices ----------------------------------------------------------------------------------
+
+    @api(1, always=True)
+    def cudaGetDeviceCount(self) -> int:
+        return len(self.devices)
+
+    @api(1, always=True)
+    def cudaGetDevice(self) -> int:
+        return self.device
+
+    @api(always=True)
+    def cudaSetDevice(self, device: int) -> None:
+        self.model(device)
+        self.thread.device = device
+
+    @api(1)
+    def cudaGetDeviceProperties(self, device: int) -> Any:
+        model, found = self.model(device), real.cudaDeviceProp()
+        found.name = model.name.encode().ljust(256, b"\0")
+        found.major, found.minor = model.capability
+        found.totalGlobalMem = model.memory_bytes
+        found.multiProcessorCount = model.multiprocessors
+        return found
+
+    @api(1)
+    def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> int:
+        model, names = self.model(device), real.cudaDeviceAttr
+        return {
+            names.cudaDevAttrClockRate: model.clock_khz,
+            names.cudaDevAttrMultiProcessorCount: model.multiprocessors,
+            names.cudaDevAttrComputeCapabilityMajor: model.capability[0],
+            names.cudaDevAttrComputeCapabilityMinor: model.capability[1],
+        }[attribute]
+
+    @api(1, always=True)
+    def cudaDriverGetVersion(self) -> int:
+        return 13000
+
+    @api(1, always=True)
+    def cudaRuntimeGetVersion(self) -> int:
+        return 13000
+
+    @api()
+    def cudaDeviceSynchronize(self) -> None:
+        device = self.device
+        for capture in self.captures:
+            if any(x.device == device for x in capture.tails):
+                capture.is_invalid = True
+                raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
+        self.wait([op for x in self.scheduler.streams if x.device == device for op in x.queue])
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    @api(1, unsafe=True)
+    def cudaMalloc(self, nbytes: int) -> int:
+        if not nbytes:
+            return 0
+        address = self.memory.allocate(self.device, int(nbytes))
+        if not address:
+            raise Refusal(Status.cudaErrorMemoryAllocation)
+        return address
+
+    @api(unsafe=True)
+    def cudaFree(self, address: int) -> None:
+        if not address:
+            return
+        self.wait([op for x in self.scheduler.streams for op in x.queue])
+        if not self.memory.free(int(address)):
+            self.recorder.faults.append(f"cudaFree of {int(address):#x}, which is not allocated")
+            raise Refusal(Status.cudaErrorInvalidValue)
+
+    def cudaMemGetInfo(self) -> tuple[Any, ...]:
+        status, free = self._free_bytes()
+        return status, free, self.devices[self.device].memory_bytes
+
+    @api(1)
+    def _free_bytes(self) -> int:
+        return self.memory.limits[self.device] - self.memory.used[self.device]
+
+    @api()
+    def cudaMemcpyAsync(
+        self, target: int, source: int, nbytes: int, kind: Any, stream: Any
+    ) -> None:
+        found = self.stream(stream)
+        to_host = self.memory.find(int(target)) is None
+        from_host = self.memory.find(int(source)) is None
+        allowed = {(0, 0): (3, 4), (0, 1): (1, 4), (1, 0): (2, 4), (1, 1): (0, 4)}
+        if int(kind) not in allowed[to_host, from_host]:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        # Pageable memory of the host is read before the call returns, and is written by then.
+        early = host_bytes(int(source), nbytes).copy() if from_host else None
+
+        def copy() -> None:
+            data = early
+            if data is None:
+                data = self.memory.at(int(source), nbytes, None, "copy from")
+            if to_host:
+                host_bytes(int(target), nbytes)[:] = data
+            else:
+                self.memory.at(int(target), nbytes, None, "copy to")[:] = data
+
+        op = self.enqueue(found, "cudaMemcpyAsync", copy, 0.002 + nbytes / 2e9)
+        if to_host and op.capture is None:
+            self.wait([op])
+
+    @api()
+    def cudaMemsetAsync(self, address: int, value: int, nbytes: int, stream: Any) -> None:
+        found = self.stream(stream)
+
+        def fill() -> None:
+            self.memory.at(int(address), nbytes, found.device, "cudaMemsetAsync")[:] = value & 0xFF
+
+        self.enqueue(found, "cudaMemsetAsync", fill, 0.002)
+
+    # -- streams ----------------------------------------------------------------------------------
+
+    @api(1)
+    def cudaStreamCreateWithFlags(self, flags: int) -> Any:
+        if flags not in (0, int(real.cudaStreamNonBlocking)):
+            raise Refusal(Status.cudaErrorInvalidValue)
+        handle = next(self.handles)
+        found = Stream(handle, self.device, blocking=not flags)
+        self.streams[handle] = found
+        self.scheduler.streams.append(found)
+        return real.cudaStream_t(handle)
+
+    @api()
+    def cudaStreamDestroy(self, stream: Any) -> None:
+        if int(stream) in (0, 1, 2):
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        found = self.stream(stream)
+        if found.capture is not None:
+            found.capture.is_invalid = True
+        # What is queued still runs.
+        del self.streams[found.handle]
+
+    @api()
+    def cudaStreamSynchronize(self, stream: Any) -> None:
+        found = self.stream(stream)
+        if found.capture is not None:
+            found.capture.is_invalid = True
+            raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
+        self.check_unsafe("cudaStreamSynchronize")
+        if found.is_legacy:
+            self.check_capture(found)
+            others = [x for x in self.scheduler.streams if x.device == found.device and x.blocking]
+            self.wait([x.tail for x in (found, *others) if x.tail is not None])
+        elif found.tail is not None:
+            self.wait([found.tail])
+
+    @api(1)
+    def cudaStreamIsCapturing(self, stream: Any) -> Any:
+        found, names = self.stream(stream), real.cudaStreamCaptureStatus
+        if found.is_legacy:
+            self.check_capture(found)
+        if found.capture is None:
+            return names.cudaStreamCaptureStatusNone
+        if found.capture.is_invalid:
+            return names.cudaStreamCaptureStatusInvalidated
+        return names.cudaStreamCaptureStatusActive
+
+    @api(1)
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before = getattr(self.thread, "mode", GLOBAL)
+        self.thread.mode = int(mode)
+        return real.cudaStreamCaptureMode(before)
+
+    @api()
+    def cudaStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
+        found, mark = self.stream(stream), self.event(event).op
+        self.check_capture(found)
+        if mark is None:
+            return
+        capture = found.capture
+        if mark.capture is None:
+            if capture is not None:
+                capture.is_invalid = True
+                raise Refusal(Status.cudaErrorStreamCaptureIsolation)
+            self.enqueue(found, "wait", nothing, after=[mark])
+            return
+        if mark.capture not in self.captures:
+            raise Refusal(Status.cudaErrorCapturedEvent)
+        if capture is None:
+            found.capture = mark.capture
+            mark.capture.tails[found] = None
+        elif capture is not mark.capture:
+            raise Refusal(Status.cudaErrorStreamCaptureMerge)
+        self.enqueue(found, "wait", nothing, after=[mark])
+
+    # -- events -----------------------------------------------------------------------------------
+
+    @api(1)
+    def cudaEventCreateWithFlags(self, flags: int) -> Any:
+        if flags & ~7:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        handle = next(self.handles)
+        timing = not flags & int(real.cudaEventDisableTiming)
+        self.events[handle] = Event(handle, self.device, timing=timing)
+        return real.cudaEvent_t(handle)
+
+    @api()
+    def cudaEventDestroy(self, event: Any) -> None:
+        del self.events[self.event(event).handle]
+
+    @api()
+    def cudaEventRecord(self, event: Any, stream: Any) -> None:
+        found, target = self.stream(stream), self.event(event)
+        if target.device != found.device:
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        target.op = self.enqueue(found, "record", nothing, 0.0001)
+
+    @api()
+    def cudaEventQuery(self, event: Any) -> None:
+        mark = self._mark(event, "cudaEventQuery")
+        if mark is None or mark.done:
+            return
+        # Time goes by while somebody asks again and again.
+        self.scheduler.advance(mark)
+        raise Refusal(Status.cudaErrorNotReady)
+
+    @api()
+    def cudaEventSynchronize(self, event: Any) -> None:
+        mark = self._mark(event, "cudaEventSynchronize")
+        if mark is not None:
+            self.wait([mark])
+
+    def _mark(self, event: Any, name: str) -> Op | None:
+        mark = self.event(event).op
+        if mark is not None and mark.capture is not None:
+            mark.capture.is_invalid = True
+            raise Refusal(Status.cudaErrorCapturedEvent)
+        self.check_unsafe(name)
+        return mark
+
+    @api(1)
+    def cudaEventElapsedTime(self, start: Any, end: Any) -> float:
+        first, last = self.event(start), self.event(end)
+        marks = (first.op, last.op)
+        if not (first.timing and last.timing) or any(x is None or x.capture for x in marks):
+            raise Refusal(Status.cudaErrorInvalidResourceHandle)
+        if not all(x is not None and x.done for x in marks):
+            raise Refusal(Status.cudaErrorNotReady)
+        return float(np.float32(last.op.finish_ms - first.op.finish_ms))  # type: ignore[union-attr]
+
+    # -- errors -----------------------------------------------------------------------------------
+
+    @api(1, always=True)
+    def cudaGetErrorString(self, status: Any) -> bytes:
+        return real.cudaGetErrorString(status)[1]
+
+    def cudaGetLastError(self) -> tuple[Any]:
+        self.recorder.called(self.part, "cudaGetLastError")
+        error = self.sticky.get(self.device, self.last_error)
+        self.last_error = Status.cudaSuccess
+        return (error,)
+
+
+def host_bytes(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return bytes of the host as an array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -1,0 +1,71 @@
+"""The contract of ``amx.gemm`` in NumPy, so that what leads to the tile kernels runs on machines without tile units."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+import oracles
+from lowprec.arrays.view import memory_at
+from lowprec.backends.cpu.amx import Operand
+
+#: Operands in two parts: the kernel declines what is not finite.
+_TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}
+
+
+def _array(operand: Operand, rows: int, cols: int) -> np.ndarray:
+    """Return the matrix that an operand names, on its own memory."""
+    dtype = np.dtype(getattr(ml_dtypes, operand.dtype, operand.dtype))
+    steps = [s * dtype.itemsize for s in (operand.row_stride, operand.col_stride)]
+    below = sum(min(0, s) * (n - 1) for s, n in zip(steps, (rows, cols), strict=True))
+    return np.ndarray((rows, cols), dtype, memory_at(operand.address + below, None), -below, steps)
+
+
+def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
+    """Return an operand as it is multiplied, None where the kernel declines it."""
+    kind = (x.dtype.name, rounding if x.dtype == np.float32 else "exact")
+    assert kind != ("float32", "exact"), "float32 is always rounded"
+    if x.dtype != np.int8:
+        with np.errstate(invalid="ignore"):
+            x = oracles.round_to(x, rounding).astype(np.float32)
+    return None if kind in _TWO_PARTS and not np.isfinite(x).all() else x
+
+
+def gemm(
+    m: int,
+    n: int,
+    k: int,
+    a: Operand,
+    b: Operand,
+    out: Operand,
+    *,
+    rounding: str,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Operand | None = None,
+    bias: tuple[int, str, int] | None = None,
+    activation: str | None = None,
+) -> bool:
+    """Compute what :func:`lowprec.backends.cpu.amx.gemm` computes."""
+    x, y = _packed(_array(a, m, k), rounding), _packed(_array(b, k, n), rounding)
+    target = _array(out, m, n)
+    if x is None or y is None:
+        return False
+    if target.dtype == np.int32:
+        assert (alpha, beta, bias, activation) == (1, 0, None, None)
+        target[...] = x.astype(np.int32) @ y.astype(np.int32)
+        return True
+    with np.errstate(all="ignore"):
+        value = np.float32(alpha) * (x @ y)
+        if beta:
+            assert c is not None
+            value += np.float32(beta) * _array(c, m, n).astype(np.float32)
+        if bias is not None:
+            address, dtype, stride = bias
+            value += _array(Operand(address, dtype, 0, stride), 1, n).astype(np.float32)
+        if activation == "relu":
+            value = np.where(value < 0, np.float32(0), value)
+        elif activation == "gelu":
+            value = oracles.gelu(value.astype(np.float64))
+        target[...] = value.astype(np.float32)
+    return True

@@ -1,0 +1,99 @@
+"""A file appears whole or not at all, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+import pytest
+
+from lowprec import atomic
+
+
+def _half(file: BinaryIO) -> None:
+    file.write(b"ha")
+    file.write(b"lf")
+
+
+class _Raises:
+    """Raises an exception of a signal handler at the n-th line of what writes files."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in (atomic.__file__, __file__):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt("now")
+        return self
+
+
+def _interrupted(at: int, action: Callable[[], None]) -> bool:
+    before = sys.gettrace()
+    sys.settrace(_Raises(at))
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+# Between the end of a block and its `__exit__`, where a handler may raise, only the collector closes the file.
+@pytest.mark.filterwarnings("ignore:.*unclosed file", "ignore:Exception ignored in:")
+def test_an_exception_at_any_line_leaves_one_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    contents = []
+    for at in range(1, 100):
+        target.write_bytes(b"old")
+        if not _interrupted(at, lambda: atomic.write_file(target, _half)):
+            break
+        assert [p.name for p in tmp_path.iterdir()] == ["out"]
+        contents.append(target.read_bytes())
+    # The old file until the new one is complete, and the new one from then on.
+    assert contents == sorted(contents, reverse=True)
+    assert set(contents) == {b"old", b"half"}
+    assert len(contents) > 10
+
+
+def test_a_failure_is_the_caller_s(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        atomic.write_file(tmp_path / "missing" / "out", _half)
+
+    def full(file: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        atomic.write_file(tmp_path / "out", full)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_name_has_room_for_the_temporary_one(tmp_path: Path) -> None:
+    # 255 bytes in file systems, 3 to a sign here.
+    path = tmp_path / ("\u2200" * 85)
+    atomic.write_file(path, _half)
+    assert path.read_bytes() == b"half"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
+def test_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        (tmp_path / "old").touch(mode=0o604)
+        (tmp_path / "old").chmod(0o604)
+        for name, mode in (("old", None), ("new", None), ("own", 0o600)):
+            atomic.write_file(tmp_path / name, _half, mode=mode)
+    finally:
+        os.umask(before)
+    found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
+    assert found == {"old": 0o604, "new": 0o640, "own": 0o600}

@@ -1,0 +1,173 @@
+"""``lowprec.check``: the table of modes as an object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.checking import Verdict
+from lowprec.modes import available_modes
+from lowprec.tables import Table, html, plain_text
+
+
+@pytest.fixture
+def a(rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((24, 24), dtype=np.float32)
+
+
+class _Cells(HTMLParser):
+    """The cells of a table, and that everything that was opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert tag in {"table", "caption", "thead", "tbody", "tr", "th", "td", "div"}
+        # Colours are the notebook's, so that a dark one is readable.
+        assert all("color" not in (value or "") for _, value in attrs)
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+def test_every_mode_has_a_row(a: np.ndarray) -> None:
+    found = lowprec.check(a, a, rounds=1)
+    assert [row.name for row in found.rows] == [str(m) for m in available_modes()]
+    for row in found.rows:
+        plan = lowprec.plan(a, a, math_mode=row.name)
+        assert row.plan == plan
+        error = np.linalg.norm(
+            lowprec.matmul(a, a, math_mode=row.name) - a.astype(np.float64) @ a.astype(np.float64)
+        )
+        scale = np.linalg.norm(a.astype(np.float64)) ** 2
+        assert row.errors.normalised == pytest.approx(error / scale)
+        assert plan.bound.relative <= row.errors.bound
+        assert row.errors.verdict is Verdict.WITHIN
+        assert len(row.timing.samples) == 1
+    assert found.rows[0].speedup == 1
+    assert found.within
+
+
+def test_it_is_frozen_and_plain_values(a: np.ndarray) -> None:
+    found = lowprec.check(a, a, modes=["bf16"], rounds=1)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="rows"):
+        found.rows = ()
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["a"] == {"dtype": "float32", "shape": [24, 24]}
+    assert [row["mode"] for row in values["rows"]] == ["fp32", "bf16"]
+    assert values["rows"][1]["verdict"] == "within"
+
+
+def test_it_prints(a: np.ndarray) -> None:
+    title, heading, fp32, bf16, *_ = str(lowprec.check(a, a, modes="bf16", rounds=1)).splitlines()
+    assert title == "check: float32 24x24 @ float32 24x24"
+    assert heading.split()[:3] == ["mode", "kernel", "time"]
+    assert (fp32.split()[0], bf16.split()[0]) == ("fp32", "bf16")
+
+
+def test_notebooks_show_the_same(a: np.ndarray) -> None:
+    found = lowprec.check(a, a, modes=["tf32"], rounds=1)
+    heading, *rows = _Cells(found._repr_html_()).rows
+    assert heading == found.table.headings
+    assert rows == [list(row) for row in found.table.rows]
+    plan = lowprec.plan(a, a, math_mode="tf32")
+    cells = dict(_Cells(plan._repr_html_()).rows)
+    assert cells["mode"] == "tf32, from math_mode= argument"
+    # A row that is printed in lines is one in a notebook.
+    assert "  ".join(cells["provided"].split()) in "  ".join(str(plan).split())
+
+
+def test_markup_is_escaped() -> None:
+    text = html(Table("<i>", ["<b>"], [["</td><script>&"]]), ["<img>"])
+    assert _Cells(text).rows == [["<b>"], ["</td><script>&"]]
+
+
+def test_overflow_and_its_remark(a: np.ndarray) -> None:
+    wide = a * np.float32(1e6)
+    found = lowprec.check(wide, wide, modes=["fp16"], rounds=1)
+    row = found.rows[1]
+    assert row.errors.verdict is Verdict.OVERFLOW
+    assert found.within
+    assert row.to_dict()["error"] is None
+    for text in row.plan.fallbacks:
+        assert f"fp16: {text}" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8])
+def test_elements_on_which_no_mode_acts(a: np.ndarray, dtype: Any) -> None:
+    found = lowprec.check(a.astype(dtype), a.astype(dtype), rounds=1)
+    assert [row.name for row in found.rows] == ["float32 copies", np.dtype(dtype).name]
+    assert "has no effect" in str(found)
+
+
+def test_vectors_batches_and_views(a: np.ndarray) -> None:
+    assert lowprec.check(a[0], a[:, 1], modes=["bf16"], rounds=1).within
+    assert lowprec.check(np.broadcast_to(a, (3, 24, 24)), a.T, modes=["bf16"], rounds=1).within
+    assert lowprec.check(a[:0], a, modes=["bf16"], rounds=1).within
+
+
+def test_arrays_of_other_libraries(a: np.ndarray) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.from_numpy(a).to(torch.bfloat16)
+    assert lowprec.check(x, x.T, rounds=1).b.shape == (24, 24)
+    with pytest.raises(lowprec.ArrayError, match="requires grad"):
+        lowprec.check(torch.ones(2, 2, requires_grad=True), x)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"rounds": 0}, lowprec.UnsupportedError, "rounds must be at least 1, got 0"),
+        ({"rounds": True}, lowprec.UnsupportedError, "rounds"),
+        ({"rounds": 1.5}, TypeError, "integer"),
+        ({"budget": -1}, lowprec.UnsupportedError, "budget must be a number of seconds"),
+        ({"budget": float("nan")}, lowprec.UnsupportedError, "budget"),
+        ({"modes": ["nonsense"]}, lowprec.ModeError, "'nonsense' is not a math mode"),
+        ({"modes": "ft32"}, lowprec.ModeError, "'ft32' is not a math mode"),
+    ],
+)
+def test_bad_arguments(a: np.ndarray, how: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        lowprec.check(a, a, **how)
+
+
+def test_what_cannot_be_compared(a: np.ndarray) -> None:
+    with pytest.raises(lowprec.DTypeError, match="no mode acts on float64"):
+        lowprec.check(a.astype(np.float64), a)
+    with pytest.raises(lowprec.DTypeError, match="rounded to complex64"):
+        lowprec.check(a, a.astype(np.complex128))
+    with pytest.raises(lowprec.ArrayError, match="expected an array"):
+        lowprec.check([[1.0]], a)
+    with pytest.raises(lowprec.ShapeError, match=r"\(24, 24\)"):
+        lowprec.check(a, a[:3])
+
+
+def test_the_last_column_is_broken_into_lines() -> None:
+    table = Table("T", ("", ""), [("name", "one two three"), ("b", "")])
+    assert plain_text(table, wrap=16) == "T\n  name  one two\n        three\n  b"
+
+
+def test_no_column_goes_that_fits() -> None:
+    table = Table("", ["a", "b"], [["1", "23"]], optional=["b"])
+    assert table.fitted(7) is table
+    assert table.fitted(6).columns == ["a"]
+    assert table.fitted(6).rows == [["1"]]

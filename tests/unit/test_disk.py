@@ -1,0 +1,177 @@
+"""The cache on disk: what is not the user's own alone is left alone, and none of it stops a product."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowprec.backends.cuda import disk
+from lowprec.errors import LowprecWarning
+
+posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the cache, which does not exist yet."""
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
+    disk._warn_once.cache_clear()
+    yield tmp_path / "cache"
+    disk._warn_once.cache_clear()
+
+
+@pytest.fixture
+def kept(cache: Path) -> Path:
+    """The file that ``kernels/x`` is kept in."""
+    disk.write_bytes("kernels/x", b"good")
+    return cache / "kernels" / "x"
+
+
+def _somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is there belong to another user: this process is not the one who made it, nor is root."""
+    monkeypatch.setattr(disk, "_trusted_users", lambda: (4321,))
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None:
+    kept.chmod(mode)
+    with pytest.warns(LowprecWarning, match=r"does not use .*x: others than you can write to it"):
+        assert disk.read_bytes("kernels/x") is None
+    # What is made anew takes its place, in a folder that is the user's alone.
+    disk.write_bytes("kernels/x", b"new")
+    assert disk.read_bytes("kernels/x") == b"new"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+@posix
+@pytest.mark.parametrize("name", ["cache", "cache/kernels"])
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_can_write_is_not_used(
+    kept: Path, tmp_path: Path, name: str, mode: int
+) -> None:
+    (tmp_path / name).chmod(mode)
+    with pytest.warns(LowprecWarning, match=rf"{name}: others than you can write to it"):
+        assert disk.read_bytes("kernels/x") is None
+    # Once: a second warning would be an error here.
+    disk.write_bytes("kernels/x", b"new")
+    assert disk.read_bytes("kernels/x") is None
+    assert kept.read_bytes() == b"good"
+
+
+@posix
+def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache: Path) -> None:
+    # As /tmp is: nobody can take away or replace what is another's.
+    cache.chmod(0o1777)
+    (cache / "kernels").chmod(0o1777)
+    assert disk.read_bytes("kernels/x") == b"good"
+    kept.chmod(0o666)
+    with pytest.warns(LowprecWarning, match="others than you can write to it"):
+        assert disk.read_bytes("kernels/x") is None
+
+
+@posix
+def test_another_user_s_file_is_not_read(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _somebody_else(monkeypatch)
+    with pytest.warns(LowprecWarning, match="it belongs to another user"):
+        assert disk.read_bytes("kernels/x") is None
+
+
+@posix
+def test_another_user_s_folder_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(mode=0o755)
+    _somebody_else(monkeypatch)
+    with pytest.warns(LowprecWarning, match="cache: it belongs to another user"):
+        disk.write_bytes("kernels/x", b"new")
+    disk.write_json("x.json", {})
+    assert disk.read_json("x.json") == {}
+    assert list(cache.iterdir()) == []
+
+
+@posix
+def test_a_link_in_the_place_of_a_file_is_not_followed(kept: Path, tmp_path: Path) -> None:
+    kept.rename(tmp_path / "elsewhere")
+    kept.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(LowprecWarning, match="it is a symbolic link"):
+        assert disk.read_bytes("kernels/x") is None
+
+
+@posix
+def test_a_link_to_a_folder_is_judged_by_the_folder(
+    kept: Path, cache: Path, tmp_path: Path
+) -> None:
+    cache.rename(tmp_path / "scratch")
+    cache.symlink_to(tmp_path / "scratch")
+    assert disk.read_bytes("kernels/x") == b"good"
+    (tmp_path / "scratch").chmod(0o777)
+    with pytest.warns(LowprecWarning, match="others than you can write"):
+        assert disk.read_bytes("kernels/x") is None
+
+
+@posix
+def test_what_is_no_file_is_not_waited_for(kept: Path) -> None:
+    kept.unlink()
+    os.mkfifo(kept, 0o600)
+    with pytest.warns(LowprecWarning, match="it is not a regular file"):
+        assert disk.read_bytes("kernels/x") is None
+
+
+@posix
+def test_what_is_made_is_the_user_s_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "deep"))
+    before = os.umask(0)
+    try:
+        disk.write_bytes("kernels/x", b"good")
+    finally:
+        os.umask(before)
+    assert disk.read_bytes("kernels/x") == b"good"
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in (cache, *cache.rglob("*"))}
+    assert modes == {0o700, 0o600}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000])
+def test_json_that_python_cannot_read_is_damaged(text: str, cache: Path) -> None:
+    disk.write_bytes("x.json", text.encode())
+    with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
+        assert disk.read_json("x.json") == {}
+
+
+def _no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
+
+
+def _no_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [(_no_user, "LOWPREC_CACHE_DIR"), (_no_platformdirs, "pip install platformdirs")],
+)
+def test_without_a_folder_there_is_one_warning_and_no_cache(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    absent: Callable[[pytest.MonkeyPatch], None],
+    words: str,
+) -> None:
+    absent(monkeypatch)
+    with pytest.warns(LowprecWarning, match=words):
+        assert disk.read_bytes("kernels/x") is None
+    disk.write_bytes("kernels/x", b"new")
+    assert disk.read_json("x.json") == {}
+    disk.write_json("x.json", {})
+    disk.set_aside("x.json", "it is damaged")
+
+
+def test_an_absent_file_is_no_reason_to_warn(cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert disk.read_bytes("kernels/x") is None
+        assert disk.read_json("x.json") == {}

@@ -1,0 +1,192 @@
+"""Numbers and names that no product can take: each is refused in the package's own words, however it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends.cpu import threads
+from lowprec.errors import quoted
+from lowprec.policy import environment
+
+X = np.ones((3, 3), np.float32)
+CALLS = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan, lowprec.autotune])
+TWO = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan])
+Call = Callable[..., Any]
+
+
+class Unshowable:
+    """Something of a caller's that has no text."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+HUGE = {
+    "an integer": 10**400,
+    "an integer too long to be written": 10**5000,
+    "a fraction": Fraction(10**400, 3),
+    "negative": -(10**400),
+    "a long double": np.longdouble(2.0) ** 2000,
+}
+huge = pytest.mark.parametrize("kind", HUGE)
+
+
+@CALLS
+@huge
+@pytest.mark.parametrize("name", ["alpha", "beta", "scale_a", "scale_b"])
+def test_a_factor_beyond_float64(call: Call, kind: str, name: str) -> None:
+    if kind == "a long double" and np.finfo(np.longdouble).maxexp <= 2000:
+        pytest.skip("long double is double here")
+    given = {name: HUGE[kind], **({"c": X} if name == "beta" else {})}
+    with pytest.raises(lowprec.UnsupportedError, match=f"{name} is .*, which is beyond float64"):
+        call(X, X, **given)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_complex_factor_beyond_float64(name: str) -> None:
+    x = X.astype(np.complex64)
+    with pytest.raises(lowprec.UnsupportedError, match=f"{name} is .*beyond float64"):
+        lowprec.matmul(x, x, c=x, **{name: np.clongdouble(1j) * np.longdouble(2.0) ** 2000})
+
+
+@CALLS
+@pytest.mark.parametrize(
+    "value", ["1", [1.0], X, Decimal(2), Unshowable()], ids=lambda v: type(v).__name__
+)
+def test_a_factor_that_is_no_number(call: Call, value: Any) -> None:
+    with pytest.raises(
+        lowprec.DTypeError, match=f"alpha must be a number, got {type(value).__name__}"
+    ):
+        call(X, X, alpha=value)
+
+
+@pytest.mark.parametrize(
+    "value", [2, True, Fraction(1, 2), np.float32(0.5), np.longdouble(3), np.int8(-4)], ids=repr
+)
+def test_any_number_is_a_factor(value: Any) -> None:
+    np.testing.assert_array_equal(lowprec.matmul(X, X, alpha=value), 3 * float(value) * X)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, np.float32("inf")])
+def test_infinities_and_nan_are_factors(value: Any) -> None:
+    np.testing.assert_array_equal(lowprec.matmul(X, X, alpha=value), np.float32(value) * X)
+
+
+@TWO
+@pytest.mark.parametrize(
+    "rtol", [*HUGE.values(), Fraction(1, 10**400), math.nan, 0, -1.0, True, "1", Unshowable()], ids=quoted
+)  # fmt: skip
+def test_an_rtol_that_is_no_tolerance(call: Call, rtol: Any) -> None:
+    with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number, got"):
+        call(X, X, rtol=rtol)
+
+
+@CALLS
+@pytest.mark.parametrize("value", [10**5000, Unshowable(), "x" * 10_000, ["relu"]], ids=quoted)
+def test_names_that_are_none(call: Call, value: Any) -> None:
+    for name, error in (
+        ("activation", lowprec.UnsupportedError),
+        ("math_mode", lowprec.ModeError),
+        ("out_dtype", lowprec.DTypeError),
+    ):
+        with pytest.raises(error, match=r"is not|must be a name") as caught:
+            call(X, X, **{name: value})
+        assert len(str(caught.value)) < 400
+
+
+@TWO
+def test_a_tolerance_beside_a_name_that_is_none(call: Call) -> None:
+    with pytest.raises(lowprec.ModeError, match="<int> is not a math mode"):
+        call(X, X, rtol=0.1, math_mode=10**5000)
+
+
+@CALLS
+@pytest.mark.parametrize(
+    "operands", [(None, None), (X, None), (None, X), (5, X), (X, "x"), (X, X.tolist())]
+)
+def test_operands_that_are_no_arrays(call: Call, operands: tuple[Any, Any]) -> None:
+    with pytest.raises(lowprec.ArrayError, match="expected an array"):
+        call(*operands)
+
+
+STRANGE = [
+    np.dtypes.StringDType(),
+    "O",
+    "U3",
+    "S3",
+    "M8[s]",
+    "m8[s]",
+    "V4",
+    "?",
+    "i8",
+    "u1",
+    "g",
+    "G",
+    [("a", "f4")],
+]
+
+
+@CALLS
+@pytest.mark.parametrize("dtype", STRANGE, ids=str)
+def test_element_types_that_are_none(call: Call, dtype: Any) -> None:
+    strange = np.zeros((3, 3), dtype)
+    for arguments in ({"a": strange}, {"b": strange}, {"out": strange}, {"bias": strange[0]}):
+        given: dict[str, Any] = {"a": X, "b": X, **arguments}
+        with pytest.raises(lowprec.DTypeError, match="supported"):
+            call(given.pop("a"), given.pop("b"), **given)
+    with pytest.raises(lowprec.DTypeError, match="is not supported"):
+        lowprec.plan(lowprec.ShapeDtype((3, 3), "float32"), ((3, 3), strange.dtype))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [5, None, 2.5, "ab", (3, -1), (3, 2.5), (3, None), (3, 10**400), (3, -(10**5000)), (2**63,)],
+    ids=quoted,
+)
+def test_shapes_that_are_none(shape: Any) -> None:
+    with pytest.raises(lowprec.ShapeError, match="shape must hold non-negative integers"):
+        lowprec.ShapeDtype(shape, "float32")
+    with pytest.raises(lowprec.ShapeError, match="shape must hold non-negative integers"):
+        lowprec.plan((shape, "float32"), X)
+
+
+def test_a_plan_of_the_largest_shapes_can_be_read() -> None:
+    n = 2**63 - 1
+    for dtype in ("float32", "complex128", "float16"):
+        described = lowprec.ShapeDtype((n, n), dtype)
+        made = lowprec.plan(described, described)
+        assert made.flops >= 2 * n**3
+        assert str(n) in str(made).replace(",", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("3", 3), ("007", 7), ("0", None), ("000", None), ("-2", None), ("2.0", None), ("0x2", None), ("two", None),
+        ("²", None), ("٣", None), ("9" * 100_000, 999_999_999), ("0" * 100_000 + "5", 5), (" 4 ", 4), ("", None),
+    ],
+    ids=quoted,
+)  # fmt: skip
+def test_a_number_of_threads(text: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_NUM_THREADS", text)
+    monkeypatch.setattr(threads, "_limits", threads._Limits())  # reads it now, not after a second
+    assert environment.thread_limit() == limit
+    assert 1 <= threads.num_threads() <= (limit or threads.cpu_limit())
+    np.testing.assert_array_equal(lowprec.matmul(X, X, math_mode="bf16"), 3 * X)
+    shown = {v["name"]: v["value"] for v in lowprec.info()["environment"]}
+    assert shown["MKL_NUM_THREADS"] == (text.strip() or None)
+
+
+def test_what_came_is_cut_for_a_message() -> None:
+    assert quoted("tf33") == "'tf33'"
+    assert quoted("y" * 1000) == "'" + "y" * 79 + "..."
+    assert quoted(Unshowable()) == "<Unshowable>"
+    assert quoted(10**5000) == "<int>"

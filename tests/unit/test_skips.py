@@ -1,0 +1,85 @@
+"""What the last step of `.ci/run` makes of skips: units are lacking only where the processor lacks them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.sax.saxutils import quoteattr
+
+import pytest
+
+from cpu_units import MEDIUM_IS_FULL, NO_AMX
+
+SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
+TORCH_IS_MISSING = "torch is not installed"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason=".ci is not part of this checkout")
+
+
+@pytest.fixture
+def checker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_skips", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where its data classes look for their own module.
+    monkeypatch.setitem(sys.modules, "check_skips", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results(folder: Path, name: str, skips: dict[str, str]) -> str:
+    """Write what an environment made of these tests, and of one that passed."""
+    cases = "".join(
+        f'<testcase classname="tests.x" name={quoteattr(test)}>'
+        f"<skipped type='pytest.skip' message={quoteattr(reason)}/></testcase>"
+        for test, reason in skips.items()
+    )
+    passed = '<testcase classname="tests.x" name="passes"/>'
+    path = folder / f"{name}.xml"
+    path.write_text(f"<testsuites><testsuite>{passed}{cases}</testsuite></testsuites>")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("full", "minimal", "flags", "is_fair"),
+    [
+        (NO_AMX, NO_AMX, {"avx512_bf16"}, True),
+        (NO_AMX, NO_AMX, {"avx512_bf16", "amx_bf16"}, False),
+        (MEDIUM_IS_FULL, TORCH_IS_MISSING, {"avx512_bf16"}, True),
+        (MEDIUM_IS_FULL, TORCH_IS_MISSING, {"amx_bf16"}, False),
+        (TORCH_IS_MISSING, TORCH_IS_MISSING, set(), False),
+        (f"not this machine's fault: {NO_AMX}", NO_AMX + " at all", {"amx_bf16"}, False),
+        ("numba is not installed", "numba is not installed", set(), False),
+    ],
+)
+def test_what_is_skipped_everywhere(
+    checker: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    full: str,
+    minimal: str,
+    flags: set[str],
+    is_fair: bool,
+) -> None:
+    monkeypatch.setattr(checker, "processor_flags", lambda: frozenset(flags))
+    files = [
+        results(tmp_path, "full", {"t": full}),
+        results(tmp_path, "minimal", {"t": minimal}),
+    ]
+    assert checker.main(files) == (0 if is_fair else 1)
+
+
+def test_what_one_environment_executes_counts(checker: ModuleType, tmp_path: Path) -> None:
+    executed = tmp_path / "other.xml"
+    executed.write_text('<testsuites><testcase classname="tests.x" name="t"/></testsuites>')
+    assert checker.main([results(tmp_path, "full", {"t": "not here"}), str(executed)]) == 0
+
+
+def test_the_flags_are_the_processor_s(checker: ModuleType, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name\t: amx_bf16 inside\nflags\t\t: fpu avx2\nbugs\t\t: amx_tile\n")
+    assert checker.processor_flags(cpuinfo) == {"fpu", "avx2"}
+    assert checker.processor_flags(tmp_path / "none") == frozenset()

@@ -1,0 +1,61 @@
+"""The strides that views and plans share, against an array whose extents are all at least one and against a count."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lowprec.arrays import CPU, library_of
+from lowprec.formats import DType
+from lowprec.planning import OperandSpec
+from lowprec.strides import contiguous_strides, overlaps_itself
+
+SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
+
+
+def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions() -> None:
+    for shape in SHAPES:
+        filled = np.empty([max(n, 1) for n in shape], np.int8)
+        # NumPy itself calls all strides of an array without elements 0.
+        assert contiguous_strides(shape) == filled.strides, shape
+        assert contiguous_strides(shape, 5) == tuple(5 * s for s in filled.strides), shape
+
+
+def test_views_and_plans_agree_on_the_strides_of_a_new_array() -> None:
+    numpy = library_of(np.empty(0))
+    for shape in SHAPES:
+        view = numpy.allocate(shape, DType.FLOAT32, CPU)
+        assert view.strides == OperandSpec.contiguous(DType.FLOAT32, shape).strides, shape
+
+
+def test_contiguous_strides_are_pytorchs() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    for shape in SHAPES:
+        assert contiguous_strides(shape) == torch.empty(shape).stride(), shape
+
+
+def test_overlaps_itself_against_a_count(rng: np.random.Generator) -> None:
+    unsure = 0
+    for _ in range(500):
+        shape = tuple(int(n) for n in rng.integers(0, 4, 3))
+        strides = tuple(int(s) for s in rng.integers(-12, 13, 3))
+        offsets = [
+            sum(i * s for i, s in zip(index, strides, strict=True))
+            for index in itertools.product(*map(range, shape))
+        ]
+        repeats = len(set(offsets)) < len(offsets)
+        found = overlaps_itself(shape, strides)
+        assert found or not repeats, (shape, strides)
+        unsure += found and not repeats
+    assert unsure < 100  # interleaved strides only; a test that always said True would count 300
+
+
+def test_views_of_an_array_do_not_overlap_themselves(rng: np.random.Generator) -> None:
+    steps = [slice(None), slice(None, None, 2), slice(None, None, -1), slice(1, None), slice(0, 0)]
+    for _ in range(300):
+        base = np.empty(tuple(rng.integers(0, 5, 3)), np.int8)
+        view = base[tuple(steps[i] for i in rng.integers(0, len(steps), 3))]
+        view = view.transpose(rng.permutation(3))
+        assert not overlaps_itself(view.shape, view.strides), (view.shape, view.strides)
