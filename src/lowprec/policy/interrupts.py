@@ -1,0 +1,64 @@
+"""Exceptions of a library's own, and interrupts, which come from elsewhere.
+
+A signal handler may raise anywhere, also inside a library's call, and an exception of any class (a time limit raises
+TimeoutError as a rule). Nothing tells it from one of the library's but this: the library's comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lowprec.errors import UnsupportedError
+
+__all__ = ["attempt", "attempt_again", "comes_again", "in_words"]
+
+T = TypeVar("T")
+
+
+def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what a step of a library's returns, or the exception that is its own.
+
+    An exception that does not come again when the step is done again was an interrupt, and is raised on.
+
+    Examples
+    --------
+    >>> attempt(lambda: 2)
+    (2, None)
+    >>> attempt(lambda: {}["no"])
+    (None, KeyError('no'))
+    """
+    try:
+        return step(), None
+    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to act
+        return attempt_again(step, error)
+
+
+def attempt_again(step: Callable[[], T], error: Exception) -> tuple[T | None, Exception | None]:
+    """Return what :func:`attempt` does, for a step that has raised this exception."""
+    errors = [error]
+    own: Exception | None = None
+    value: T | None = None
+    while own is None:
+        try:
+            value = step()
+            break
+        except Exception as again:  # noqa: BLE001
+            if type(again) in map(type, errors):
+                own = again
+            errors.append(again)
+    interrupts = [error for error in errors if type(error) is not type(own)]
+    errors.clear()  # whose tracebacks lead here
+    if interrupts:
+        raise interrupts.pop()
+    return value, own
+
+
+def comes_again(step: Callable[[], object]) -> bool:
+    """Whether this step, which has raised, raises again: for an ``except`` that has raised an interrupt on if not."""
+    return attempt(step)[1] is not None
+
+
+def in_words(error: BaseException | None) -> str:
+    """Return why a library could not be set or read."""
+    return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
