@@ -242,7 +242,8 @@ def test_a_library_for_the_rest_of_the_process(
 
 
 def test_an_exception_that_comes_again_is_the_librarys() -> None:
-    own, late = OSError("no driver"), Late("now")
+    own, late, same_class = OSError("no driver"), Late("now"), OSError("now")
+    new_words = [OSError(str(i)) for i in range(9)]
 
     def outcome(*steps: Exception | int) -> object:
         left = list(steps)
@@ -263,6 +264,10 @@ def test_an_exception_that_comes_again_is_the_librarys() -> None:
     assert outcome(late, 1) is late
     assert outcome(late, own) is late
     assert outcome(own, late, own) is late
+    assert outcome(own, same_class, own) is same_class
+    assert outcome(same_class, own) is same_class
+    assert outcome(*new_words)[1] in new_words  # type: ignore[index]
+    assert outcome(late, *new_words) is late
 
 
 # -- locks ----------------------------------------------------------------------------------------

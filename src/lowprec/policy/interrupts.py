@@ -15,6 +15,9 @@ __all__ = ["attempt", "attempt_again", "comes_again", "in_words"]
 
 T = TypeVar("T")
 
+#: How often a step that fails is done again to hear the same words twice.
+_ATTEMPTS = 4
+
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return what a step of a library's returns, or the exception that is its own.
@@ -36,27 +39,34 @@ def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def attempt_again(step: Callable[[], T], error: Exception) -> tuple[T | None, Exception | None]:
     """Return what :func:`attempt` does, for a step that has raised this exception."""
-    errors = [error]
-    own: Exception | None = None
-    value: T | None = None
-    while own is None:
+    errors, own, value = [error], None, None
+    for _ in range(_ATTEMPTS):
         try:
-            value = step()
+            value, own = step(), None
             break
         except Exception as again:  # noqa: BLE001
-            if type(again) in map(type, errors):
-                own = again
+            own = again
             errors.append(again)
-    interrupts = [error for error in errors if type(error) is not type(own)]
+            if [e for e in errors if _is_same(e, own)] != [own]:
+                break
+    else:
+        # Its words are new each time.
+        errors = [e for e in errors if type(e) is not type(own)]
+    interrupts = [e for e in errors if not _is_same(e, own)]
     errors.clear()  # whose tracebacks lead here
     if interrupts:
         raise interrupts.pop()
     return value, own
 
 
-def comes_again(step: Callable[[], object]) -> bool:
-    """Whether this step, which has raised, raises again: for an ``except`` that has raised an interrupt on if not."""
-    return attempt(step)[1] is not None
+def _is_same(error: Exception, own: Exception | None) -> bool:
+    return type(error) is type(own) and str(error) == str(own)
+
+
+def comes_again(step: Callable[[], object], error: Exception) -> bool:
+    """Whether the step raises this again, with the same words: for an ``except`` that raises an interrupt on."""
+    _, own = attempt(step)
+    return _is_same(error, own)
 
 
 def in_words(error: BaseException | None) -> str:

@@ -25,8 +25,8 @@ def _attribute(path: str, library: str) -> Any:
     find = partial(attrgetter(attributes), sys.modules[name])
     try:
         return find()
-    except AttributeError:
-        if not comes_again(find):
+    except AttributeError as error:
+        if not comes_again(find, error):
             raise
         version = getattr(sys.modules[name], "__version__", None) or "of an unknown version"
         raise UnsupportedError(

@@ -96,7 +96,7 @@ class _Functions:
         try:
             self.get_old, self.put_old, self.get_cudnn, self.put_cudnn, self.get, self.put = find()
         except AttributeError as error:
-            if not comes_again(find):
+            if not comes_again(find, error):
                 raise
             raise UnsupportedError(
                 f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec "
@@ -153,14 +153,14 @@ class TorchController:
             leaves = _own(do, leaves)
         try:
             old = do.get_old()
-        except RuntimeError:
-            if not comes_again(do.get_old):
+        except RuntimeError as error:
+            if not comes_again(do.get_old, error):
                 raise
             old = _while_full(do, leaves, _MATMULS, do.get_old)
         try:
             cudnn = do.get_cudnn()
-        except RuntimeError:
-            if not comes_again(do.get_cudnn):
+        except RuntimeError as error:
+            if not comes_again(do.get_cudnn, error):
                 raise
             cudnn = _while_full(do, leaves, _CUDNN, partial(_hidden_cudnn, do))
         return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
@@ -204,13 +204,16 @@ def _while_set(
     first, second = zip(*pairs, strict=True)
     try:
         list(map(do.put, first, second, repeat(value)))
-        return read()
-    finally:
-        # An interrupt may come between any two steps, not inside `map`. The second time is for one before the first.
+        found = read()
+        list(map(do.put, first, second, held))
+        return found
+    except BaseException:
+        # An interrupt may come before the first `list`, too, though not inside it.
         try:
             list(map(do.put, first, second, held))
         finally:
             list(map(do.put, first, second, held))
+        raise
 
 
 def _while_full(
