@@ -21,7 +21,8 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import amx, buffers, cpuinfo, mkl, threads
+from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from programs import posix
 
 needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
