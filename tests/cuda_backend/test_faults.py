@@ -20,8 +20,6 @@ from lowprec.backends import cuda
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 
-pytestmark = pytest.mark.usefixtures("cheap_collections")
-
 
 def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
