@@ -21,7 +21,7 @@ import oracles
 from device_fixture import Gpu, has_real_gpu
 from device_libraries import OnlyDLPack, StreamedLibrary
 from lowprec.backends import cuda
-from lowprec.backends.cuda import driver
+from lowprec.backends.cuda import runtime
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -125,11 +125,11 @@ def test_arrays_known_by_dlpack_alone(library: StreamedLibrary, mode: str) -> No
 @pytest.mark.feature("several devices")
 @every_mode
 def test_a_device_that_is_not_current(gpu: Gpu, mode: str) -> None:
-    if driver.device_count() < 2:
+    if runtime.device_count() < 2:
         pytest.skip("there is one device")
     found = lowprec.matmul(gpu.put(A, 1), gpu.put(B, 1), math_mode=mode)
     np.testing.assert_array_equal(gpu.get(found), TRUE)
-    assert driver.current_device() == 0
+    assert runtime.current_device() == 0
     with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cuda:1"):
         lowprec.matmul(gpu.put(A), gpu.put(B, 1))
 
