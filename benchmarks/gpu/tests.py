@@ -34,9 +34,10 @@ def modules() -> list[str]:
 def command(module: str, *, quick: bool) -> list[str]:
     """Return how to run the tests of one module that show features."""
     # Other versions of the libraries may warn of other things; that is not what is asked here.
+    wanted = "feature and not sweep" if quick else "feature"
     return [
-        sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", "feature", "-W", "default",
-        "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30", *(["-x"] if quick else []),
+        sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", wanted,
+        "-W", "default", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30",
     ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from lowprec._version import __version__
-from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
+from lowprec.backends.cpu import cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve

@@ -14,17 +14,6 @@ from lowprec.errors import ShapeError
 from lowprec.formats import DType
 from lowprec.strides import contiguous_strides, overlaps_itself
 
-__all__ = [
-    "GemmLayout",
-    "MatrixStack",
-    "OperandSpec",
-    "addend_layout",
-    "gemm_layout",
-    "result_shape",
-    "rows_of_all",
-    "stacked_layout",
-]
-
 Shape = tuple[int, ...]
 Order = Literal["row", "col"]
 

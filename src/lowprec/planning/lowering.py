@@ -21,8 +21,6 @@ from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
 from lowprec.strides import contiguous_strides
 
-__all__ = ["lower", "reads_k_contiguous"]
-
 #: Types of D on which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 

@@ -25,8 +25,6 @@ from lowprec.planning.plan import Copy, GemmPlan, Product
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, Why
 
-__all__ = ["PLAN_CACHE_SIZE", "plan_gemm"]
-
 PLAN_CACHE_SIZE = 1024
 
 
