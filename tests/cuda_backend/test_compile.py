@@ -342,21 +342,6 @@ def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
     assert disk.read_json("x.json") == {"a": 1}
 
 
-def test_a_write_that_fails_leaves_the_old_file(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk.write_bytes("x", b"old")
-
-    def fails(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.os, "replace", fails)
-    with pytest.warns(LowprecWarning, match="No space left"):
-        disk.write_bytes("x", b"new")
-    assert disk.read_bytes("x") == b"old"
-    assert [path.name for path in files(cache)] == ["x"]
-
-
 WRITER = """
 import hashlib, sys
 from lowprec.backends.cuda import disk
