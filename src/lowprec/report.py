@@ -152,9 +152,8 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if backend is None and driver is None and not _opens_driver():
         return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        facts = importlib.import_module("lowprec.backends.cuda.facts")
-        found = {**nothing, **facts.versions(), "used": True, "reason": None}
-        return found, facts.devices()
+        found = importlib.import_module("lowprec.backends.cuda").info()
+        return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
 

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lowprec.backends.cuda import bindings, driver
+from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.handles import HandlePool
 from lowprec.errors import DeviceError
 from lowprec.modes import MathMode
 from lowprec.policy import register_controller
 from lowprec.policy.protocol import Tier
-
-__all__ = ["CublasController", "cublas_handle"]
 
 #: ``cublasMath_t`` by math mode.
 _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
@@ -75,9 +73,9 @@ def cublas_handle(device: int | None = None) -> int:
     ... except (lowprec.DeviceError, lowprec.BackendError):
     ...     handle = None  # there is no GPU here, or nothing to reach it by
     """
-    current = driver.current_device()
+    current = runtime.current_device()
     if device is not None and device != current:
-        driver.properties(device)
+        runtime.properties(device)
         raise DeviceError(
             f"cuda:{device} is not the current device of this thread, cuda:{current} is; make it the current one first"
         )
