@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["contiguous_strides", "overlaps_itself"]
-
 
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major array without gaps.

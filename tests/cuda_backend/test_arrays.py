@@ -123,14 +123,11 @@ class StreamedLibrary(Library):
     def view(self, array: Any) -> ArrayView:
         return ArrayView(DType.FLOAT32, array.shape, (1,), GPU, array.tenancy, False, array.address)
 
-    def empty(self, *_: Any) -> Any:
+    def allocate(self, *_: Any) -> Any:
         raise AssertionError("results are allocated by the tests")
 
     def current_stream(self, device: Device) -> int:
         return self.stream
-
-    def describe(self) -> dict[str, str]:
-        return {"name": self.name}
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.strides import contiguous_strides
 
-__all__ = ["DeviceArray"]
-
 _NO_SYNCHRONISATION = -1
 _LEGACY_STREAM = 1
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from lowprec.arrays.view import Device
 from lowprec.errors import DeviceError
 
-__all__ = ["Block", "DeviceMemory", "is_served", "provider", "register"]
-
 
 class Block(Protocol):
     """Memory of a device. It is given back when this object dies, and reused after the work of its stream."""

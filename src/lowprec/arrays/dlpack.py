@@ -21,12 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
+from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device, HostView
 from lowprec.errors import ArrayError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
 from lowprec.strides import contiguous_strides
-
-__all__ = ["DLPackArray", "device_of", "export", "import_array", "view_of_capsule"]
 
 _LEGACY = b"dltensor"
 _VERSIONED = b"dltensor_versioned"
@@ -253,8 +251,6 @@ def _name(array: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
-
 # Unsigned integers that carry the bits of types that NumPy does not export.
 _CARRIERS: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),
@@ -288,7 +284,7 @@ class DLPackArray:
     __slots__ = ("__weakref__", "_dtype", "_memory")
 
     def __init__(self, memory: NDArray[Any]) -> None:
-        self._dtype = _DTYPES.get(memory.dtype) or dtype_from_name(memory.dtype.name)
+        self._dtype = FROM_NUMPY.get(memory.dtype) or dtype_from_name(memory.dtype.name)
         self._memory = memory
 
     @property

@@ -18,21 +18,13 @@ from numpy.typing import NDArray
 
 from lowprec.formats import DType
 
-__all__ = [
-    "CPU",
-    "NUMPY_DTYPES",
-    "ArrayView",
-    "Device",
-    "HostView",
-    "data_pointer",
-    "may_overlap",
-    "memory_at",
-]
-
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
     d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType
 }
+
+#: The other way round, in native byte order.
+FROM_NUMPY = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
 
 # ``DLDeviceType`` of dlpack.h: the words that the libraries use for each.
 _DEVICE_NAMES = {
@@ -95,7 +87,7 @@ class ArrayView:
         In elements, not bytes; they may be zero or negative.
     device : Device
     owner : object
-        What keeps the memory alive.
+        What keeps the memory alive; None for the description of an array that has no memory.
     read_only : bool
         Whether the library forbids writing (or does not say that it may be written).
     address : int
@@ -131,6 +123,11 @@ class ArrayView:
         """Address of the element with all indices zero."""
         assert self._address is not None
         return self._address
+
+    @property
+    def is_description(self) -> bool:
+        """Whether there is no memory, and no device, behind the view."""
+        return self.owner is None
 
     @property
     def ndim(self) -> int:
@@ -269,7 +266,7 @@ def may_overlap(a: ArrayView, b: ArrayView) -> bool:
     not overlap), unless the strides are so contrived that NumPy's search gives up. In other memory True means
     that the address ranges overlap.
     """
-    if a.device != b.device:
+    if a.device != b.device or a.is_description or b.is_description:
         return False
     a_first, a_last = a.extent()
     b_first, b_last = b.extent()

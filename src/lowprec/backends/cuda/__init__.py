@@ -2,26 +2,26 @@
 
 from lowprec.backends.cuda.backend import (
     allocate,
-    aside_dtype,
     capabilities,
     copy,
     describe,
+    execution_info,
     prepare,
-    ran,
     reset,
+    staging_dtype,
     stopwatch,
     tune,
 )
 
 __all__ = [
     "allocate",
-    "aside_dtype",
     "capabilities",
     "copy",
     "describe",
+    "execution_info",
     "prepare",
-    "ran",
     "reset",
+    "staging_dtype",
     "stopwatch",
     "tune",
 ]
