@@ -108,8 +108,10 @@ def matmul(
     execute, target = found.execute, request.out
     if target is None:
         target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
-    elif request.needs_staging(x, y):
-        execute = _out_of_place(resolved, x, y, request, target)
+    else:
+        if request.needs_staging(x, y):
+            execute = _out_of_place(resolved, x, y, request, target)
+        library_of(out).mark_written(out)
     if x.device is CPU:
         execute(request.arguments(x, y, target))
     else:

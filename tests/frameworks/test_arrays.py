@@ -186,12 +186,22 @@ def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> 
 
 
 def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
-    saved = torch.ones(3)
-    x = torch.ones(3, requires_grad=True)
+    saved = torch.ones(3, 3)
+    x = torch.ones(3, 3, requires_grad=True)
     y = (x * saved).sum()
-    library_of(saved).writable_view(saved).ndarray()[...] = 5
+    lowprec.matmul(x.detach(), x.detach(), out=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@pytest.mark.parametrize("tell", [lowprec.plan, lowprec.autotune], ids=["plan", "autotune"])
+def test_what_writes_no_out_leaves_saved_tensors_usable(torch: Any, tell: Any) -> None:
+    a, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+    saved = torch.full((3, 3), 2.0)
+    product = (w * saved).sum()
+    tell(a, a, out=saved)
+    product.backward()
+    assert torch.equal(w.grad, saved)
 
 
 def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:

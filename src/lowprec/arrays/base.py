@@ -63,6 +63,9 @@ class Library(ABC):
         check_writable(view)
         return view
 
+    def mark_written(self, array: Any) -> None:  # noqa: B027 - most libraries need not know
+        """Tell the library that an array is about to be written."""
+
     @abstractmethod
     def allocate(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any

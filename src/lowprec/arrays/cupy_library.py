@@ -18,13 +18,7 @@ _ROCM = 10
 
 
 class CupyLibrary(Library):
-    """CuPy: arrays on a GPU.
-
-    Parameters
-    ----------
-    cupy : module
-        The module that the caller has imported.
-    """
+    """CuPy: arrays on a GPU."""
 
     name = "cupy"
 

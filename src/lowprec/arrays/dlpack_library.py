@@ -6,7 +6,7 @@ from typing import Any
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import provider
+from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import NUMPY, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device
@@ -14,7 +14,6 @@ from lowprec.errors import ArrayError
 from lowprec.formats import DType
 
 _CUDA = 2
-_LEGACY_STREAM = 1
 
 
 class DLPackLibrary(Library):
@@ -46,8 +45,8 @@ class DLPackLibrary(Library):
         return view
 
     def _own_view(self, array: DeviceArray) -> ArrayView:
-        if array.stream != _LEGACY_STREAM:
-            provider(array.device).order(array.stream, _LEGACY_STREAM, array.device)
+        if array.stream != LEGACY_STREAM:
+            provider(array.device).order(array.stream, LEGACY_STREAM, array.device)
         return array.view()
 
     def allocate(
@@ -56,7 +55,7 @@ class DLPackLibrary(Library):
         """Return the view of new memory."""
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)
-        return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM).view()
+        return DeviceArray.empty(shape, dtype, device, LEGACY_STREAM).view()
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return a :class:`DLPackArray` on the buffer."""
@@ -64,7 +63,7 @@ class DLPackLibrary(Library):
 
     def current_stream(self, device: Device) -> int | None:
         """Return CUDA's legacy default stream, on which the producers have made their data ready."""
-        return _LEGACY_STREAM if device.type == _CUDA else None
+        return LEGACY_STREAM if device.type == _CUDA else None
 
 
 #: The one instance.

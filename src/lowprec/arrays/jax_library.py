@@ -27,13 +27,7 @@ _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
 
 class JaxLibrary(Library):
-    """JAX: arrays on one device. They are immutable, so they are never an ``out``.
-
-    Parameters
-    ----------
-    jax : module
-        The module that the caller has imported.
-    """
+    """JAX: arrays on one device. They are immutable, so they are never an ``out``."""
 
     name = "jax"
     keeps_owners = True

@@ -28,11 +28,6 @@ class TorchLibrary(Library):
     A tensor that requires grad is refused while gradients are recorded, because the product would silently drop
     out of the graph. Inside ``torch.no_grad()`` or ``torch.inference_mode()`` nothing is lost, and the weights of
     a model are read as ``torch.matmul`` reads them there.
-
-    Parameters
-    ----------
-    torch : module
-        The module that the caller has imported.
     """
 
     name = "torch"
@@ -97,15 +92,9 @@ class TorchLibrary(Library):
             raise self._without_memory(array)
         return ArrayView(dtype, shape, strides, device, array, False, address, copied)
 
-    def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of a tensor that will be written, and tell autograd of the change.
-
-        Autograd then notices that a tensor saved for a backward pass has been overwritten, as after torch's own
-        in-place functions.
-        """
-        view = super().writable_view(array)
+    def mark_written(self, array: Any) -> None:
+        """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""
         self._torch.autograd.graph.increment_version(array)
-        return view
 
     def allocate(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.formats import DType
+from lowprec.strides import reach
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
@@ -159,7 +160,7 @@ class ArrayView:
         # A buffer is addressed from its lowest byte, which negative strides put before the first element.
         below = 0
         if strides and min(strides) < 0:
-            below = sum(s * (n - 1) for s, n in zip(strides, self.shape, strict=True) if s < 0)
+            below = reach(self.shape, self.strides)[0] * itemsize
         memory = memory_at(self.address + below, self.owner)
         array: NDArray[Any] = np.ndarray(self.shape, dtype, memory, -below, strides)
         if self.read_only:
@@ -171,12 +172,7 @@ class ArrayView:
         address = self.address
         if 0 in self.shape:
             return address, address
-        first = last = 0
-        for stride, length in zip(self.strides, self.shape, strict=True):
-            if stride < 0:
-                first += stride * (length - 1)
-            else:
-                last += stride * (length - 1)
+        first, last = reach(self.shape, self.strides)
         itemsize = self.dtype.itemsize
         return address + first * itemsize, address + (last + 1) * itemsize
 
