@@ -127,9 +127,9 @@ STATIONS = {
     "view both operands": "library.view(a); library.view(b)",
     "resolve the mode": "resolve(None)",
     "look up the plan": "look_up(resolved, x, y, plain)",
-    "allocate the result": "library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)",
-    "execute": "prepared.execute(plain.arguments(x, y, result))",
-    "hand the result back": "library.finish(result.owner, a)",
+    "allocate the result": "library.allocate(found.out_shape, found.out_dtype, x.device, a)",
+    "execute": "found.execute(plain.arguments(x, y, result))",
+    "hand the result back": "library.wrap(result.owner, a)",
     "all of it": "matmul(a, b)",
 }
 
@@ -138,25 +138,25 @@ def stations(a: Any, b: Any) -> dict[str, Any]:
     """Return what the statements of `STATIONS` need for these operands."""
     from lowprec import policy
     from lowprec.arrays import library_of
-    from lowprec.prepared import look_up
+    from lowprec.executors import look_up
     from lowprec.request import PLAIN
 
     library = library_of(a)
     x, y = library.view(a), library.view(b)
     resolved = policy.resolve(None)
-    prepared = look_up(resolved, x, y, PLAIN)
+    found = look_up(resolved, x, y, PLAIN)
     return {
         "a": a,
         "b": b,
+        "found": found,
         "library": library,
         "library_of": library_of,
         "look_up": look_up,
         "matmul": lowprec.matmul,
         "plain": PLAIN,
-        "prepared": prepared,
         "resolve": policy.resolve,
         "resolved": resolved,
-        "result": library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a),
+        "result": library.allocate(found.out_shape, found.out_dtype, x.device, a),
         "x": x,
         "y": y,
     }

@@ -13,7 +13,7 @@ import pytest
 
 import lowprec
 import software_cuda as software
-from lowprec import prepared
+from lowprec import executors
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends import cuda as backend
@@ -34,10 +34,10 @@ def cuda(
         pytest.skip("g++ is not installed")
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     made = software.install(order=request.param)
-    prepared._prepared.clear()
+    executors.forget()
     yield made
     made.drain()
-    prepared._prepared.clear()
+    executors.forget()
     backend.reset()
     gc.collect()
     made.drain()

@@ -21,11 +21,12 @@ import pytest
 import lowprec
 import machines
 from cpu_units import needs_amx
-from lowprec import prepared
-from lowprec.backends import Arguments, Ran, cpu
-from lowprec.planning import plan_gemm
+from lowprec import executors, policy
+from lowprec.arrays import library_of
+from lowprec.backends import Arguments, ExecutionInfo, cpu
+from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import nvtx, units
-from lowprec.request import Request, spec_of
+from lowprec.request import PLAIN, Request, parse_dtype
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
 B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
@@ -34,7 +35,7 @@ B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
 @pytest.fixture(autouse=True)
 def nobody_listens_afterwards() -> Iterator[None]:
     yield
-    assert prepared._observer is None
+    assert executors._observer is None
 
 
 # -- what is recorded -----------------------------------------------------------------------------
@@ -156,34 +157,32 @@ def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
     assert (aside.batch_count, aside.out_shape) == (1, (4, 4))
 
 
+@pytest.mark.usefixtures("fresh_executors")
 def test_copies_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = machines.BARE
     monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
-    monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((8, 8), np.float32)[::2, ::2], np.ones((4, 4), np.float32))
     assert prof.records[0].copies == ("a: BLAS cannot express its strides",)
 
 
 def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
+    x, y = library_of(A).view(A), library_of(B).view(B)
     expected = lowprec.matmul(A, B)
-    cached = dict(prepared._prepared)
+    cached = executors.look_up(policy.resolve(), x, y, PLAIN)
     with lowprec.profile():
         observed = lowprec.matmul(A, B)
     assert np.array_equal(expected, observed)
-    assert cached
-    assert prepared._prepared == cached
+    assert executors.look_up(policy.resolve(), x, y, PLAIN) is cached
 
 
 def test_what_only_wants_the_executor_is_not_observed() -> None:
-    from lowprec import policy
-    from lowprec.arrays import library_of
-
     x, y = library_of(A).view(A), library_of(B).view(B)
     with lowprec.profile() as prof:
-        plain = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
-        again = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
-        plain.execute(Request().arguments(x, y, library_of(A).allocate((6, 5), x.dtype, x.device)))
+        plain = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
+        again = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
+        out = library_of(A).allocate((6, 5), x.dtype, x.device, A)
+        plain.execute(Request().arguments(x, y, out))
     assert plain is again
     assert len(prof) == 0
 
@@ -196,7 +195,7 @@ class Broken(RuntimeError):
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(plan: Any) -> Any:
         def execute(arguments: Arguments) -> None:
             raise Broken("the library gave up")
@@ -204,7 +203,6 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         return execute
 
     monkeypatch.setattr(cpu, "prepare", prepare)
-    monkeypatch.setattr(prepared, "_prepared", {})
 
 
 @pytest.mark.usefixtures("broken")
@@ -390,8 +388,8 @@ def test_nvtx_ranges_end_with_an_error(pushed: list[str | None]) -> None:
 
 
 def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
-    view = lowprec.ShapeDtype((64, 64), dtype)
-    problem = Request().problem(spec_of(view), spec_of(view))
+    operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
+    problem = PLAIN.problem(operand, operand)
     found = machines.gpu(capability)
     return plan_gemm(problem, found, lowprec.MathMode(mode))
 
@@ -439,11 +437,11 @@ def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
     assert ("fell back" in prof.records[1].units_reason) is not used
 
 
+@pytest.mark.usefixtures("fresh_executors")
 def test_the_share_of_the_peak_is_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = (("float32", 2.0), ("bfloat16", 4.0))
     known = dataclasses.replace(machines.BARE, peak_tflops=peaks)
     monkeypatch.setattr(cpu, "capabilities", lambda device: known)
-    monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
         lowprec.matmul(A, B)
         lowprec.matmul(A, B, math_mode="bf16")
@@ -488,7 +486,9 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
         return made[-1]
 
     monkeypatch.setattr(cpu, "stopwatch", start)
-    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(None, "algorithm 13"))
+    monkeypatch.setattr(
+        cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13")
+    )
     return made
 
 
@@ -617,7 +617,7 @@ def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> No
     words = (
         "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     )
-    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(True, words))
+    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
     _, heading, row, *_ = str(prof).splitlines()

@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, backend_of
 from lowprec.errors import UnsupportedError, quoted
+from lowprec.executors import CachedExecutor, observe
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
-from lowprec.prepared import Prepared, observe
 from lowprec.profiling import nvtx, summary
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord, make_record
 from lowprec.profiling.summary import extents
@@ -270,18 +270,20 @@ def _stop_listening(listener: profile) -> None:
 # -- around a product -----------------------------------------------------------------------------
 
 
-def _observer(prepared: Prepared, resolved: ResolvedMode, x: ArrayView, y: ArrayView) -> Prepared:
+def _observer(
+    product: CachedExecutor, resolved: ResolvedMode, x: ArrayView, y: ArrayView
+) -> CachedExecutor:
     """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
     listeners = tuple(p for p in _listening if p._listens(thread))
     if not listeners:
-        return prepared
-    measurement = Measurement(prepared.plan, resolved, x, y)
-    return prepared._replace(execute=functools.partial(_execute, prepared, measurement, listeners))
+        return product
+    measurement = Measurement(product.plan, resolved, x, y)
+    return product._replace(execute=functools.partial(_execute, product, measurement, listeners))
 
 
 def _execute(
-    prepared: Prepared,
+    product: CachedExecutor,
     measurement: Measurement,
     listeners: tuple[profile, ...],
     arguments: Arguments,
@@ -290,15 +292,15 @@ def _execute(
     backend = backend_of(arguments.a.device)
     named = nvtx.is_installed()
     if named:
-        nvtx.push(_name(prepared.plan))
+        nvtx.push(_name(product.plan))
     try:
         measurement.started(backend.stopwatch(arguments))
         measurement.start_ns = time.perf_counter_ns()
         try:
-            prepared.execute(arguments)
+            product.execute(arguments)
         finally:
             measurement.end_ns = time.perf_counter_ns()
-        measurement.succeeded(backend.ran(prepared.plan, prepared.execute))
+        measurement.succeeded(backend.execution_info(product.plan, product.execute))
     except BaseException as error:
         measurement.failed(error)
         raise

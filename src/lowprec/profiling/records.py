@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowprec.arrays import ArrayView
-from lowprec.backends import Ran, Stopwatch
+from lowprec.backends import ExecutionInfo, Stopwatch
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.profiling.units import number_format, units_of
@@ -152,8 +152,8 @@ class Measurement:
     """
 
     __slots__ = (
-        "_elapsed_ms", "_stopwatch", "copied", "device", "end_ns", "error", "plan", "ran", "resolved",
-        "start_ns", "stream", "thread", "thread_id",
+        "_elapsed_ms", "_stopwatch", "copied", "device", "end_ns", "error", "execution", "plan",
+        "resolved", "start_ns", "stream", "thread", "thread_id",
     )  # fmt: skip
 
     def __init__(self, plan: GemmPlan, resolved: ResolvedMode, x: ArrayView, y: ArrayView) -> None:
@@ -170,7 +170,7 @@ class Measurement:
         self.thread_id = thread.native_id or 0
         self.start_ns = self.end_ns = time.perf_counter_ns()
         self.stream: int | None = None
-        self.ran = Ran(None)
+        self.execution = ExecutionInfo(None)
         self.error: str | None = None
         self._elapsed_ms: float | None = None
         self._stopwatch: Stopwatch | None = None
@@ -180,9 +180,9 @@ class Measurement:
         self._stopwatch = stopwatch
         self.stream = None if stopwatch is None else stopwatch.stream
 
-    def succeeded(self, ran: Ran) -> None:
+    def succeeded(self, execution: ExecutionInfo) -> None:
         """Mark the end and keep what the product ran on; without a stopwatch, the host's clock has told the time."""
-        self.ran = ran
+        self.execution = execution
         if self._stopwatch is not None:
             self._stopwatch.stop()
         else:
@@ -211,7 +211,7 @@ def make_record(measurement: Measurement, index: int, label: str, origin_ns: int
     elapsed_ms = m.elapsed_ms()
     tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
     peak = dict(plan.capabilities.peak_tflops).get(number_format(plan))
-    units = units_of(plan, m.ran.units)
+    units = units_of(plan, m.execution.units)
     return ProductRecord(
         index=index,
         label=label,
@@ -233,7 +233,7 @@ def make_record(measurement: Measurement, index: int, label: str, origin_ns: int
         mode_has_effect=plan.mode_has_effect,
         number_format=number_format(plan),
         kernel=str(plan.kernel),
-        algorithm=m.ran.algorithm,
+        algorithm=m.execution.algorithm,
         device=str(m.device),
         stream=m.stream,
         flops=plan.flops,

@@ -26,7 +26,7 @@ from lowprec.policy import environment
 from lowprec.report import info
 from lowprec.request import ShapeDtype
 from lowprec.tables import Table
-from lowprec.tuning import Tuning
+from lowprec.tuning import AutotuneResult
 
 EXAMPLES = """\
 examples:
@@ -83,7 +83,7 @@ class _Tuned:
     a: Shape
     b: Shape
     mode: str | None
-    tuning: Tuning
+    tuning: AutotuneResult
 
 
 def run(options: argparse.Namespace) -> int:
@@ -186,7 +186,7 @@ def _maker() -> Make:
 
 def _tune(
     a: Shape, b: Shape, options: argparse.Namespace, make: Make, step: Callable[[str], None]
-) -> Tuning:
+) -> AutotuneResult:
     rng = np.random.default_rng(options.seed)
     x, y = make(a, options.dtype, rng), make(b, options.dtype, rng)
     words = _words(a, b)
