@@ -47,7 +47,7 @@ class EventPool:
 
 
 class _EventStopwatch:
-    """Two events around a product. They go back to their pool when the time is read, or when nobody will read it."""
+    """Two events around a product. They go back to their pool when nobody is left to read the time."""
 
     __slots__ = ("_events", "_pool", "_stopped", "stream")
 
@@ -75,11 +75,8 @@ class _EventStopwatch:
         if not self._stopped or not self._events:
             return None
         start, end = self._events
-        try:
-            driver.synchronize_event(end)
-            return driver.elapsed_ms(start, end)
-        finally:
-            self.abandon()
+        driver.synchronize_event(end)
+        return driver.elapsed_ms(start, end)
 
     def __del__(self) -> None:
         self.abandon()
