@@ -25,21 +25,7 @@ _CUDA = 2  # ``DLDeviceType`` of dlpack.h
 def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
     """Let the library of the operands do the work inside the guard; return what it returns.
 
-    Parameters
-    ----------
-    function : str
-        One of :data:`lowprec.linalg.routes.ROUTES`.
-    *arrays : array
-        The operands, as the caller passed them.
-    dtypes : tuple of DType
-        The element types that the function takes.
-    **keywords
-        Of the function. A tolerance ``rtol`` of None becomes that of the Array API.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        Before any work, if the operands are not such arrays or their library lacks the function.
+    Whatever does not fit is refused before any work. A tolerance ``rtol=None`` becomes that of the Array API.
     """
     library = _common_library(function, arrays)
     by_dlpack = library == "dlpack"

@@ -12,29 +12,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowprec._version import __version__
 from lowprec.atomic import write_file
 from lowprec.profiling.records import ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents
 
 #: Rows of the time line that are streams: above the numbers of threads, and within the 31 bits that viewers read.
 _FIRST_STREAM_ROW = 0x7FFF0000
-
-
-def document(
-    label: str,
-    records: Sequence[ProductRecord],
-    ranges: Sequence[RangeRecord],
-    totals: dict[str, Any],
-) -> dict[str, Any]:
-    """Return a profile as plain values."""
-    return {
-        "lowprec": __version__,
-        "label": label,
-        "totals": totals,
-        "products": [record.to_dict() for record in records],
-        "ranges": [record.to_dict() for record in ranges],
-    }
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -65,17 +48,7 @@ def trace(
     events = [
         _event("M", 0, "process_name", args={"name": f"lowprec {label}".rstrip()}),
         *(_row_name(row, name) for row, name in rows.items()),
-        *(
-            _span(
-                r.thread_id,
-                "range",
-                r.name.rpartition("/")[2],
-                r.start_ms,
-                r.elapsed_ms,
-                {"name": r.name},
-            )
-            for r in ranges
-        ),
+        *map(_range, ranges),
         *(_product(r.thread_id, r.start_ms, r.host_ms, r) for r in records),
         *_on_streams(records),
     ]
@@ -95,6 +68,11 @@ def _span(
 ) -> dict[str, Any]:
     ts, dur = 1e3 * start_ms, 1e3 * elapsed_ms
     return _event("X", row, name, cat=category, ts=ts, dur=dur, args=args)
+
+
+def _range(r: RangeRecord) -> dict[str, Any]:
+    *_, name = r.name.rpartition("/")
+    return _span(r.thread_id, "range", name, r.start_ms, r.elapsed_ms, {"name": r.name})
 
 
 def _product(row: int, start_ms: float, elapsed_ms: float, r: ProductRecord) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, Literal, get_args
 
+from lowprec._version import __version__
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, backend_of
 from lowprec.errors import UnsupportedError, quoted
@@ -94,12 +94,7 @@ class profile:
         _attach()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         now = time.perf_counter_ns()
         _listening.remove(self)
         _attach()
@@ -197,7 +192,14 @@ class profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values: totals, products, ranges."""
-        return export.document(self.label, self.records, self.ranges, self.totals())
+        records = self.records
+        return {
+            "lowprec": __version__,
+            "label": self.label,
+            "totals": totals(records, self.wall_ms),
+            "products": [record.to_dict() for record in records],
+            "ranges": [record.to_dict() for record in self.ranges],
+        }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
@@ -244,9 +246,8 @@ _listening: list[profile] = []
 def _attach() -> None:
     """Observe products while somebody listens, and not otherwise."""
     attached = None
-    while attached is not bool(
-        _listening
-    ):  # another thread, or a signal handler, may come or go in between
+    # Another thread, or a signal handler, may come or go in between.
+    while attached is not bool(_listening):
         attached = bool(_listening)
         observe(_observer if attached else None)
 

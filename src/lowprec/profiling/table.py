@@ -51,21 +51,7 @@ _NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak
 
 
 def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str) -> str:
-    """Return the table with its totals.
-
-    Parameters
-    ----------
-    label : str
-    records : sequence of ProductRecord
-    wall_ms : float
-        How long the profile was open.
-    by : {"product", "range"}
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such table.
-    """
+    """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
     if by not in _KEYS:
         raise UnsupportedError(
             f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
