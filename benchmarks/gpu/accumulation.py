@@ -143,7 +143,10 @@ def _added(part: Part, options: Options, dtype: str) -> None:
 
     a, b, c = sum_operands(options.seed, dtype)
     words = {"question": "beta", "dtype": dtype}
-    product, offered = _offered(part, words, a, b, 32, compute="COMPUTE_32F", out_dtype="float32")
+    count = 4 if options.quick else 32
+    product, offered = _offered(
+        part, words, a, b, count, compute="COMPUTE_32F", out_dtype="float32"
+    )
     for rank, algorithm in enumerate(offered):
         found = classify_sum(a, b, c, product.run(algorithm, beta=1.0, c=c))
         # The first choice is what runs.

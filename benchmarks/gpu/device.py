@@ -82,10 +82,10 @@ def versions() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, Any]:
-    from lowprec.backends.cuda import facts, libraries
+    from lowprec.backends import cuda
 
-    libraries.libraries()
-    return {"devices": facts.devices(), **facts.versions()}
+    found = cuda.info()
+    return {"devices": found["devices"], **found["versions"]}
 
 
 def _lowprec_info() -> Any:

@@ -26,15 +26,18 @@ def modules() -> list[str]:
     """Return the names of the modules that show features; a part of the report each."""
     found = [p for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")]
     # Those of the kernels alone take longest and say least.
-    return sorted((p.stem for p in found), key=lambda name: (name == "test_convert", name))
+    return sorted(
+        (p.stem for p in found), key=lambda name: (name == "test_kernels", name)
+    )
 
 
 def command(module: str, *, quick: bool) -> list[str]:
     """Return how to run the tests of one module that show features."""
     # Other versions of the libraries may warn of other things; that is not what is asked here.
+    wanted = "feature and not sweep" if quick else "feature"
     return [
-        sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", "feature", "-W", "default",
-        "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30", *(["-x"] if quick else []),
+        sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", wanted,
+        "-W", "default", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30",
     ]  # fmt: skip
 
 

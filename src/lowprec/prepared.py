@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,8 +30,8 @@ class Prepared(NamedTuple):
 Observer: TypeAlias = Callable[[Prepared, ResolvedMode, ArrayView, ArrayView], Prepared]
 
 _observer: Observer | None = None
+#: Without a lock, which a fork or a signal handler could find taken: each operation of a dictionary is atomic.
 _prepared: dict[tuple[Any, ...], Prepared] = {}
-_lock = threading.Lock()
 
 
 def observe(observer: Observer | None) -> None:
@@ -55,12 +54,11 @@ def look_up(
     )  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepare(resolved.mode, x, y, request)
-        with _lock:
-            if len(_prepared) >= _CACHE_SIZE:
-                # Dictionaries keep their order: the oldest entry goes.
-                del _prepared[next(iter(_prepared))]
-            _prepared[key] = prepared
+        prepared = _prepared[key] = _prepare(resolved.mode, x, y, request)
+        excess = len(_prepared) - _CACHE_SIZE
+        if excess > 0:
+            for oldest in list(_prepared)[:excess]:  # dictionaries keep their order
+                _prepared.pop(oldest, None)
     observer = _observer
     if observer is None or not observed:
         return prepared

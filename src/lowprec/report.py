@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from lowprec._version import __version__
-from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
+from lowprec.backends.cpu import cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
@@ -151,9 +152,8 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if backend is None and driver is None and not _opens_driver():
         return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        facts = importlib.import_module("lowprec.backends.cuda.facts")
-        found = {**nothing, **facts.versions(), "used": True, "reason": None}
-        return found, facts.devices()
+        found = importlib.import_module("lowprec.backends.cuda").info()
+        return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lowprec.backends.cuda import driver, timing
+from lowprec.backends.cuda import timing
 from lowprec.backends.cuda.libraries import Libraries, use
+from lowprec.backends.cuda.runtime import on_device
 from lowprec.errors import BackendError
 
 STREAM, CAPTURED, BROKEN = 7, 8, 9
@@ -207,6 +208,6 @@ def test_a_captured_product_has_no_time_and_no_event(runtime: Runtime) -> None:
 
 def test_devices_do_not_share_events(runtime: Runtime) -> None:
     timing.stopwatch(0, STREAM).abandon()
-    with driver.on_device(1):
+    with on_device(1):
         timing.stopwatch(1, STREAM).abandon()
     assert [event.device for event in runtime.alive] == [0, 1]

@@ -17,7 +17,7 @@ from lowprec.planning import GemmPlan
 from lowprec.request import ShapeDtype
 from lowprec.tables import Table, html, plain_text
 
-__all__ = ["Case", "Comparison", "Row", "Variant", "compare", "seconds", "variants_of"]
+__all__ = ["Case", "Comparison", "Row", "Variant", "compare", "percent", "seconds", "variants_of"]
 
 Pair = tuple[Array, Array]
 
@@ -178,7 +178,7 @@ class Comparison:
                 r.label,
                 str(r.plan.kernel),
                 seconds(r.timing.median),
-                f"{r.timing.spread:.0%}",
+                percent(r.timing.spread),
                 f"{r.speedup:.2f}x",
                 *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
                 str(r.errors.verdict),
@@ -220,6 +220,17 @@ def seconds(value: float) -> str:
     digits = value / scale
     decimals = 2 if digits < 10 else 1 if digits < 100 else 0
     return f"{digits:.{decimals}f} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage.
+
+    Examples
+    --------
+    >>> percent(0.034), percent(None)
+    ('3%', '-')
+    """
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _finite(number: float) -> float | None:

@@ -93,10 +93,10 @@ class Timing:
         return statistics.median(self.samples)
 
     @property
-    def spread(self) -> float:
-        """Half the interquartile range of the samples, relative to their median; 0 for a single one."""
+    def spread(self) -> float | None:
+        """Half the interquartile range of the samples, relative to their median; None for a single one."""
         if len(self.samples) < 2 or not self.median:
-            return 0.0
+            return None
         low, _, high = statistics.quantiles(self.samples, method="inclusive")
         return (high - low) / 2 / self.median
 

@@ -160,9 +160,9 @@ def time_by_size(found: Sequence[Line]) -> Any:
     handles = []
     for number, line in enumerate(found):
         medians = [t.median * 1e3 for t in line.timings]
-        spreads = [m * t.spread for m, t in zip(medians, line.timings, strict=True)]
+        spreads = [m * (t.spread or 0) for m, t in zip(medians, line.timings, strict=True)]
         style = {**_style(number), "linewidth": 1, "linestyle": "--" if line.baseline else "-"}
-        # Half of the samples lie within twice the spread; below nothing there is nothing.
+        # On this scale nothing reaches down to nothing.
         low = [min(s, 0.9 * m) for s, m in zip(spreads, medians, strict=True)]
         handles.append(
             panel.errorbar(

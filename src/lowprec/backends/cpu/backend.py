@@ -11,21 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from lowprec.arrays import ArrayView, Device, library_of
-from lowprec.backends.cpu import fp32_units, tiles
+from lowprec.backends.cpu import fp32_units
+from lowprec.backends.cpu.amx import executor as tiles
 from lowprec.backends.execution import Arguments, Executor, Ran, Timed, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
-
-__all__ = [
-    "allocate",
-    "aside_dtype",
-    "copy",
-    "describe",
-    "prepare",
-    "ran",
-    "stopwatch",
-    "tune",
-]
 
 #: Stands for NumPy, in whose arrays the backend computes.
 _ANY = np.empty(0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.checking.accuracy import Array
-from lowprec.checking.comparison import Variant, seconds
+from lowprec.checking.comparison import Variant, percent, seconds
 from lowprec.checking.measure import Timing, load, rotation, take_turns
 from lowprec.cli.exports import Line, add_exports, check_exports, export, time_by_size
 from lowprec.cli.files import numpy_dtype
@@ -218,7 +218,7 @@ def _lines(results: list[_Result]) -> Iterator[Line]:
 
 
 def _measured(result: _Result, timing: Timing) -> tuple[str, str, str]:
-    return seconds(timing.median), f"{timing.spread:.0%}", f"{result.gflops(timing):.0f}"
+    return seconds(timing.median), percent(timing.spread), f"{result.gflops(timing):.0f}"
 
 
 def _facts(result: _Result) -> dict[str, Any]:
