@@ -7,7 +7,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -85,6 +86,30 @@ def interleave(
     return take_turns(list(variants), sample, rounds=rounds, seed=seed)
 
 
+def repeat(
+    timers: Mapping[str, timeit.Timer],
+    *,
+    calls: int,
+    rounds: int,
+    seed: int = 0,
+    slow: Collection[str] = (),
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Time short statements in turns; return seconds per execution as `take_turns` does.
+
+    A sample is that many `calls`, a hundredth of them for those in `slow`. It follows untimed executions of the same
+    statement, and what `before` waits for.
+    """
+
+    def sample(name: str, _: int) -> float:
+        count = calls // 100 + 1 if name in slow else calls
+        timers[name].timeit(count // 10 + 1)
+        before()
+        return timers[name].timeit(count) / count
+
+    return take_turns(list(timers), sample, rounds=rounds, seed=seed)
+
+
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles.
 
@@ -94,7 +119,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     {'median': 3.0, 'q1': 2.0, 'q3': 4.0}
     """
     if len(values) == 1:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
+        return dict.fromkeys(("median", "q1", "q3"), values[0])
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
 
