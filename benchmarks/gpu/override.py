@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu.libraries import short
-from gpu.parts import OVERRIDE, Options, Part
+from gpu import raw
+from gpu.parts import OVERRIDE, Options, Part, short
+from lowprec.backends.cuda.libraries import libraries
 
 COMPUTE_TYPES = (
     "COMPUTE_32F",
@@ -64,8 +65,6 @@ def expected(value: str | None, what: str) -> str | None:
 
 def probe(seed: int) -> list[dict[str, Any]]:
     """Return what each compute type and math mode does in this process."""
-    from gpu.raw import LtProduct, told
-
     rng = np.random.default_rng(seed)
     a = rng.standard_normal((_SIDE, _INNER)).astype(np.float32)
     b = rng.standard_normal((_INNER, _SIDE)).astype(np.float32)
@@ -73,13 +72,13 @@ def probe(seed: int) -> list[dict[str, Any]]:
 
     def compute_type(name: str) -> dict[str, Any]:
         product, large = (
-            LtProduct(x, b, compute=name, out_dtype="float32")
+            raw.LtProduct(x, b, compute=name, out_dtype="float32")
             for x in (a, a * np.float32(_BEYOND_FLOAT16))
         )
         (algorithm,) = product.algorithms(1)
         beyond = bool(np.isfinite(large.run(algorithm)).all())
         row = _row(name, product.run(algorithm), exact)
-        return {**row, "beyond_float16": beyond, **told(algorithm)}
+        return {**row, "beyond_float16": beyond, **raw.told(algorithm)}
 
     ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
     for name, mode in MATH_MODES.items():
@@ -100,9 +99,6 @@ def _row(what: str, result: Any, exact: Any) -> dict[str, Any]:
 
 def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
     """Return a product by `cublasSgemm` on a handle in a math mode."""
-    from gpu import raw
-    from lowprec.backends.cuda.libraries import libraries
-
     cublas = libraries().cublas
     handle = cublas.create()
     cublas.set_stream(handle, raw.STREAM)
