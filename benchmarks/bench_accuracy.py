@@ -30,20 +30,14 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def _positive(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
-    return rng.random(shape, dtype=np.float32)
-
-
-def _wide(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
-    # 24 powers of two, the largest still inside float16: below it, fp16 loses digits and says so in its bound.
-    return np.ldexp(_normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32))
-
-
 #: Drawn afresh for each size: N(0, 1); U(0, 1); N(0, 1) times a power of two from 2^-12 to 2^12, each equally likely.
+#: The largest of these is still inside float16: below it, fp16 loses digits and says so in its bound.
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
     "normal": _normal,
-    "positive": _positive,
-    "wide": _wide,
+    "positive": lambda rng, shape: rng.random(shape, dtype=np.float32),
+    "wide": lambda rng, shape: np.ldexp(
+        _normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)
+    ),
 }
 
 

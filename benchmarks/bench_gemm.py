@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import statistics
 import sys
 import time
@@ -44,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply: whose call it is, on which of `Operands`, and in which mode of lowprec's."""
+    """One way to multiply: whose call it is, on which kind of operands, and in which mode of lowprec's."""
 
     name: str
     library: str
@@ -53,25 +54,22 @@ class Variant:
     mode: str | None = None
 
 
-class Operands:
-    """Sets of operands of one shape, each number type made from the same float32 numbers."""
+Pairs = dict[str, list[tuple[Any, Any]]]
 
-    def __init__(self, shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> None:
-        self.shape = shape
-        rng = np.random.default_rng(seed)
-        batch, m, k, n = shape
-        lead = (batch,) if batch > 1 else ()
-        self._pairs: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in kinds}
-        for _ in range(sets):
-            extents = ((m, k), (k, n))
-            base = [rng.standard_normal((*lead, *e), dtype=np.float32) for e in extents]
-            for kind in kinds:
-                # The base is shared: NumPy and torch read the same float32 memory.
-                self._pairs[kind].append(tuple(_as_kind(x, kind) for x in base))
 
-    def pair(self, kind: str, number: int) -> tuple[Any, Any]:
-        """Return the operands of this kind in this set."""
-        return self._pairs[kind][number]
+def operand_sets(shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> Pairs:
+    """Return sets of operands of one shape, by number type, each made from the same float32 numbers."""
+    rng = np.random.default_rng(seed)
+    batch, m, k, n = shape
+    lead = (batch,) if batch > 1 else ()
+    pairs: Pairs = {kind: [] for kind in kinds}
+    for _ in range(sets):
+        a = rng.standard_normal((*lead, m, k), dtype=np.float32)
+        b = rng.standard_normal((*lead, k, n), dtype=np.float32)
+        for kind in kinds:
+            # The base is shared: NumPy and torch read the same float32 memory.
+            pairs[kind].append((_as_kind(a, kind), _as_kind(b, kind)))
+    return pairs
 
 
 def _as_kind(x: Any, kind: str) -> Any:
@@ -107,14 +105,12 @@ def _torch_variants() -> list[Variant]:
 
         return multiply
 
+    ways = {f"float32 {precision}": at(precision) for precision in ("highest", "medium")}
+    ways |= {"bfloat16": torch.matmul, "float16": torch.matmul}
     return [
-        Variant("torch float32 highest", "torch", "float32 torch", at("highest")),
-        Variant("torch float32 medium", "torch", "float32 torch", at("medium")),
-        Variant("torch bfloat16", "torch", "bfloat16 torch", torch.matmul),
-        Variant("torch float16", "torch", "float16 torch", torch.matmul),
+        *(Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", ways[x]) for x in ways),
         _lowprec("float32", "bf16", "torch"),
-        _lowprec("bfloat16", library="torch"),
-        _lowprec("float16", library="torch"),
+        *(_lowprec(dtype, library="torch") for dtype in ("bfloat16", "float16")),
     ]
 
 
@@ -162,77 +158,73 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
     """Return how often each variant is timed: often where it is cheap."""
     if quick:
         return 3
-    batch, m, k, n = shape
-    return min(31, max(9, int(3e11 / (2 * batch * m * k * n))) | 1)
+    return min(31, max(9, int(3e11 / (2 * math.prod(shape)))) | 1)
 
 
-def measure(
-    shape: Shape, seed: int, quick: bool, left_out: set[str] | None = None
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, seed: int, quick: bool, left_out: set[str]) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
-    left_out = set() if left_out is None else left_out
     ways = [v for v in variants() if v.name not in left_out]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
-    operands = Operands(shape, kinds, sets, seed)
+    pairs = operand_sets(shape, kinds, sets, seed)
     rng = np.random.default_rng(seed)
-    errors = {v.name: _checked(v, operands, rng) for v in ways}
-    left_out |= _too_slow(ways, operands)
+    errors = {v.name: _checked(v, pairs, rng) for v in ways}
+    left_out |= _too_slow(ways, pairs)
     ways = [v for v in ways if v.name not in left_out]
-    calls = {v.name: (lambda i, v=v: v.multiply(*operands.pair(v.operands, i))) for v in ways}
+    calls = {v.name: (lambda i, v=v: v.multiply(*pairs[v.operands][i])) for v in ways}
     seconds = timing.interleave(calls, rounds=rounds, sets=sets, seed=seed)
-    batch, m, k, n = shape
-    return [
-        {
-            "batch": batch,
-            "m": m,
-            "k": k,
-            "n": n,
-            "variant": v.name,
-            "library": v.library,
-            "operands": v.operands,
-            "mode": v.mode,
-            "kernel": _kernel(v, operands),
-            "rounds": rounds,
-            "sets": sets,
-            "seconds": timing.summary(seconds[v.name]),
-            "gflops": 2e-9 * batch * m * k * n / timing.summary(seconds[v.name])["median"],
-            "relative_error": errors[v.name],
-            "speed": {
-                w.name: timing.speed_ratio(seconds[w.name], seconds[v.name])
-                for w in ways
-                if w.library != "lowprec"
-            },
-        }
-        for v in ways
-    ]
+    flops = 2 * math.prod(shape)
+    rows = []
+    for v in ways:
+        time_s = timing.summary(seconds[v.name])
+        others = (w.name for w in ways if w.library != "lowprec")
+        rows.append(
+            {
+                **dict(zip(("batch", "m", "k", "n"), shape, strict=True)),
+                "variant": v.name,
+                "library": v.library,
+                "operands": v.operands,
+                "mode": v.mode,
+                "kernel": _kernel(v, pairs),
+                "rounds": rounds,
+                "sets": sets,
+                "seconds": time_s,
+                "gflops": 1e-9 * flops / time_s["median"],
+                "relative_error": errors[v.name],
+                "speed": {
+                    name: timing.speed_ratio(seconds[name], seconds[v.name]) for name in others
+                },
+            }
+        )
+    return rows
 
 
-def _checked(v: Variant, operands: Operands, rng: np.random.Generator) -> float:
-    pair = operands.pair(v.operands, 0)
+def _checked(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
+    pair = pairs[v.operands][0]
     error = relative_error(v.multiply(*pair), *pair, rng)
     if not error <= WORST_ERROR:
-        raise RuntimeError(f"{v.name} is wrong on {operands.shape}: relative error {error}")
+        shapes = " times ".join(str(tuple(x.shape)) for x in pair)
+        raise RuntimeError(f"{v.name} is wrong on {shapes}: relative error {error}")
     return error
 
 
-def _too_slow(ways: Sequence[Variant], operands: Operands) -> set[str]:
+def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
     """Return the names of the variants that are not worth the wait, by one warm call of each."""
     seconds = {}
     for v in ways:
         begin = time.perf_counter()
-        v.multiply(*operands.pair(v.operands, 0))
+        v.multiply(*pairs[v.operands][0])
         seconds[v.name] = time.perf_counter() - begin
     # Below a tenth of a second nobody waits, and one call says too little.
     limit = max(0.1, TOO_SLOW * seconds["numpy float32"])
     return {name for name, taken in seconds.items() if taken > limit}
 
 
-def _kernel(v: Variant, operands: Operands) -> str | None:
+def _kernel(v: Variant, pairs: Pairs) -> str | None:
     if v.library != "lowprec":
         return None
-    return str(lowprec.plan(*operands.pair(v.operands, 0), math_mode=v.mode).kernel)
+    return str(lowprec.plan(*pairs[v.operands][0], math_mode=v.mode).kernel)
 
 
 # -- what is claimed ------------------------------------------------------------------------------

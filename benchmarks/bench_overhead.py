@@ -43,8 +43,7 @@ class OnlyDLPack:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the device: the CPU."""
-        device: tuple[int, int] = self._array.__dlpack_device__()
-        return device
+        return self._array.__dlpack_device__()
 
 
 # -- calls ----------------------------------------------------------------------------------------

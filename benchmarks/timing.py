@@ -9,7 +9,6 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 #: A variant gets the number of the operand set to use, and returns its result.
@@ -19,19 +18,6 @@ Variant = Callable[[int], Any]
 MIN_ROUNDS = 3
 
 Sample = TypeVar("Sample")
-
-
-@contextmanager
-def no_collection():
-    """Keep the garbage collector out of a measurement."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def take_turns(
@@ -51,13 +37,17 @@ def take_turns(
     order = list(names)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     begin = time.monotonic()
-    with no_collection():
+    gc.collect()
+    gc.disable()
+    try:
         for number in range(rounds):
             if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
                 break
             generator.shuffle(order)
             for name in order:
                 samples[name].append(sample(name, number))
+    finally:
+        gc.enable()
     return samples
 
 

@@ -30,21 +30,18 @@ FLOAT8 = (
 _SAMPLED = 16
 
 
-def draw(
-    rng: np.random.Generator, shape: tuple[int, int], distribution: str, axis: int
-) -> np.ndarray[Any, Any]:
+def draw(rng: np.random.Generator, shape: tuple[int, int], distribution: str, axis: int) -> Any:
     """Return float64 numbers of a distribution; `axis` is that of the rows of a (0) or the columns of b (1)."""
     if distribution == "uniform":
         return rng.random(shape)
-    values = rng.standard_normal(shape)
+    values, exponents = rng.standard_normal(shape), np.array(0)
     if distribution == "wide":
         # The largest elements stay inside float16; the smallest ones are subnormal there.
-        return np.ldexp(values, rng.integers(-12, 11, shape))
+        exponents = rng.integers(-12, 11, shape)
     if distribution == "scaled":
         # Whole rows and columns are far beyond float16.
-        extents = (shape[0], 1) if axis == 0 else (1, shape[1])
-        return np.ldexp(values, rng.integers(-30, 31, extents))
-    return values
+        exponents = rng.integers(-30, 31, (shape[0], 1) if axis == 0 else (1, shape[1]))
+    return np.ldexp(values, exponents)
 
 
 class Case(NamedTuple):
@@ -77,20 +74,18 @@ def operands(
 ) -> tuple[Any, Any]:
     """Return the operands as NumPy arrays of their own types."""
     rng = np.random.default_rng([seed, k, *distribution.encode()])
-    a = _operand(rng, (side, k), dtypes[0], distribution, 0)
-    return a, _operand(rng, (k, side), dtypes[1], distribution, 1)
 
+    def operand(shape: tuple[int, int], axis: int) -> Any:
+        dtype = dtypes[axis]
+        if dtype == "int8":
+            low = -128 if distribution == "normal" else 0
+            return rng.integers(low, 128, shape, dtype=np.int8)
+        values = draw(rng, shape, distribution, axis)
+        if dtype.startswith("complex"):
+            values = values + 1j * draw(rng, shape, distribution, axis)
+        return values.astype(libraries.numpy_dtype(dtype))
 
-def _operand(
-    rng: np.random.Generator, shape: tuple[int, int], dtype: str, distribution: str, axis: int
-) -> Any:
-    if dtype == "int8":
-        low = -128 if distribution == "normal" else 0
-        return rng.integers(low, 128, shape, dtype=np.int8)
-    values: Any = draw(rng, shape, distribution, axis)
-    if dtype.startswith("complex"):
-        values = values + 1j * draw(rng, shape, distribution, axis)
-    return values.astype(libraries.numpy_dtype(dtype))
+    return operand((side, k), 0), operand((k, side), 1)
 
 
 def exact(a: Any, b: Any) -> tuple[Any, Any, Any, slice]:

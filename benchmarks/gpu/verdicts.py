@@ -14,13 +14,8 @@ Row = Mapping[str, Any]
 #: Extents of the square products that the claims are about.
 SIZES = (1024, 2048, 4096, 8192, 16384)
 
-#: Kind of product in the part `speed`: the claim's words.
-KINDS = {
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32 tf32": "tf32",
-    "float32 fp32": "fp32",
-}
+#: Kinds of product in the part `speed`.
+KINDS = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 
 #: Of torch.matmul's speed: without and with autotuning.
 FLOORS = {False: 0.98, True: 1.0}
@@ -49,7 +44,7 @@ def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
             if speed:
                 by_size[str(n)] = speed["median"]
     how = "with" if tuned else "without"
-    what = f"{KINDS[kind]}: speed over torch.matmul, worst size, {how} autotuning"
+    what = f"{kind.removeprefix('float32 ')}: speed over torch.matmul, worst size, {how} autotuning"
     complete = set(by_size) == {str(n) for n in SIZES}
     worst = min(by_size.values()) if by_size else None
     # A miss is a miss; that nothing is missed takes all sizes.
