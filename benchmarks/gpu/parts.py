@@ -153,7 +153,11 @@ def execute(
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _kill(process)
+            # What it started may outlive it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
     result = {**not_run(""), "exit": status, "elapsed_s": round(time.monotonic() - begin, 2)}
     errors = [f"stopped after {limit_s:.0f} s"] if status is None else []
     try:
@@ -167,15 +171,6 @@ def execute(
     text = log.read_text(encoding="utf-8", errors="replace")
     output = [line[:300] for line in text.splitlines()[-_KEPT_LINES:]] if errors else []
     return {**result, "error": "; ".join(errors), "output": output}
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its group: what it started may outlive it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-    process.wait()
 
 
 def state(result: Mapping[str, Any]) -> str:

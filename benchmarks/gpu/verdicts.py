@@ -31,8 +31,17 @@ def rows(results: Results, part: str, **where: Any) -> list[Row]:
 
 def claims(results: Results) -> list[dict[str, Any]]:
     """Return all claims with what was measured."""
-    made = [_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS]
-    return [*made, _conversion(results), _host(results), *_shares(results)]
+    gain = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
+    bf16 = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
+    tf32 = bf16[0]["speed"].get("lowprec tf32", {}) if bf16 else {}
+    host = "host time of a small product over torch.matmul's, worst type"
+    ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
+    return [
+        *(_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS),
+        common.claim(gain, tf32.get("median"), CONVERSION_FLOOR),
+        common.claim(host, max(ratios, default=None), HOST_LIMIT, at_most=True),
+        *_shares(results),
+    ]
 
 
 def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
@@ -50,19 +59,6 @@ def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
     # A miss is a miss; that nothing is missed takes all sizes.
     value = worst if complete or (worst is not None and worst < FLOORS[tuned]) else None
     return common.claim(what, value, FLOORS[tuned], by_size=by_size)
-
-
-def _conversion(results: Results) -> dict[str, Any]:
-    what = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
-    found = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
-    value = found[0]["speed"].get("lowprec tf32", {}).get("median") if found else None
-    return common.claim(what, value, CONVERSION_FLOOR)
-
-
-def _host(results: Results) -> dict[str, Any]:
-    what = "host time of a small product over torch.matmul's, worst type"
-    ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
-    return common.claim(what, max(ratios, default=None), HOST_LIMIT, at_most=True)
 
 
 def _shares(results: Results) -> Iterable[dict[str, Any]]:
