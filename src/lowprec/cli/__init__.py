@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lowprec.cli import signals
 from lowprec.cli.errors import USAGE
 from lowprec.cli.output import flush, note
-from lowprec.cli.parser import parse
+from lowprec.cli.parser import build_parser
 from lowprec.errors import LowprecError
 
 __all__ = ["main"]
@@ -72,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _finished(argv: Sequence[str] | None) -> int:
     try:
-        arguments = parse(argv)
+        arguments = build_parser().parse_args(argv)
         code = int(arguments.run(arguments))
     except SystemExit as stop:  # argparse, after --help and --version
         code = int(stop.code or 0)

@@ -116,7 +116,7 @@ def _start() -> None:
     order = os.environ.get("LOWPREC_RUN")
     if order:
         home = here
-        for _ in "lowprec/cli/commands/run/startup".split("/"):
+        for _ in ("lowprec", "cli", "commands", "run", "startup"):
             home = os.path.dirname(home)
         sys.meta_path.insert(0, _Watcher(order, home))
 
