@@ -45,12 +45,8 @@ def operand(
 ) -> Array:
     """Return a random array. Complex numbers have real and imaginary parts of the distribution.
 
-    For int8 the elements are all its values with equal probability, whatever the distribution.
-
-    Raises
-    ------
-    MemoryError
-        If no machine has room for it.
+    For int8 the elements are all its values with equal probability, whatever the distribution. An array for which no
+    machine has room is a MemoryError.
     """
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")

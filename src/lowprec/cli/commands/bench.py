@@ -168,11 +168,11 @@ def _reasons(results: list[_Result]) -> list[str]:
 
 def _table(results: list[_Result]) -> Table:
     columns = (">n", "operands", "mode", "kernel", ">time", ">spread", ">GFLOP/s", ">x numpy")
-    cells, told = [], set()
+    cells, shown = [], set()
     for r in results:
         size, (what, wide) = str(r.size), r.baseline_name.split()
-        if (size, wide) not in told:
-            told.add((size, wide))
+        if (size, wide) not in shown:
+            shown.add((size, wide))
             cells.append((size, wide, what, "-", *_measured(r, r.baseline), "1.00"))
         words = (size, str(r.dtype), r.mode or "-", str(r.plan.kernel))
         cells.append((*words, *_measured(r, r.timing), f"{r.speedup:.2f}"))

@@ -59,10 +59,7 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 def python_command(program: Sequence[str]) -> list[str]:
     """Return the command that runs a program (what stands after ``python``) under this interpreter, with its options.
 
-    Raises
-    ------
-    CommandError
-        If the interpreter ignores the environment, and with it the start-up hook.
+    An interpreter that ignores the environment, and with it the start-up hook, is refused.
     """
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
