@@ -7,12 +7,12 @@ microseconds).
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowprec.atomic import write_file
+from lowprec.plain import finite
 from lowprec.profiling.records import ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents
 
@@ -22,19 +22,8 @@ _FIRST_STREAM_ROW = 0x7FFF0000
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file, so that no reader finds half of it."""
-    text = json.dumps(_finite(value), allow_nan=False)
+    text = json.dumps(finite(value), allow_nan=False)
     write_file(path, lambda file: file.write(text.encode()))
-
-
-def _finite(value: Any) -> Any:
-    """Return plain values with None for a number that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 # -- time line ------------------------------------------------------------------------------------
