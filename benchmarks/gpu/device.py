@@ -34,10 +34,10 @@ def run(part: Part, options: Options) -> None:
     name = part.facts["nvidia_smi"].get("name")
     part.fact("name", slug(name) if name else f"none-{machine.slug()}")
     try:
-        from lowprec.backends.cuda import facts, libraries
+        from lowprec.backends import cuda
 
-        libraries.libraries()
-        part.fact("gpu", {"devices": facts.devices(), **facts.versions()})
+        found = cuda.info()
+        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
         part.fact("name", slug(part.facts["gpu"]["devices"][0]["name"]))
     except Exception as error:  # noqa: BLE001 - the report says what it was
         part.fact("why_no_gpu", short(error))
