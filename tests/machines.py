@@ -11,7 +11,7 @@ import pytest
 import software_tiles
 from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow

@@ -14,8 +14,6 @@ from enum import Enum, unique
 
 from lowprec.errors import DTypeError, quoted
 
-__all__ = ["ComputeType", "DType", "NumberFormat", "dtype_from_name", "promote"]
-
 
 @unique
 class ComputeType(Enum):

@@ -13,19 +13,6 @@ from lowprec import formats
 from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
 
-__all__ = [
-    "ALIASES",
-    "TABLE",
-    "MathMode",
-    "ModeRow",
-    "ModeSource",
-    "ResolvedMode",
-    "available_modes",
-    "mode_names",
-    "parse_mode",
-    "row",
-]
-
 
 @unique
 class MathMode(str, Enum):

@@ -102,15 +102,10 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if backend is None and driver is None and not _opens_driver():
         return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        found = _cuda()
+        found = importlib.import_module("lowprec.backends.cuda").info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
     return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
-
-
-def _cuda() -> dict[str, Any]:
-    facts = importlib.import_module("lowprec.backends.cuda.facts")
-    return {"versions": facts.versions(), "devices": facts.devices()}
 
 
 def _opens_driver() -> bool:

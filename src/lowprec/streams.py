@@ -1,8 +1,9 @@
-"""The order of a product on a GPU among the work of the libraries whose arrays it takes.
+"""The stream on which a product on a GPU runs, and how the streams of other libraries are ordered around it.
 
-A product runs on one stream: the current one of the library of ``a``. Where an array is another library's, it waits
-for that library's stream, which waits for it afterwards. Arrays of libraries that would reuse their memory on streams
-which they do not tell (``Library.keeps_owners``) are held until the product is done.
+A product runs on the current stream of the library of ``a``. If another array belongs to another library, the product
+waits for the current stream of that library, and that stream waits for the product. Some libraries may give the memory
+of an array away on a stream that they do not tell (``Library.keeps_owners``): such arrays are held until the product is
+done.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import subprocess
 import sys
 
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 from lowprec.backends.cpu import gemm, mkl, threads
+from lowprec.formats import dtype_from_name
+from lowprec.planning import MatrixStack
 
 needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
 
@@ -76,6 +80,27 @@ def test_cuts(m: int, n: int, workers: int) -> None:
         covered[i : i + rows, j : j + columns] += 1
     assert np.all(covered == 1)
     assert 1 <= len(panels) <= workers
+
+
+@needs_mkl
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_outlive_the_library_that_they_were_asked_of(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    """Threads that open MKL at the same moment get an object each, and one of them stays."""
+    opened = mkl.loaded_mkl()
+    a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
+    out = np.zeros((20, 10), dtype)
+    stacks = [MatrixStack.of(dtype_from_name(dtype), *x.shape, x.shape[1], 1) for x in (a, b, out)]
+    another = mkl.Mkl(ctypes.CDLL(opened.path), opened.path, opened.is_sequential)
+    product = another.product(*stacks)
+    del another
+    gc.collect()
+    # Where its memory was, if it is free, other numbers are now.
+    others = [np.array([3, 5], dtype) for _ in range(1000)]
+    product(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+    assert len(others) == 1000
+    assert_product(out, a, b)
 
 
 @needs_mkl

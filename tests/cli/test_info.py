@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import amx, cpuinfo
+from lowprec.backends.cpu import cpuinfo
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.cli import main
 from lowprec.policy import environment
 from lowprec.policy.frameworks import SwitchRow

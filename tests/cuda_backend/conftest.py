@@ -44,7 +44,7 @@ def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def cheap_collections(kept_kernels: None) -> Iterator[None]:
     """What is there already is no garbage, and need not be looked at whenever a test of the module collects."""
     gc.collect()

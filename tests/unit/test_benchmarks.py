@@ -180,7 +180,7 @@ def test_a_variant_without_a_kernel_is_left_out(
 
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
-    operands = bench.Operands((1, 8, 8, 8), ["float32"], 1, 0)
+    operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
     wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
     with pytest.raises(RuntimeError, match="wrong is wrong"):
         bench._checked(wrong, operands, rng)
@@ -293,6 +293,34 @@ def test_every_table_and_chart_is_shown(load: Load) -> None:
     charts = [render.plot.chart_path(path) for path in render.charted()]
     assert charts
     assert all(f"](../../benchmarks/results/{chart.name})" in tables for chart in charts)
+
+
+def test_a_machine_without_amx_comes_second(load: Load, tmp_path: Path) -> None:
+    render = load("render")
+    (xeon, result), *_ = render.load(BENCHMARKS / "results", "gemm").items()
+    shutil.copy(xeon, tmp_path / "gemm-z.json")
+    flags = [flag for flag in result["machine"]["flags"] if not flag.startswith("amx")]
+    machine = {**result["machine"], "flags": flags, "cpu": "AMD EPYC 9654 96-Core Processor"}
+    rows = [r for r in result["results"] if "float16" not in r["variant"]]
+    settings = {**result["settings"], "left_out": ["torch float16"]}
+    other = {**result, "machine": machine, "results": rows, "claims": [], "settings": settings}
+    (tmp_path / "gemm-a.json").write_text(json.dumps(other), encoding="utf-8")
+    made = render.snippets(tmp_path)
+    page = made[render.GENERATED / "bench_gemm.md"]
+    name = "**AMD EPYC 9654 without AMX, 2 cores**"
+    with_amx, without = page.split(name)
+    assert with_amx.startswith("**Intel Xeon with AMX, 2 cores**")
+    assert "| claim |" in with_amx
+    assert "| claim |" not in without
+    assert "slower than numpy float32: torch float16." in without
+    table = made[render.README].split("<!-- generated: speed -->")[1].splitlines()
+    assert table[1].endswith(
+        "| Intel Xeon with AMX, 2 cores | AMD EPYC 9654 without AMX, 2 cores |"
+    )
+    # The two machines have the same figures here, but for what was left out.
+    by_name = {cells[1].strip(): cells for cells in (row.split("|") for row in table[3:9])}
+    assert by_name["int8"][3] == by_name["int8"][4]
+    assert by_name["float16"][4].strip() == "-"
 
 
 @pytest.fixture

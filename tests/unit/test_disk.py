@@ -95,14 +95,6 @@ def test_another_user_s_folder_is_not_used(cache: Path, monkeypatch: pytest.Monk
 
 
 @posix
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives away")
-def test_a_file_that_was_given_away_is_not_read(kept: Path) -> None:
-    os.chown(kept, 4321, -1)
-    with pytest.warns(LowprecWarning, match="it belongs to another user"):
-        assert disk.read_bytes("kernels/x") is None
-
-
-@posix
 def test_a_link_in_the_place_of_a_file_is_not_followed(kept: Path, tmp_path: Path) -> None:
     kept.rename(tmp_path / "elsewhere")
     kept.symlink_to(tmp_path / "elsewhere")

@@ -87,7 +87,7 @@ class Stopwatch(Protocol):
         """Give up: the product failed."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the time, waiting for the product; None where there is none to take. Called once."""
+        """Return the time, waiting for the product; None where there is none to take. Several may ask at once."""
 
 
 class Backend(Protocol):

@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["MIN_ROUNDS", "SETTLE", "Load", "Timing", "load", "rotation", "take_turns"]
-
 #: A median of fewer is no median.
 MIN_ROUNDS = 3
 
@@ -93,10 +91,10 @@ class Timing:
         return statistics.median(self.samples)
 
     @property
-    def spread(self) -> float:
-        """Half the interquartile range of the samples, relative to their median; 0 for a single one."""
+    def spread(self) -> float | None:
+        """Half the interquartile range of the samples, relative to their median; None for a single one."""
         if len(self.samples) < 2 or not self.median:
-            return 0.0
+            return None
         low, _, high = statistics.quantiles(self.samples, method="inclusive")
         return (high - low) / 2 / self.median
 

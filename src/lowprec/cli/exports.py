@@ -8,16 +8,13 @@ import importlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.checking import Comparison
 from lowprec.checking.measure import Timing
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
-
-__all__ = ["Line", "add_exports", "check_exports", "errors_by_speed", "export", "time_by_size"]
 
 _SUFFIXES = (".png", ".svg")
 
@@ -49,16 +46,7 @@ def check_exports(options: argparse.Namespace) -> None:
 def export(
     options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], draw: Callable[[], Any]
 ) -> None:
-    """Write the files that were asked for.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-    rows : sequence of mapping
-        Of the CSV file, all with the same keys; None becomes an empty cell.
-    draw : callable
-        Returns matplotlib's figure.
-    """
+    """Write the files that were asked for: rows, all with the same keys, and the figure that ``draw`` returns."""
     if options.csv is not None:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
@@ -82,11 +70,11 @@ def export(
 
 def _style(number: int) -> dict[str, Any]:
     """Return how the n-th of several series looks."""
-    hollow = {"markerfacecolor": "none", "markersize": 5 if number % 2 else 7}
     return {
         "marker": _MARKERS[number % len(_MARKERS)],
         "color": _COLOURS[number % len(_COLOURS)],
-        **hollow,
+        "markerfacecolor": "none",
+        "markersize": 5 if number % 2 else 7,
     }
 
 
@@ -135,17 +123,8 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
     return figure
 
 
-@dataclass(frozen=True)
-class Line:
-    """Times of one kind of product.
-
-    Parameters
-    ----------
-    name : str
-    sizes : tuple of int
-    timings : tuple of Timing
-    baseline : bool
-    """
+class Line(NamedTuple):
+    """Times of one kind of product."""
 
     name: str
     sizes: tuple[int, ...]
@@ -160,9 +139,9 @@ def time_by_size(found: Sequence[Line]) -> Any:
     handles = []
     for number, line in enumerate(found):
         medians = [t.median * 1e3 for t in line.timings]
-        spreads = [m * t.spread for m, t in zip(medians, line.timings, strict=True)]
+        spreads = [m * (t.spread or 0) for m, t in zip(medians, line.timings, strict=True)]
         style = {**_style(number), "linewidth": 1, "linestyle": "--" if line.baseline else "-"}
-        # Half of the samples lie within twice the spread; below nothing there is nothing.
+        # On this scale nothing reaches down to nothing.
         low = [min(s, 0.9 * m) for s, m in zip(spreads, medians, strict=True)]
         handles.append(
             panel.errorbar(

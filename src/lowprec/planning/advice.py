@@ -9,13 +9,6 @@ from __future__ import annotations
 from lowprec.formats import NumberFormat
 from lowprec.planning.reasons import Reason, Why
 
-__all__ = [
-    "advise",
-    "is_low_intensity",
-    "memory_bound_dimensions",
-    "misaligned_dimensions",
-]
-
 #: Tensor cores like the contiguous dimension in steps of so many bytes.
 ALIGNMENT_BYTES = 16
 

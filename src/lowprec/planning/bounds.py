@@ -35,8 +35,6 @@ from lowprec.modes import MathMode, row
 from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.tensor_cores import roundings
 
-__all__ = ["MAX_K_INT8", "ErrorBound", "error_bound", "gamma", "holds", "operand_format"]
-
 #: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
 MAX_K_INT8 = 2**17 - 1
 

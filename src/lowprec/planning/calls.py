@@ -9,8 +9,6 @@ from typing import Literal
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.reasons import Reason
 
-__all__ = ["ComplexAs", "CublasLtCall", "LtMatrix", "Op", "Pack"]
-
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
 

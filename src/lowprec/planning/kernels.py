@@ -15,16 +15,6 @@ from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.tensor_cores import tensor_cores_multiply
 
-__all__ = [
-    "INT8",
-    "Capabilities",
-    "KernelChoice",
-    "KernelRow",
-    "Summation",
-    "choose_kernel",
-    "format_name",
-]
-
 #: Stands for a format where integers are multiplied.
 INT8 = "int8"
 

@@ -14,8 +14,6 @@ from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
 
-__all__ = ["Candidate", "Copy", "GemmPlan", "Product"]
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:

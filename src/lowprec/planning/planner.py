@@ -25,8 +25,6 @@ from lowprec.planning.plan import Copy, GemmPlan, Product
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, Why
 
-__all__ = ["PLAN_CACHE_SIZE", "plan_gemm"]
-
 PLAN_CACHE_SIZE = 1024
 
 
@@ -48,6 +46,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
 
     Examples
     --------
+    >>> from lowprec.planning.kernels import KernelRow
     >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
     >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
     >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)

@@ -10,15 +10,6 @@ from lowprec.formats import OPERAND_DTYPES, DType, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 
-__all__ = [
-    "Activation",
-    "GemmProblem",
-    "check_epilogue",
-    "common_dtype",
-    "parse_activation",
-    "result_dtype",
-]
-
 
 @unique
 class Activation(str, Enum):

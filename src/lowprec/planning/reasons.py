@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 
-__all__ = ["Reason", "Why"]
-
 
 @unique
 class Why(Enum):

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
-__all__ = ["WORDS", "copy_reason", "title", "to_dict", "to_html", "to_text"]
-
 WIDTH = 100
 
 Row = tuple[str, str]

@@ -16,8 +16,6 @@ from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
 
-__all__ = ["Selection", "check_rtol", "select_mode"]
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from math import ceil
 
-__all__ = ["first_capability", "roundings", "tensor_cores_multiply"]
-
 Capability = tuple[int, int]
 
 #: A capability from which it holds; group and fraction bits of sums in FP32, None for sums in another type.

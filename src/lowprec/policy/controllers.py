@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from lowprec.policy.library_switches import (
     CupyController,
     JaxController,
@@ -11,13 +13,14 @@ from lowprec.policy.library_switches import (
 from lowprec.policy.protocol import Controller
 from lowprec.policy.torch_switches import TorchController
 
-__all__ = ["controllers", "register_controller", "unregister_controller"]
+__all__ = ["controllers", "loaded_controllers", "register_controller", "unregister_controller"]
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
 _by_name: dict[str, Controller] = {}
 # A tuple of its own, so that an entry of a guard can walk it while another thread registers.
 _current: tuple[Controller, ...] = ()
+_modules: frozenset[str] = frozenset()
 
 
 def register_controller(controller: Controller) -> None:
@@ -93,9 +96,23 @@ def controllers() -> tuple[Controller, ...]:
     return _current
 
 
+def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
+    """Return the controllers of these libraries, as far as they are loaded; None for all."""
+    modules = sys.modules
+    if modules.keys().isdisjoint(_modules):
+        return []
+    return [
+        controller
+        for controller in _current
+        if modules.get(controller.module) is not None
+        and (names is None or controller.name in names)
+    ]
+
+
 def _changed() -> None:
-    global _current
+    global _current, _modules
     _current = tuple(_by_name.values())
+    _modules = frozenset(controller.module for controller in _current)
 
 
 def _register_builtin() -> None:

@@ -80,7 +80,6 @@ class math_mode(PolicyScope):
     def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
         self._mode = parse_mode(name)
         self._libraries = selection(frameworks, by_default=False)
-        self._open = []
 
     def __repr__(self) -> str:
         return f"math_mode({str(self._mode)!r}{self._frameworks_in_words('frameworks=True')})"

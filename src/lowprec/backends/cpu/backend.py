@@ -10,21 +10,11 @@ from collections.abc import Callable
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import fp32_units, tiles
+from lowprec.backends.cpu import fp32_units
+from lowprec.backends.cpu.amx import executor as tiles
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
-
-__all__ = [
-    "allocate",
-    "copy",
-    "describe",
-    "execution_info",
-    "prepare",
-    "staging_dtype",
-    "stopwatch",
-    "tune",
-]
 
 
 def prepare(plan: GemmPlan) -> Executor:

@@ -12,14 +12,9 @@ larger one.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-
-__all__ = ["RETAINED_LIMIT_BYTES", "borrow", "release_all", "retained_bytes"]
 
 #: Upper bound on the free buffers of all threads together.
 RETAINED_LIMIT_BYTES = 512 << 20
@@ -28,30 +23,9 @@ _PAGE = 4096
 _SMALLEST = 64 << 10
 
 
-class _Retained:
-    """Bytes in the free lists of all threads; `lock` guards `total`."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.total = 0
-
-    def try_add(self, nbytes: int) -> bool:
-        with self.lock:
-            if self.total + nbytes > RETAINED_LIMIT_BYTES:
-                return False
-            self.total += nbytes
-            return True
-
-    def remove(self, nbytes: int) -> None:
-        with self.lock:
-            self.total -= nbytes
-
-
-_retained = _Retained()
-
-if hasattr(os, "register_at_fork"):
-    # Another thread may hold the lock at the moment of a fork.
-    os.register_at_fork(after_in_child=lambda: setattr(_retained, "lock", threading.Lock()))
+#: Bytes in the free list of each thread, by the list's id. Without a lock, which a fork or a signal handler could find
+#: taken: a thread writes its own entry, as a whole, and what an interrupt leaves wrong the next change puts right.
+_retained: dict[int, int] = {}
 
 
 class _FreeList:
@@ -60,35 +34,41 @@ class _FreeList:
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
         # Its own reference: when the interpreter ends, this module may be cleared before the list.
-        self._account = _retained
+        self._retained = _retained
 
     def take(self, nbytes: int) -> np.ndarray | None:
         """The smallest free buffer that holds `nbytes`, unless it is wastefully large."""
-        best = None
+        best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1
         for index, array in enumerate(self.arrays):
-            fits = nbytes <= array.nbytes <= max(4 * nbytes, 4 * _SMALLEST)
-            if fits and (best is None or array.nbytes < self.arrays[best].nbytes):
-                best = index
+            if nbytes <= array.nbytes < smallest:
+                best, smallest = index, array.nbytes
         if best is None:
             return None
-        array = self.arrays.pop(best)
-        self._account.remove(array.nbytes)
-        return array
+        try:
+            array = self.arrays.pop(best)
+        except IndexError:
+            return None
+        self._account()
+        # A signal handler that multiplied may have changed the list after it was looked through.
+        return array if array.nbytes >= nbytes else None
 
     def give(self, array: np.ndarray) -> None:
-        # The oldest buffers make room: what was returned last is what is asked for next.
-        while not self._account.try_add(array.nbytes):
-            if not self.arrays:
-                return
-            self._account.remove(self.arrays.pop(0).nbytes)
         self.arrays.append(array)
+        self._account()
+        # The oldest buffers make room: what was returned last is what is asked for next.
+        while self.arrays and retained_bytes() > RETAINED_LIMIT_BYTES:
+            del self.arrays[:1]
+            self._account()
 
     def clear(self) -> None:
-        while self.arrays:
-            self._account.remove(self.arrays.pop().nbytes)
+        self.arrays.clear()
+        self._account()
+
+    def _account(self) -> None:
+        self._retained[id(self)] = sum([array.nbytes for array in self.arrays])
 
     def __del__(self) -> None:
-        self.clear()
+        self._retained.pop(id(self), None)
 
 
 class _Local(threading.local):
@@ -106,33 +86,38 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-@contextmanager
-def borrow(nbytes: int) -> Iterator[int]:
+class borrow:
     """Lend scratch memory for the length of a `with` block.
+
+    Where an exception strikes while it is being taken or given back, the buffer is lost to the garbage collector; it is
+    never lent twice.
 
     Parameters
     ----------
     nbytes : int
-        Size wanted. The contents are undefined.
-
-    Yields
-    ------
-    int
-        Address of the memory, aligned to 4096 bytes.
+        Size wanted. The contents are undefined. The block gets the address of the memory, aligned to 4096 bytes.
     """
-    free = _local.free
-    array = free.take(nbytes + _PAGE)
-    if array is None:
-        array = np.empty(_rounded(nbytes + _PAGE), np.uint8)
-    try:
-        yield -(-int(array.ctypes.data) // _PAGE) * _PAGE
-    finally:
-        free.give(array)
+
+    __slots__ = ("_array", "_free", "_nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes + _PAGE
+
+    def __enter__(self) -> int:
+        self._free = _local.free
+        array = self._free.take(self._nbytes)
+        if array is None:
+            array = np.empty(_rounded(self._nbytes), np.uint8)
+        self._array = array
+        return -(-int(array.ctypes.data) // _PAGE) * _PAGE
+
+    def __exit__(self, *_: object) -> None:
+        self._free.give(self._array)
 
 
 def retained_bytes() -> int:
     """Bytes held in free buffers by all threads."""
-    return _retained.total
+    return sum(_retained.copy().values())
 
 
 def release_all() -> None:

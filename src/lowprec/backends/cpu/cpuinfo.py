@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
-from pathlib import Path
 
-__all__ = ["cpu_flags", "cpu_name"]
+from lowprec.backends.cpu.interrupts import raised_in
 
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     """Return the first processor's entry of ``/proc/cpuinfo``, empty where there is none."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
+        with open("/proc/cpuinfo", "rb") as file:
+            text = os.fsdecode(file.read())
+    except OSError as error:
+        if not raised_in(error, __name__):
+            raise
         return {}
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in lines}

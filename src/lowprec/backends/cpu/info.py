@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
+from lowprec.backends.cpu import cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 
 _BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
 _X86_64 = ("x86_64", "AMD64")

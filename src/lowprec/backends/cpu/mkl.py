@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.planning import MatrixStack
-
-__all__ = ["Mkl", "loaded_mkl", "mkl"]
 
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112
 _SEQUENTIAL = 1
@@ -35,6 +34,9 @@ _FUNCTIONS: dict[str, tuple[str, Any]] = {
     "complex64": ("cblas_cgemm", _POINTER),
     "complex128": ("cblas_zgemm", _POINTER),
 }
+
+#: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
+_COMPLEX_FACTORS = {name: np.array([1, 0], name) for name in ("complex64", "complex128")}
 
 #: Flops from which it pays to wake other threads.
 _PARALLEL_FLOPS = 20_000_000
@@ -62,13 +64,9 @@ class Mkl:
         self.version = _version_string(library)
         self._gemms: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
-        # The complex functions read alpha and beta through their addresses, so these arrays live on.
-        self._complex_factors = {
-            name: np.array([1, 0], name) for name in ("complex64", "complex128")
-        }
         for dtype, (name, scalar) in _FUNCTIONS.items():
             self._gemms[dtype] = _declared(getattr(library, name), scalar)
-            pair = self._complex_factors.get(dtype)
+            pair = _COMPLEX_FACTORS.get(dtype)
             one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
             self._factors[dtype] = scalar(one), scalar(zero)
 
@@ -193,26 +191,41 @@ def _library_candidates() -> list[str]:
 
 def _is_loaded(path: str) -> bool:
     """Whether somebody else (a NumPy built on MKL) has loaded this library already."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return False
     try:
         ctypes.CDLL(os.path.basename(path), mode=os.RTLD_NOLOAD)
-    except (OSError, AttributeError):
+    except OSError as error:
+        if not raised_in(error, "ctypes"):
+            raise
         return False
     return True
 
 
+#: By path, whether lowprec loads the library itself. The first thread to ask decides before it loads, so that no other
+#: one, nor a second try after an interrupt, takes a library of ours for somebody else's.
+_is_ours: dict[str, bool] = {}
+
+
 @functools.cache
 def mkl() -> Mkl | None:
-    """Open MKL once and return it, or ``None`` where it is not installed."""
+    """Open MKL once and return it, or ``None`` where it is not installed.
+
+    Several threads may come here at once, and a signal handler may end the call anywhere: all that is done here may be
+    done twice, and a library is handed out only after it was configured.
+    """
     for path in _library_candidates():
-        # The threading layer holds for the whole process: another user's MKL is taken as it is.
-        is_ours = not _is_loaded(path)
+        is_ours = _is_ours.get(path)
+        if is_ours is None:
+            is_ours = _is_ours.setdefault(path, not _is_loaded(path))
         try:
             library = ctypes.CDLL(path)
-            if is_ours:
-                library.MKL_Set_Threading_Layer(_SEQUENTIAL)
-            return Mkl(library, path, is_ours)
-        except (OSError, AttributeError):
-            continue
+            # The threading layer holds for the whole process: another user's MKL is taken as it is.
+            layer = library.MKL_Set_Threading_Layer(_SEQUENTIAL) if is_ours else None
+            return Mkl(library, path, layer == _SEQUENTIAL)
+        except (OSError, AttributeError) as error:
+            if not raised_in(error, "ctypes"):
+                raise
     return None
 
 

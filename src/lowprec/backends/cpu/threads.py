@@ -20,7 +20,7 @@ was told, so `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS` and
 
 from __future__ import annotations
 
-import contextlib
+import _thread
 import ctypes
 import math
 import os
@@ -28,13 +28,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+from lowprec.backends.cpu.gate import Gate, close
+from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.errors import BackendError
 from lowprec.policy import environment
-
-__all__ = ["cpu_limit", "num_threads", "run", "share"]
 
 T = TypeVar("T")
 
@@ -45,37 +45,14 @@ _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 
 
 class _Job:
-    """One `run`: the work, a ticket per helper that may still start, and what came of them."""
+    """One `run`: the work, the gate that helpers pass to come to it, and what they raised."""
 
-    __slots__ = ("done", "errors", "tickets", "work")
+    __slots__ = ("errors", "gate", "work")
 
-    def __init__(self, work: Callable[[], None], helpers: int) -> None:
+    def __init__(self, work: Callable[[], None], gate: Gate) -> None:
         self.work = work
-        self.tickets = [None] * helpers
+        self.gate = gate
         self.errors: list[BaseException] = []
-        self.done: SimpleQueue[None] = SimpleQueue()
-
-    def close(self) -> int:
-        """Withdraw the tickets that no helper has taken; return how many were withdrawn."""
-        withdrawn = 0
-        # `list.pop` is atomic: each ticket goes either to a helper or back to the caller.
-        while True:
-            try:
-                self.tickets.pop()
-            except IndexError:
-                return withdrawn
-            withdrawn += 1
-
-    def empty(self) -> list[BaseException]:
-        """Drop the work and return the errors, so that no helper is the last to hold an operand.
-
-        A helper may keep the job itself a moment longer than its caller does. Freeing the caller's
-        arrays there would abort the process if it is just about to end: Python then stops a thread
-        wherever it next needs the interpreter, be it in the middle of a C++ destructor.
-        """
-        errors = self.errors
-        self.work, self.errors = _nothing, []
-        return errors
 
 
 def _nothing() -> None:
@@ -83,98 +60,118 @@ def _nothing() -> None:
 
 
 class _Worker:
-    """A daemon thread that sleeps on a lock of its own until it is handed a job."""
+    """A thread that waits for jobs at an inbox of its own."""
 
-    __slots__ = ("_cpus", "_idle", "_job", "_thread", "_wake")
+    __slots__ = ("_cpus", "_native_id", "idle", "inbox")
 
-    def __init__(self, idle: list[_Worker], number: int) -> None:
-        self._idle = idle
-        self._job: _Job | None = None
+    def __init__(self, job: _Job) -> None:
+        self.inbox: SimpleQueue[_Job] = SimpleQueue()
+        self.inbox.put(job)
+        # Written by the thread itself, which no signal interrupts, so it is never left wrong.
+        self.idle = False
+        self._native_id = 0
         self._cpus: frozenset[int] = frozenset()
-        self._wake = threading.Lock()
-        self._wake.acquire()
-        name = f"lowprec-{number}"
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
 
     def hand(self, job: _Job, cpus: frozenset[int]) -> None:
         """Wake the thread for a job, on one of these CPUs (any, if empty)."""
-        if cpus and cpus != self._cpus and self._thread.native_id is not None:
-            # It fails if the CPUs have changed; a second later the new ones are known.
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(self._thread.native_id, cpus)
-            self._cpus = cpus
-        self._job = job
-        self._wake.release()
+        if cpus and cpus != self._cpus:
+            self._move(cpus)
+        self.inbox.put(job)
 
-    def _loop(self) -> None:
+    def serve(self, workers: dict[int, _Worker], number: int, cpus: frozenset[int]) -> None:
+        """Be the worker of this number, unless there is one."""
+        if workers.setdefault(number, self) is not self:
+            return
+        self._native_id = threading.get_native_id()
+        if cpus:
+            self._move(cpus)
         while True:
-            self._wake.acquire()
-            job, self._job = self._job, None
-            if job is not None:
-                self._help(job)
-            del job
+            self._help(self.inbox.get())
+
+    def _move(self, cpus: frozenset[int]) -> None:
+        try:
+            os.sched_setaffinity(self._native_id, cpus)
+        except OSError as error:
+            # It fails if the CPUs have changed; a second later the new ones are known.
+            if not raised_in(error, __name__):
+                raise
+        self._cpus = cpus
 
     def _help(self, job: _Job) -> None:
-        try:
-            job.tickets.pop()
-        except IndexError:
-            self._idle.append(self)
+        self.idle = False
+        if not job.gate.enter():
+            self.idle = True
             return
         try:
             job.work()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, raised there
             job.errors.append(error)
         # Idle first: a caller that returns and calls again must find this worker.
-        self._idle.append(self)
-        job.done.put(None)
+        self.idle = True
+        job.gate.leave()
 
 
 class _Pool:
-    """Idle workers as a stack; the one that slept least is woken first."""
+    """Workers by number. A job goes to those that are idle, low numbers first: these slept least."""
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def _take(self, limit: int) -> _Worker | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            pass
-        with self._lock:
-            if self._count >= limit:
-                return None
-            self._count += 1
-            number = self._count
-        return _Worker(self._idle, number)
+        self.is_forked = False
+        self._workers: dict[int, _Worker] = {}
+        self._gates: list[Gate] = []
 
     def run(self, work: Callable[[], None], workers: int) -> None:
-        helpers = []
-        # The limit on all workers keeps concurrent callers from oversubscribing the machine.
-        for _ in range(workers - 1):
-            worker = self._take(workers - 1)
-            if worker is None:
-                break
-            helpers.append(worker)
-        if not helpers:
-            work()
-            return
-        job = _Job(work, len(helpers))
-        cpus = _limits.cpus_without_current()
-        for worker in helpers:
-            worker.hand(job, cpus)
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again once the helpers are done
-            job.errors.append(error)
-        started = len(helpers) - job.close()
-        for _ in range(started):
-            job.done.get()
-        errors = job.empty()
-        if errors:
-            raise errors[0]
+            gate = self._gates.pop()
+        except IndexError:
+            gate = Gate()
+        job = _Job(work, gate)
+        # No helper may outlive this call, whatever a signal handler raises and wherever. The interpreter looks for
+        # signals where functions begin, where loops go back and after calls, so nothing comes between the beginning of
+        # a `finally` and the call that waits. The second `finally` is for what does come there: a trace function, and
+        # before Python 3.11 a signal beside another exception.
+        try:
+            try:
+                self._offer(job, workers - 1)
+                work()
+            finally:
+                if not self.is_forked:
+                    close(gate.address)
+        finally:
+            self._end(job)
+        if job.errors:
+            raise job.errors.pop()
+
+    def _offer(self, job: _Job, wanted: int) -> None:
+        """Wake up to ``wanted`` helpers."""
+        cpus = _limits.cpus_without_current()
+        count = len(self._workers)
+        for worker in [x for x in tuple(self._workers.values()) if x.idle][:wanted]:
+            worker.hand(job, cpus)
+        # No more workers than that in all keeps concurrent callers from oversubscribing the machine.
+        for number in range(count, wanted):
+            try:
+                _thread.start_new_thread(_Worker(job).serve, (self._workers, number, cpus))
+            except RuntimeError as error:
+                if not raised_in(error, __name__):
+                    raise
+                return  # the system has no thread to give; the next product asks again
+
+    def _end(self, job: _Job) -> None:
+        gate = job.gate
+        if self.is_forked:
+            raise BackendError(
+                "a signal handler forked this process in the middle of a product, and the threads that computed parts "
+                "of it are not here; multiply again"
+            )
+        if gate.enter():  # it was not closed
+            gate.leave()
+            close(gate.address)
+        # A helper that comes late holds the job a moment longer than its caller does. It must not be the last to hold
+        # an operand: that would be freed there, and if the process is just about to end, Python may stop the thread in
+        # the middle of a C++ destructor.
+        job.work = _nothing
+        gate.reopen()
+        self._gates.append(gate)
 
 
 _pool = _Pool()
@@ -183,6 +180,7 @@ _pool = _Pool()
 def _after_fork_in_child() -> None:
     """Only the forking thread lives on in the child: begin with an empty pool."""
     global _pool, _limits
+    _pool.is_forked = True
     _pool = _Pool()
     _limits = _Limits()
 
@@ -210,7 +208,7 @@ def run(work: Callable[[], None], workers: int) -> None:
     BaseException
         Whatever `work` raised, after all calls have ended. If several did, one of them.
     """
-    if workers <= 1:
+    if workers <= 1 or sys.is_finalizing():
         work()
     else:
         _pool.run(work, workers)
@@ -243,18 +241,20 @@ def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
 def _cgroup_cpus() -> int | None:
     """The CPU quota of this process's control group (version 2), rounded up; None if unlimited."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
+        with open("/sys/fs/cgroup/cpu.max", "rb") as file:
+            quota, period = file.read().split()
+        return None if quota == b"max" else max(1, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError) as error:
+        if not raised_in(error, __name__):
+            raise
         return None
 
 
 def _affinity() -> frozenset[int]:
     """The CPUs that the calling thread may run on; empty if the system does not tell."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
+    if not hasattr(os, "sched_getaffinity"):
         return frozenset()
+    return frozenset(os.sched_getaffinity(0))
 
 
 def cpu_limit() -> int:
@@ -276,15 +276,20 @@ def _loaded(path: str) -> ctypes.PyDLL | None:
     """A handle on a library that is in the process already; nothing is ever loaded by this."""
     try:
         return ctypes.PyDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE) if _RTLD_NOLOAD else None
-    except OSError:
+    except OSError as error:
+        if not raised_in(error, "ctypes"):
+            raise
         return None
 
 
 def _openblas_getter() -> Callable[[], int] | None:
     """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
+        with open("/proc/self/maps", "rb") as file:
+            lines = os.fsdecode(file.read()).splitlines()
+    except OSError as error:
+        if not raised_in(error, __name__):
+            raise
         return None
     paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
     for path in sorted(paths, key=lambda path: ("numpy" not in path, path)):
@@ -304,17 +309,17 @@ class _Limits:
 
     def __init__(self) -> None:
         self.cpus = 1
-        self.affinity: frozenset[int] = frozenset()
         self.current_cpu = _current_cpu_getter()
-        self._others: dict[int, frozenset[int]] = {}
+        # The affinity mask, and the same without a CPU; both change at once.
+        self._masks: tuple[frozenset[int], dict[int, frozenset[int]]] = (frozenset(), {})
         self.getter: Callable[[], int] | None = None
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
         self.cpus = min(cpu_limit(), environment.thread_limit() or sys.maxsize)
         affinity = _affinity()
-        if affinity != self.affinity:
-            self.affinity, self._others = affinity, {}
+        if affinity != self._masks[0]:
+            self._masks = (affinity, {})
         if self.getter is None:
             self.getter = _openblas_getter()
         self.expires = now + _REFRESH_SECONDS
@@ -324,9 +329,10 @@ class _Limits:
         if self.current_cpu is None:
             return frozenset()
         current = self.current_cpu()
-        others = self._others.get(current)
+        affinity, without = self._masks
+        others = without.get(current)
         if others is None:
-            others = self._others[current] = self.affinity - {current}
+            others = without[current] = affinity - {current}
         return others
 
 

@@ -12,6 +12,7 @@ from lowprec.backends.cuda.backend import (
     stopwatch,
     tune,
 )
+from lowprec.backends.cuda.info import info
 
 __all__ = [
     "allocate",
@@ -19,6 +20,7 @@ __all__ = [
     "copy",
     "describe",
     "execution_info",
+    "info",
     "prepare",
     "reset",
     "staging_dtype",

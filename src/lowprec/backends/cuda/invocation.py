@@ -11,13 +11,16 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles
-from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, Product
+from lowprec.backends.cuda.bindings import (
+    Algorithm,
+    AlgorithmInfo,
+    Descriptor,
+    MatmulDescriptors,
+)
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import LowprecError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
-
-__all__ = ["ALIGNMENT_BYTES", "Choose", "Invocation", "Operands", "alignment_of"]
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
@@ -72,10 +75,6 @@ def _number(value: complex, dtype: DType) -> _Number:
     return _Number(memory.ctypes.data, memory)
 
 
-#: Returns the algorithm for an invocation whose descriptors are made, None if there is none.
-Choose = Callable[["Invocation"], "Algorithm | None"]
-
-
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
@@ -89,7 +88,7 @@ class Invocation:
     operands : Operands
         Of the first call; the search looks at the pointers' alignment and reads nothing.
     choose : callable
-        Returns the algorithm; None if there is none.
+        Returns the algorithm for this invocation, whose descriptors are made; None if there is none.
     describe : callable
         Returns the product in words, for errors.
 
@@ -105,7 +104,7 @@ class Invocation:
         alignment_bytes: int,
         workspace_bytes: int,
         operands: Operands,
-        choose: Choose,
+        choose: Callable[[Invocation], Algorithm | None],
         describe: Callable[[], str],
     ) -> None:
         self.call = call
@@ -115,10 +114,10 @@ class Invocation:
         self._lock = threading.Lock()
         self._set: tuple[int, ...] | None = _pointers_of(operands)
         self._varies = any(self._set)
-        self._offsets = _byte_offsets(call)
+        self._offsets = byte_offsets(call)
         self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
-            self.product = _descriptors(call, operands)
+            self.descriptors = _descriptors(call, operands)
             try:
                 algorithm = choose(self)
                 if algorithm is None:
@@ -126,14 +125,14 @@ class Invocation:
                         f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
                     )
             except BaseException:
-                self.product.close()
+                self.descriptors.close()
                 raise
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
         """Run this algorithm from now on."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
-        self._pointers = self.product.pointers
+        self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
         self.algorithm = algorithm
         self.__dict__.pop("info", None)
@@ -154,7 +153,7 @@ class Invocation:
                 pointers = _pointers_of(operands)
                 if pointers != self._set:
                     self._set = None  # what is set is not known while it changes
-                    _set_pointers(self.product.operation, operands)
+                    _set_pointers(self.descriptors.operation, operands)
                     self._set = pointers
                 self._queue(handle, stream, operands)
         except LowprecError:
@@ -224,12 +223,12 @@ class Invocation:
             schemes.append("INPLACE")
         wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
         try:
-            return bindings.heuristics(handle, self.product, wanted, count)
+            return bindings.heuristics(handle, self.descriptors, wanted, count)
         finally:
             wanted.close()
 
 
-def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
+def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
     attributes = {
         "TRANSA": _OPERATIONS[call.op_first],
@@ -251,7 +250,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
         for descriptor in made:
             descriptor.close()
         raise
-    return Product(*made)
+    return MatmulDescriptors(*made)
 
 
 def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
@@ -277,7 +276,8 @@ def _set_pointers(operation: Descriptor, operands: Operands) -> None:
             bindings.set_attribute("matmul_desc", operation.pointer, name, address)
 
 
-def _byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
+def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
+    """Return where each call of cuBLASLt begins, in bytes of the first, the second, c (d where there is none) and d."""
     c = call.c or call.d
     sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
     return tuple(

@@ -24,20 +24,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lowprec.arrays import Device
-from lowprec.backends.cuda import driver
+from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import DeviceMemoryError, LowprecError
-
-__all__ = [
-    "Block",
-    "allocate",
-    "copy",
-    "keep",
-    "order",
-    "own_stream",
-    "release",
-    "release_finished",
-]
 
 #: What a device may hold unused, and as much again of what was shared.
 _LIMIT_BYTES = 256 << 20
@@ -61,15 +50,9 @@ class _Returned(NamedTuple):
 
 
 class Block:
-    """Memory of a device, given back when this object dies.
+    """Memory of a device for the work of one stream, given back when this object dies.
 
-    Parameters
-    ----------
-    address, nbytes : int
-    stream : int
-        Whose work uses the memory.
-    returned : deque or None
-        Takes the note of its death; None for memory that is never used again.
+    ``returned`` takes the note of its death; None for memory that is never used again.
     """
 
     __slots__ = ("__weakref__", "_returned", "_shared", "address", "nbytes", "stream")
@@ -94,15 +77,10 @@ class Block:
 
 
 class _Pool:
-    """Unused blocks and events of one device, and what its work needs alive. The device is current in all calls.
-
-    Parameters
-    ----------
-    device : int
-    """
+    """Unused blocks and events of one device, and what its work needs alive. The device is current in all calls."""
 
     def __init__(self, device: int) -> None:
-        self._limit = max(_LIMIT_BYTES, driver.properties(device).memory_bytes // _LIMIT_SHARE)
+        self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._lock = threading.Lock()
         self._returned: deque[_Returned] = deque()
         # By stream and size; the one that was used last comes last.
@@ -121,8 +99,8 @@ class _Pool:
 
     def allocate(self, nbytes: int, stream: int) -> Block:
         size = _rounded(nbytes)
-        if driver.is_capturing(stream):
-            return Block(driver.allocate(size), size, stream, None)
+        if runtime.is_capturing(stream):
+            return Block(runtime.allocate(size), size, stream, None)
         with self._lock:
             if self._returned:
                 self._collect()
@@ -163,7 +141,7 @@ class _Pool:
 
     def _reclaim(self) -> None:
         """Wait for the device, after which nobody uses the shared blocks."""
-        driver.synchronize_device()
+        runtime.synchronize_device()
         for block in self._shared:
             self._put(block)
         self._shared.clear()
@@ -178,15 +156,15 @@ class _Pool:
             if not addresses:
                 del self._unused[key]
             self._unused_bytes -= key[1]
-            driver.free(address)
+            runtime.free(address)
 
     def _new(self, size: int) -> int:
         try:
-            return driver.allocate(size)
+            return runtime.allocate(size)
         except DeviceMemoryError:
             if not self._free_unused():
                 raise
-        return driver.allocate(size)
+        return runtime.allocate(size)
 
     def _free_unused(self) -> bool:
         """Free all that is unused; return whether anything was."""
@@ -203,13 +181,13 @@ class _Pool:
     def own_stream(self) -> int:
         with self._lock:
             if self.stream is None:
-                self.stream = driver.create_stream()
+                self.stream = runtime.create_stream()
             return self.stream
 
     def order(self, before: int, after: int) -> None:
         event = self._recorded(before)
         try:
-            driver.wait_event(after, event)
+            runtime.wait_event(after, event)
         finally:
             # A wait means the mark that the event had when it was queued, so the event is free again.
             self._events.append(event)
@@ -219,9 +197,9 @@ class _Pool:
         try:
             event = self._events.pop()
         except IndexError:
-            event = driver.create_event()
+            event = runtime.create_event()
         try:
-            driver.record_event(event, stream)
+            runtime.record_event(event, stream)
         except BaseException:
             self._events.append(event)
             raise
@@ -231,7 +209,7 @@ class _Pool:
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
-        if driver.is_capturing(stream):  # the graph reads them whenever it runs
+        if runtime.is_capturing(stream):  # the graph reads them whenever it runs
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
@@ -242,7 +220,7 @@ class _Pool:
             first = queue[0][0] if len(queue) > _MAX_KEPT else None
         self.held.pop(id(owners), None)
         if first is not None:
-            driver.synchronize_event(first)
+            runtime.synchronize_event(first)
         self.release_finished()
 
     def release_finished(self) -> None:
@@ -251,9 +229,9 @@ class _Pool:
             return
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
-        with self._lock, driver.relaxed_capture():
+        with self._lock, runtime.relaxed_capture():
             for queue in self._kept.values():
-                while queue and driver.event_is_done(queue[0][0]):
+                while queue and runtime.event_is_done(queue[0][0]):
                     event, owners = queue.popleft()
                     self._events.append(event)
                     done.append(owners)
@@ -262,21 +240,21 @@ class _Pool:
         """Wait for all work that needs something alive, and let go of it."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
-                driver.synchronize_event(event)
+                runtime.synchronize_event(event)
         self.release_finished()
 
     def release(self) -> None:
         """Give back all memory and events that nobody uses."""
         self.wait()
         if self.held:  # by calls that failed, so that no event tells when their work is done
-            driver.synchronize_device()
+            runtime.synchronize_device()
             self.held.clear()
         self._free_unused()
         while self._events:
-            driver.destroy_event(self._events.pop())
+            runtime.destroy_event(self._events.pop())
 
 
-# By the runtime too, so that tests may exchange it.
+#: By the runtime, which tests exchange, and the device.
 _pools: dict[tuple[Any, int], _Pool] = {}
 _lock = threading.Lock()
 
@@ -305,16 +283,9 @@ def _rounded(nbytes: int) -> int:
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for work on a stream, aligned to 256 bytes or more.
+    """Return new memory for work on a stream, aligned to 256 bytes or more; 0 bytes have an address, too.
 
     While the stream is being captured the memory is new and stays allocated for good: the graph may run at any time.
-
-    Parameters
-    ----------
-    nbytes : int
-        May be 0; the block has an address all the same.
-    device : Device
-    stream : int
 
     Raises
     ------
@@ -322,9 +293,9 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         If the device has not that much left, with all unused blocks given back.
     """
     pool = _pool(device)
-    if driver.current_device() == device.index:
+    if runtime.current_device() == device.index:
         return pool.allocate(nbytes, stream)
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         return pool.allocate(nbytes, stream)
 
 
@@ -333,7 +304,7 @@ def own_stream(device: Device) -> int:
     pool = _pool(device)
     if pool.stream is not None:
         return pool.stream
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         return pool.own_stream()
 
 
@@ -342,54 +313,47 @@ def order(before: int, after: int, device: Device) -> None:
     if before == after:
         return
     pool = _pool(device)
-    with driver.on_device(device.index):  # 1 means the default stream of the current device
+    with runtime.on_device(device.index):  # 1 means the default stream of the current device
         pool.order(before, after)
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
     """Copy bytes between two addresses of the device, in the order of a stream."""
     if nbytes:
-        with driver.on_device(device.index):
-            driver.copy_async(target, source, nbytes, stream)
+        with runtime.on_device(device.index):
+            runtime.copy_async(target, source, nbytes, stream)
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
-    """Hold objects until the work that a stream holds now is done.
+    """Hold objects until the work that a stream of a device holds now is done.
 
     They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
     still at work make the host wait for the first. While the stream is being captured, the objects stay for good. If
     this raises, nothing tells when the work is done, and they stay until :func:`release`.
-
-    Parameters
-    ----------
-    owners : sequence
-    stream : int
-    device : Device
-        Whose stream it is.
     """
     pool = _pool(device)
     pool.held[id(owners)] = owners
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         pool.keep(owners, stream)
 
 
 def release_finished() -> None:
     """Let go of everything that :func:`keep` holds for work which is done."""
     for device, pool in _current_pools():
-        with driver.on_device(device):
+        with runtime.on_device(device):
             pool.release_finished()
 
 
 def release() -> None:
     """Give back all memory and events that nobody uses; blocks that are still alive stay good."""
     for device, pool in _current_pools():
-        with driver.on_device(device):
+        with runtime.on_device(device):
             pool.release()
 
 
 def _current_pools() -> list[tuple[int, _Pool]]:
-    runtime = libraries().runtime
-    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is runtime]
+    current = libraries().runtime
+    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is current]
 
 
 @atexit.register
@@ -398,5 +362,5 @@ def _wait_at_exit() -> None:
     if _pools:
         with contextlib.suppress(LowprecError):
             for device, pool in _current_pools():
-                with driver.on_device(device):
+                with runtime.on_device(device):
                     pool.wait()

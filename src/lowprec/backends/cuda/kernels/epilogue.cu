@@ -1,4 +1,4 @@
-// What is made of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
+// What follows a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
 //
 // Given before this text: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where
 // there are any; SCALED, whether exponents are given; RELU, GELU; VECTOR, whether rows of product and result are
@@ -80,7 +80,7 @@ template <class T> __device__ inline T activated(T x)
 
 // -- the kernel ----------------------------------------------------------------------------------
 
-extern "C" __global__ void finish(
+extern "C" __global__ void epilogue(
     const Product* product, Result* out,
 #ifdef ADDEND
     const ADDEND* c,

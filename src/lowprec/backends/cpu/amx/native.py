@@ -23,29 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = [
-    "F16",
-    "F32",
-    "FINGERPRINT",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "atomic_add",
-    "atomic_load",
-    "atomic_store",
-    "call",
-    "callable_at",
-    "compile_kernel",
-    "inline_asm",
-    "load",
-    "pause",
-    "pointer",
-    "shuffle",
-    "store",
-    "vector",
-    "yield_cpu",
-]
+from lowprec.backends.cpu.interrupts import raised_in
 
 # Inline assembly is assembled by LLVM itself.
 llvmlite.binding.initialize_native_asmparser()
@@ -71,7 +49,7 @@ def _fingerprint() -> int:
     this number, so that a change of any module that it is built from makes it a new function.
     """
     here = Path(__file__).parent
-    names = ("native.py", "packing.py", "epilogue.py", "driver.py", "job.py")
+    names = ("native.py", "packing.py", "epilogue.py", "macro_kernel.py", "job.py")
     return zlib.crc32(b"".join((here / name).read_bytes() for name in names))
 
 
@@ -211,7 +189,9 @@ def compile_kernel(function: Callable[..., Any], arity: int) -> int:
     options = {"nopython": True, "error_model": "numpy"}
     try:
         compiled = numba.cfunc(signature, cache=True, **options)(function)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
+        if not raised_in(error, "numba.core.caching", "os", "tempfile"):
+            raise
         compiled = numba.cfunc(signature, **options)(function)
     _keep_alive.append(compiled)
     return int(compiled.address)

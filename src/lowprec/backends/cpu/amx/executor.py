@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import amx, fp32_units, threads
-from lowprec.backends.cpu.stacks import Stacks, finish_stacks, scratch, stacks_of
+from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu.amx import tile_gemm
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan
-
-__all__ = ["execute", "fell_back", "prepare"]
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -68,9 +67,9 @@ def _singles(stacks: Stacks) -> list[Stacks]:
     ]
 
 
-def _operand(x: Any) -> amx.Operand:
+def _operand(x: Any) -> tile_gemm.Operand:
     row_stride, col_stride = x.strides
-    return amx.Operand(
+    return tile_gemm.Operand(
         x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize
     )
 
@@ -84,7 +83,7 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b = _in_compute_dtype(plan, single.a), _in_compute_dtype(plan, single.b)
     bias = single.bias
-    return amx.gemm(
+    return tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -124,7 +123,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
             return False
         product = stack.enter_context(scratch(shape, dtype))
         product.real, product.imag = real, imag
-        finish_stacks(plan, arguments, product, single)
+        apply_epilogue(plan, arguments, product, single)
     return True
 
 
@@ -140,7 +139,7 @@ def _planes(x: Any, stack: contextlib.ExitStack) -> list[Any]:
 
 def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str) -> bool:
     """Compute ``out = alpha * a @ b + beta * out``."""
-    return amx.gemm(
+    return tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -156,7 +155,7 @@ def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: s
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b, out = single.a, single.b, single.out
-    amx.gemm(
+    tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -166,7 +165,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         rounding="exact",
     )
     if plan.problem.has_epilogue:
-        finish_stacks(plan, arguments, out, single)
+        apply_epilogue(plan, arguments, out, single)
     return True
 
 

@@ -33,20 +33,17 @@ import importlib.util
 import platform
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lowprec.backends.cpu import buffers, threads
-from lowprec.backends.cpu import job as J
+from lowprec.backends.cpu.amx import job as J
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.errors import BackendError
+from lowprec.formats import dtype_from_name
 from lowprec.policy import environment
-
-__all__ = ["Operand", "gemm", "is_available", "obstacle"]
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
 
 _CPU_FLAGS = frozenset(
     ("amx_tile", "amx_bf16", "amx_int8", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
@@ -83,34 +80,29 @@ def _request_permission() -> bool:
     return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
 
 
-def _obstacles() -> Iterator[str]:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        yield "the tile units (AMX) are used on Linux on x86-64 only"
-        return
-    absent = sorted(_CPU_FLAGS - cpu_flags())
-    if absent:
-        yield f"this CPU has no tile units (AMX): {absent[0]} is missing"
-    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
-    # that does not need the tiles should not pay.
-    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
-        yield 'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
-    if environment.numba_is_off():
-        yield "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
-    if not absent and not _request_permission():
-        yield "the system does not grant this process the tile units (AMX)"
-
-
 @lru_cache(maxsize=1)
 def obstacle() -> str:
     """What keeps `gemm` from running here, as a sentence; empty if nothing does.
 
     It needs Linux on x86-64, AMX for bfloat16 and int8, permission to use it (asked for here), and
-    numba. The answer is kept. Never raises.
+    numba. The answer is kept.
     """
-    try:
-        return next(_obstacles(), "")
-    except Exception as error:  # noqa: BLE001 - a sandbox without /proc means "no"
-        return f"the tile units (AMX) could not be examined: {error}"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return "the tile units (AMX) are used on Linux on x86-64 only"
+    absent = sorted(_CPU_FLAGS - cpu_flags())
+    if absent:
+        return f"this CPU has no tile units (AMX): {absent[0]} is missing"
+    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
+    # that does not need the tiles should not pay.
+    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
+        return (
+            'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
+        )
+    if environment.numba_is_off():
+        return "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
+    if not _request_permission():
+        return "the system does not grant this process the tile units (AMX)"
+    return ""
 
 
 def is_available() -> bool:
@@ -165,7 +157,7 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
     A result that fits into the second-level cache beside the operands is left there for whoever
     reads it.
     """
-    item = _ITEM_BYTES[out.dtype]
+    item = dtype_from_name(out.dtype).itemsize
     if m * n * item <= _STREAM_BYTES or out.col_stride != 1:
         return None
     if (out.row_stride * item) % 64 or out.address % item:
@@ -175,7 +167,7 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers: int) -> _Cut:
-    from lowprec.backends.cpu.packing import SCRATCH_BYTES
+    from lowprec.backends.cpu.amx.packing import SCRATCH_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = _chunk_steps(steps, max(parts_a, parts_b))
@@ -214,7 +206,6 @@ def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers:
 # --- the product ------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
 def _tile_config() -> Any:
     """Palette 1, eight tiles of 16 rows of 64 bytes, as ``LDTILECFG`` reads it."""
     config = bytearray(64)
@@ -223,6 +214,10 @@ def _tile_config() -> Any:
         struct.pack_into("<H", config, 16 + 2 * tile, 64)
         config[48 + tile] = 16
     return (ctypes.c_char * 64).from_buffer_copy(config)
+
+
+#: Kernels know its address alone, so it is made once and stays.
+_TILE_CONFIG = _tile_config()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +234,7 @@ class _Kernels:
 @lru_cache(maxsize=256)
 def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kernels:
     try:
-        from lowprec.backends.cpu import driver, epilogue, native, packing
+        from lowprec.backends.cpu.amx import epilogue, macro_kernel, native, packing
     except ImportError as error:
         raise BackendError(
             f"numba is installed but does not work ({error}); repair or uninstall it"
@@ -257,13 +252,13 @@ def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kern
     if integer != (b_dtype == "int8") or integer != (out_dtype == "int32"):
         raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
     fields = {
-        J.TILE_CONFIG: ctypes.addressof(_tile_config()),
+        J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG),
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: driver.micro_kernel(a.parts, b.parts, integer),
+        J.KERNEL: macro_kernel.micro_kernel(a.parts, b.parts, integer),
         J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
-    drive = native.callable_at(driver.drive_kernel(), driver.DRIVE_ARITY)
+    drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
 
 
@@ -274,7 +269,7 @@ def _float_bits(value: float) -> int:
 def _operand_fields(
     operand: Operand, address: int, row_stride: int, col_stride: int
 ) -> dict[int, int]:
-    item = _ITEM_BYTES[operand.dtype]
+    item = dtype_from_name(operand.dtype).itemsize
     return {
         address: operand.address,
         row_stride: operand.row_stride * item,
@@ -302,7 +297,7 @@ def _epilogue_fields(
         address, dtype, stride = bias
         stride_field = J.BIAS_ROW_STRIDE if bias_along_rows else J.BIAS_COL_STRIDE
         fields |= {J.BIAS: address, J.BIAS_KIND: J.KINDS[dtype]}
-        fields[stride_field] = stride * _ITEM_BYTES[dtype]
+        fields[stride_field] = stride * dtype_from_name(dtype).itemsize
     return fields
 
 

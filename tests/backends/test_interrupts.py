@@ -1,0 +1,445 @@
+"""Signal handlers that raise, multiply or fork in the middle of a product: no helper outlives it, nothing is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import interrupts
+import lowprec
+from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
+from programs import posix
+
+needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Run a program; a hang is a failure."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code), *arguments],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() + done.stderr.strip()
+
+
+class Slow:
+    """Work that a helper is still busy with when the caller has long been done."""
+
+    def __init__(self, seconds: float, *, meet: bool = False) -> None:
+        self.caller = threading.get_ident()
+        self.seconds = seconds
+        self.meet = meet
+        self.helped = threading.Event()
+        self.inside: list[int] = []
+
+    def __call__(self) -> None:
+        if threading.get_ident() == self.caller:
+            if self.meet:
+                assert self.helped.wait(10), "no helper came"
+            return
+        self.inside.append(1)
+        self.helped.set()
+        time.sleep(self.seconds)
+        self.inside.pop()
+
+
+def a_helper_comes() -> bool:
+    work = Slow(0, meet=True)
+    threads.run(work, 2)
+    return work.helped.is_set()
+
+
+@pytest.fixture(autouse=True)
+def _pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that another test has started may be more than these tests count on."""
+    monkeypatch.setattr(threads, "_pool", type(threads._pool)())
+
+
+# -- no helper outlives the call ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meet", [False, True], ids=["at once", "after a helper came"])
+def test_an_exception_at_any_instruction_waits_for_the_helpers(meet: bool) -> None:
+    assert a_helper_comes()
+    works: list[Slow] = []
+
+    def call() -> None:
+        works.append(Slow(0.002, meet=meet))
+        threads.run(works[-1], 2)
+
+    count = 0
+    for error in interrupts.interrupted(call, opcodes=True):
+        assert type(error) is interrupts.Interrupt
+        assert not any(work.inside for work in works)
+        count += 1
+    assert count > 100
+    assert sum(work.helped.is_set() for work in works) > 20
+    assert a_helper_comes()
+
+
+@posix
+def test_a_signal_while_the_caller_waits() -> None:
+    main, work = threading.get_ident(), Slow(0.05, meet=True)
+
+    def interrupting() -> None:
+        if threading.get_ident() != main:
+            work.helped.set()
+            time.sleep(0.05)  # by now the caller waits
+            signal.pthread_kill(main, signal.SIGUSR1)
+        work()
+
+    with raising(signal.SIGUSR1), pytest.raises(interrupts.Interrupt, match="of a handler"):
+        threads.run(interrupting, 2)
+    assert not work.inside
+
+
+@contextmanager
+def raising(number: int) -> Iterator[None]:
+    """Raise in the handler of a signal."""
+
+    def handler(*_: object) -> None:
+        raise interrupts.Interrupt("of a handler")
+
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return small whole numbers, of which every mode makes the same product, and that product."""
+    rng = np.random.default_rng(n)
+    a, b = (rng.integers(-4, 5, (n, n)).astype(np.float32) for _ in range(2))
+    return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+
+#: Through MKL's panels, where it is installed; rounding shared by the threads.
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    a, b, want = operands(400)
+    out = np.zeros_like(want)
+
+    def call() -> None:
+        lowprec.matmul(a, b, out=out, math_mode=mode)
+
+    call()
+    for error in interrupts.interrupted(call):
+        assert type(error) is interrupts.Interrupt
+        out[...] = 7
+        time.sleep(0.001)
+        assert (out == 7).all()
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
+
+
+@posix
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    a, b, want = operands(300)
+    out = np.zeros_like(want)
+    rng = np.random.default_rng(5)
+    with raising(signal.SIGALRM):
+        for delay in rng.uniform(1e-5, 3e-3, 150):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                while True:
+                    lowprec.matmul(a, b, out=out, math_mode=mode)
+            except interrupts.Interrupt:
+                out[...] = 7
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
+            assert (out == 7).all()
+
+
+# -- no worker is lost ----------------------------------------------------------------------------
+
+
+def test_no_worker_is_lost_and_none_is_added() -> None:
+    assert a_helper_comes()
+    for _ in interrupts.interrupted(lambda: threads.run(lambda: None, 2)):
+        pass
+    assert a_helper_comes()
+    assert len(threads._pool._workers) == 1
+
+
+def test_where_no_thread_can_be_started_the_caller_works_alone() -> None:
+    code = """
+        import threading
+        from lowprec.backends.cpu import threads
+
+        def both():
+            who, came = set(), threading.Event()
+            def work():
+                who.add(threading.get_ident())
+                came.set() if len(who) == 2 else came.wait(wait)
+            threads.run(work, 2)
+            return len(who)
+
+        threading.stack_size(1 << 46)  # more than any system gives
+        wait = 0
+        alone = both(), both()
+        threading.stack_size(0)
+        wait = 10
+        print(alone, both())
+    """
+    assert run_python(code) == "(1, 1) 2"
+
+
+def test_at_the_end_of_the_interpreter_the_caller_works_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert a_helper_comes()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    seen: list[int] = []
+    threads.run(lambda: seen.append(threading.get_ident()), 4)
+    assert seen == [threading.get_ident()]
+
+
+@posix
+def test_a_handler_that_forks_in_the_middle_of_a_product() -> None:
+    code = """
+        import os, signal, threading, time
+        import lowprec
+        from lowprec.backends.cpu import threads
+
+        parent, main, came = os.getpid(), threading.get_ident(), threading.Event()
+        children = []
+        signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
+
+        def work():
+            if threading.get_ident() == main:
+                assert came.wait(10)
+                signal.raise_signal(signal.SIGUSR1)
+            else:
+                came.set()
+                time.sleep(0.2)
+
+        try:
+            threads.run(work, 2)
+        except lowprec.LowprecError as error:
+            assert os.getpid() != parent and "forked" in str(error)
+            threads.run(lambda: None, 2)
+            os._exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+    """
+    assert run_python(code) == "5"
+
+
+# -- scratch memory -------------------------------------------------------------------------------
+
+
+def retained_here() -> int:
+    return sum(array.nbytes for array in buffers._local.free.arrays)
+
+
+def test_buffers_interrupted_at_any_instruction() -> None:
+    buffers.release_all()
+    others = buffers.retained_bytes()
+
+    def call() -> None:
+        with buffers.borrow(1 << 20):
+            pass
+
+    call()
+    for _ in interrupts.interrupted(call, opcodes=True):
+        with buffers.borrow(1 << 20) as first, buffers.borrow(1 << 20) as second:
+            assert abs(first - second) >= 1 << 20
+        assert buffers.retained_bytes() - others == retained_here()
+    buffers.release_all()
+    assert buffers.retained_bytes() == others
+
+
+def test_a_handler_that_borrows_at_any_instruction() -> None:
+    """Sizes around those in use, so that a buffer that is looked at is often taken away meanwhile."""
+    sizes = [70_000, 300_000, 100_000, 1 << 20]
+    lent: dict[int, int] = {}
+
+    def use(nbytes: int, inner: Callable[[], Any] = lambda: None) -> None:
+        with buffers.borrow(nbytes) as address:
+            for start, size in lent.items():
+                assert address + nbytes <= start or start + size <= address
+            lent[address] = nbytes
+            # Past its end there would be somebody else's memory.
+            ctypes.memset(address, 1, nbytes)
+            inner()
+            del lent[address]
+
+    def nested() -> None:
+        for size in reversed(sizes):
+            use(size)
+
+    buffers.release_all()
+    at, struck = 0, True
+    while struck:
+        use(100_000, lambda: use(1 << 20))
+        loan = buffers.borrow(90_000)
+
+        def call(loan: Any = loan) -> None:
+            with loan:
+                assert loan._array.nbytes >= 90_000 + 4096
+
+        struck = interrupts.strike(call, at, nested, opcodes=True)
+        at += 1
+    assert at > 50
+    buffers.release_all()
+
+
+# -- MKL is opened once ---------------------------------------------------------------------------
+
+
+@needs_mkl
+def test_threads_that_open_mkl_together() -> None:
+    code = """
+        import threading, time
+        from lowprec.backends.cpu import mkl
+
+        opened = mkl.ctypes.CDLL
+        def slow(*arguments, **keywords):
+            library = opened(*arguments, **keywords)
+            time.sleep(0.05)
+            return library
+        mkl.ctypes.CDLL = slow
+
+        found, start = [], threading.Barrier(6)
+        def ask():
+            start.wait()
+            found.append(mkl.mkl().is_sequential)
+        asking = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in asking: thread.start()
+        for thread in asking: thread.join()
+        print(found == [True] * 6)
+    """
+    assert run_python(code) == "True"
+
+
+@needs_mkl
+def test_mkl_interrupted_at_any_line_while_it_is_opened() -> None:
+    code = """
+        import sys, ctypes
+        sys.path.insert(0, sys.argv[1])
+        import interrupts
+        from lowprec.backends.cpu import mkl
+
+        came = [type(error) for error in interrupts.interrupted(lambda: mkl.mkl(), also=(ctypes.__file__,))]
+        assert set(came) == {interrupts.Interrupt}, set(came)
+        print(mkl.mkl().is_sequential)
+    """
+    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
+
+
+def expired_limits() -> int:
+    threads._limits.expires = -1.0
+    threads._limits.getter = None
+    return threads.num_threads()
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError, RuntimeError])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(mkl.mkl.__wrapped__, id="mkl"),
+        pytest.param(amx.obstacle.__wrapped__, id="amx"),
+        pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
+        pytest.param(expired_limits, id="threads"),
+        pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),
+    ],
+)
+def test_what_a_handler_raises_is_not_taken_for_an_answer(
+    call: Callable[[], Any], error: type[Exception]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # of files that an interrupt keeps from being closed
+        for came in interrupts.interrupted(call, error, also=(ctypes.__file__,)):
+            assert type(came) is error
+        came = None
+        gc.collect()
+
+
+# -- locks ----------------------------------------------------------------------------------------
+
+
+@posix
+def test_children_that_are_forked_while_another_thread_plans() -> None:
+    code = """
+        import itertools, os, sys, threading, time
+        import numpy as np
+        import lowprec
+        from lowprec.backends.cpu import buffers
+
+        whole = np.ones((300, 300), np.float32)
+        # The first product imports, and Python's own locks of modules do not outlive a fork.
+        lowprec.matmul(whole, whole, math_mode="tf32")
+        stop = threading.Event()
+        sys.setswitchinterval(1e-6)
+        def plan(first):
+            for i in itertools.count(first):
+                if stop.is_set():
+                    return
+                lowprec.matmul(whole[: 1 + i % 250, :7], whole[:7, : 1 + i // 250 % 250], math_mode="tf32")
+                with buffers.borrow(1 << 17):
+                    pass
+        planning = [threading.Thread(target=plan, args=(x,)) for x in (0, 30_000)]
+        for thread in planning: thread.start()
+        failed = []
+        for i in range(100):
+            deadline = time.monotonic() + 10
+            child = os.fork()
+            if child == 0:
+                c = lowprec.matmul(whole[:251 + i % 40, :9], whole[:9, :3])
+                with buffers.borrow(1 << 17):
+                    os._exit(0 if (c == 9).all() else 1)
+            while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if not done[0]:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+            if not done[0] or done[1]:
+                failed.append(i)
+                break
+        stop.set()
+        print(failed)
+    """
+    assert run_python(code) == "[]"
+
+
+def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import numpy as np
+        import interrupts
+        import lowprec
+
+        whole = np.ones((400, 400), np.float32)
+        extents = iter(range(1, 10**6))
+        def multiply():
+            i = next(extents)
+            m, n = 1 + i % 400, 1 + i // 400
+            c = lowprec.matmul(whole[:m, :2], whole[:2, :n], math_mode="bf16", alpha=2.0, bias=np.ones(n, np.float32))
+            assert c.shape == (m, n) and (c == 5).all()
+        multiply()
+        at = 0
+        while interrupts.strike(multiply, at, multiply):
+            at += 1
+        print(at > 300)
+    """
+    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
