@@ -360,20 +360,10 @@ def export(
     device: Device = CPU,
     copied: bool = False,
 ) -> object:
-    """Return a capsule that holds an array.
+    """Return a capsule that holds an array, of the newest version of DLPack that the consumer reads.
 
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        The elements; they are not touched, so their address may be another device's.
-    dtype : DType
-        Their type.
-    max_version : tuple of int or None
-        The newest version of DLPack that the consumer reads.
-    device : Device
-        Where the elements are.
-    copied : bool
-        Whether the array was copied for this export.
+    The elements are not touched, so that ``memory`` may be at another device's address; ``dtype`` is their true type,
+    and ``copied`` tells whether they were copied for this export.
     """
     carrier = _CARRIERS.get(dtype)
     capsule = _numpy_capsule(memory if carrier is None else memory.view(carrier), max_version)

@@ -6,6 +6,7 @@ arrays ready when they come in, and for which JAX's streams wait when a result g
 
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import Any, NoReturn
 
@@ -34,8 +35,8 @@ class JaxLibrary(Library):
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax
-        self._devices: dict[Any, bool] = {}
-        self._cpu: Any = None
+        self._is_cpu = functools.cache(_is_cpu)
+        self._first_cpu = functools.cache(lambda: jax.devices("cpu")[0])
 
     def check_type(self, array: Any) -> None:
         """Refuse tracers, which stand for arrays that do not exist yet."""
@@ -50,12 +51,8 @@ class JaxLibrary(Library):
         if array.dtype not in FROM_NUMPY:
             dtype_from_name(str(array.dtype))
         try:
-            device = array.device
-            on_cpu = self._devices.get(device)
-            if on_cpu is None:
-                on_cpu = self._learn(device)
             # Shares the memory, and waits for it.
-            host = np.asarray(array) if on_cpu else None
+            host = np.asarray(array) if self._is_cpu(array.device) else None
         except RuntimeError as error:
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
         if host is None:
@@ -64,17 +61,6 @@ class JaxLibrary(Library):
         if not host.flags.c_contiguous and data_pointer(host) != array.unsafe_buffer_pointer():
             return host_view(host, "its layout on the device is not row-major")
         return host_view(host)
-
-    def _learn(self, device: Any) -> bool:
-        """Whether the device is a CPU, from then on known; raise if it is a set of devices."""
-        platform = getattr(device, "platform", None)
-        if platform is None:
-            raise ArrayError(
-                f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
-                "jax.devices()[0])"
-            )
-        self._devices[device] = platform == "cpu"
-        return self._devices[device]
 
     def writable_view(self, array: Any) -> NoReturn:
         """Refuse JAX arrays."""
@@ -127,10 +113,16 @@ class JaxLibrary(Library):
             result = adopt(DLPackArray(buffer), device=like.device)
         return result if committed or like is None else _uncommitted(result)
 
-    def _first_cpu(self) -> Any:
-        if self._cpu is None:
-            self._cpu = self._jax.devices("cpu")[0]
-        return self._cpu
+
+def _is_cpu(device: Any) -> bool:
+    """Whether the device is a CPU; raise if it is a set of devices."""
+    platform: str | None = getattr(device, "platform", None)
+    if platform is None:
+        raise ArrayError(
+            f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
+            "jax.devices()[0])"
+        )
+    return platform == "cpu"
 
 
 def _uncommitted(array: Any) -> Any:
