@@ -15,18 +15,13 @@ from gpu import libraries as own
 from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.formats import dtype_from_name
+from lowprec.formats import ComputeType, dtype_from_name
 
-#: `cublasComputeType_t`.
+#: `cublasComputeType_t`, those included that lowprec does not use.
 COMPUTE = {
-    "COMPUTE_16F": 64,
-    "COMPUTE_32F": 68,
-    "COMPUTE_32F_PEDANTIC": 69,
-    "COMPUTE_64F": 70,
-    "COMPUTE_32I": 72,
+    **{kind.name: kind.value for kind in ComputeType},
     "COMPUTE_32F_FAST_16F": 74,
     "COMPUTE_32F_FAST_16BF": 75,
-    "COMPUTE_32F_FAST_TF32": 77,
 }
 
 #: The legacy default stream.
@@ -76,8 +71,8 @@ class LtProduct:
         a: Any,
         b: Any,
         *,
-        compute: str,
-        out_dtype: str,
+        compute: str = "COMPUTE_32F",
+        out_dtype: str = "float32",
         scale_dtype: str = "float32",
         epilogue: str = "DEFAULT",
         bias: Any = None,
@@ -88,6 +83,7 @@ class LtProduct:
         self.shape = (m, n)
         self.out_dtype = own.numpy_dtype(out_dtype)
         self.scale_dtype = own.numpy_dtype(scale_dtype)
+        self.nbytes = m * n * self.out_dtype.itemsize
         self._first = upload(b.T if inner_contiguous else b)
         self._second = upload(a)
         self._d = runtime.allocate(m * n * self.out_dtype.itemsize)
@@ -144,11 +140,6 @@ class LtProduct:
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
         return download(self._d, self.shape, self.out_dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the result."""
-        return self.shape[0] * self.shape[1] * self.out_dtype.itemsize
-
 
 def _cuda(name: str) -> int:
     return dtype_from_name(name).cuda_data_type
@@ -157,14 +148,6 @@ def _cuda(name: str) -> int:
 def told(algorithm: Algorithm) -> dict[str, Any]:
     """Return what cuBLASLt tells of an algorithm."""
     info = bindings.describe_algorithm(algorithm)
-    return {
-        "id": info.id,
-        "tile": info.tile,
-        "stages": info.stages,
-        "split_k": info.split_k,
-        "reduction": info.reduction,
-        "units": info.units,
-        "input": info.input_type,
-        "accumulator": info.accumulator,
-        "tensor_cores": info.uses_tensor_cores,
-    }
+    names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
+    found = {name: getattr(info, name) for name in names}
+    return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}

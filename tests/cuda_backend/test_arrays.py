@@ -123,14 +123,11 @@ class StreamedLibrary(Library):
     def view(self, array: Any) -> ArrayView:
         return ArrayView(DType.FLOAT32, array.shape, (1,), GPU, array.tenancy, False, array.address)
 
-    def empty(self, *_: Any) -> Any:
+    def allocate(self, *_: Any) -> Any:
         raise AssertionError("results are allocated by the tests")
 
     def current_stream(self, device: Device) -> int:
         return self.stream
-
-    def describe(self) -> dict[str, str]:
-        return {"name": self.name}
 
 
 @pytest.fixture
@@ -152,7 +149,8 @@ def run(a: Any, b: Any, execute: Any = join_both) -> tuple[DeviceArray, int]:
     x, y = (library_of(array).view(array) for array in (a, b))
     stream = library_of(a).current_stream(GPU) or 0
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, stream)
-    streams.run(execute, PLAIN, x, y, result.view(), (a, b, None, None, None, None, None))
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
+    streams.run(execute, arguments, library_of(a), (a, b, None, None, None, None, None))
     return result, stream
 
 
@@ -337,7 +335,9 @@ def test_the_calls_that_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
     gpu.recorder.calls.clear()
     arrays = (a, b, None, None, None, None, None)
-    streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+    stream = library_of(a).current_stream(GPU) or 0
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
+    streams.run(join_both, arguments, library_of(a), arrays)
     assert len(gpu.recorder.calls) == CALLS[kind], gpu.recorder.calls
 
 
@@ -352,14 +352,15 @@ def test_any_call_may_fail(
     stream = library_of(a).current_stream(GPU) or 0
     arrays = (a, b, None, None, None, None, None)
     both = np.concatenate([numbers(0), numbers(100)])
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
     with gpu.recorder.fail("*", at=at) as failure:
         try:
-            streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+            streams.run(join_both, arguments, library_of(a), arrays)
             raised = False
         except BackendError:
             raised = True
     assert failure.happened
-    del arrays, b, y
+    del arguments, arrays, b, y
     gc.collect()
     runtime.synchronize_stream(gpu.second)
     found = gpu.read(address_of(result), stream, 2 * N)
@@ -385,7 +386,8 @@ def test_a_captured_product_can_be_run_again(gpu: Gpu, streamed: StreamedLibrary
     gpu.runtime.begin_capture(gpu.first)
     scratch = memory.allocate(100, GPU, gpu.first)
     scratch_address = scratch.address
-    streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+    arguments = PLAIN.arguments(x, y, result.view(), gpu.first)
+    streams.run(join_both, arguments, streamed, arrays)
     del scratch
     graph = gpu.runtime.end_capture(gpu.first)
     assert memory.allocate(100, GPU, gpu.first).address != scratch_address

@@ -14,13 +14,11 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import prepared
+from lowprec import executors
 from lowprec.backends import cuda
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
-
-pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
@@ -71,7 +69,7 @@ CASES = {
 
 def start_anew() -> None:
     """Forget prepared products, and give back all that the backend keeps."""
-    prepared._prepared.clear()
+    executors.forget()
     gc.collect()  # an exception and its frames may hold each other
     cuda.reset()
 

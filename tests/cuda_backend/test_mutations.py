@@ -33,7 +33,7 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import prepared
+from lowprec import executors
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import lowering, planner
@@ -161,11 +161,6 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 }
 
 
-def forget_plans() -> None:
-    planner.plan_gemm.cache_clear()
-    prepared._prepared.clear()
-
-
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lower = planner.lower
     monkeypatch.setattr(planner, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
@@ -212,9 +207,9 @@ ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.fixture(autouse=True)
 def plans_of_this_test() -> Any:
     """No plan of another test is used, and none of this one's is left over."""
-    forget_plans()
+    executors.forget()
     yield
-    forget_plans()
+    executors.forget()
 
 
 def noticed(gpu: Gpu) -> list[str]:

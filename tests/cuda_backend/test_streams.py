@@ -16,7 +16,7 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import SoftwareGpu
-from lowprec import prepared
+from lowprec import executors
 from software_cuda.arrays import DeviceArray
 from software_cuda.cupy import Cupy
 
@@ -140,7 +140,7 @@ def test_a_first_product_can_be_captured_too(software: SoftwareGpu, cupy: Cupy) 
         lowprec.matmul(
             a, a, math_mode="bf16"
         )  # so that there is a handle: creating one may not be allowed
-        prepared._prepared.clear()
+        executors.forget()
         runtime.begin_capture(stream.ptr)
         lowprec.matmul(a, b, out=out, math_mode="bf16")
         graph = runtime.end_capture(stream.ptr)

@@ -6,7 +6,8 @@ arrays ready when they come in, and for which JAX's streams wait when a result g
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,9 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.device_memory import is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, data_pointer
+from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType, dtype_from_name
-
-__all__ = ["JaxLibrary"]
 
 # XLA's CPU client adopts memory with this alignment and copies any other.
 _ALIGNMENT = 64
@@ -28,13 +27,7 @@ _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
 
 class JaxLibrary(Library):
-    """JAX: arrays on one device. They are immutable, so they are never an ``out``.
-
-    Parameters
-    ----------
-    jax : module
-        The module that the caller has imported.
-    """
+    """JAX: arrays on one device. They are immutable, so they are never an ``out``."""
 
     name = "jax"
     keeps_owners = True
@@ -54,7 +47,7 @@ class JaxLibrary(Library):
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array, after waiting for it to be computed."""
-        if array.dtype not in _NUMPY_SET:
+        if array.dtype not in FROM_NUMPY:
             dtype_from_name(str(array.dtype))
         try:
             device = array.device
@@ -83,22 +76,18 @@ class JaxLibrary(Library):
         self._devices[device] = platform == "cpu"
         return self._devices[device]
 
-    def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of a buffer from :meth:`empty`; refuse JAX arrays."""
-        if type(array) is DeviceArray:
-            return array.view()
-        if type(array) is not np.ndarray:
-            raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
-        return host_view(array)
+    def writable_view(self, array: Any) -> NoReturn:
+        """Refuse JAX arrays."""
+        raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
 
     def current_stream(self, device: Device) -> int | None:
         """Return lowprec's own stream of a GPU."""
         return provider(device).own_stream(device) if is_served(device) else None
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> NDArray[Any] | DeviceArray:
-        """Return memory that JAX can adopt: a NumPy array, or on a GPU an array for :meth:`current_stream`.
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of memory that JAX can adopt: a NumPy array, on a GPU one for :meth:`current_stream`.
 
         Raises
         ------
@@ -114,23 +103,14 @@ class JaxLibrary(Library):
             )
         if device != CPU:
             stream = provider(device).own_stream(device)
-            return DeviceArray.empty(shape, dtype, device, stream)
+            return DeviceArray.empty(shape, dtype, device, stream).view()
         numpy_dtype = NUMPY_DTYPES[dtype]
-        nbytes = numpy_dtype.itemsize
-        for length in shape:
-            nbytes *= length
+        nbytes = prod(shape) * numpy_dtype.itemsize
         raw: NDArray[Any] = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -data_pointer(raw) % _ALIGNMENT
-        buffer: NDArray[Any] = raw[start : start + nbytes].view(numpy_dtype).reshape(shape)
-        return buffer
+        return host_view(raw[start : start + nbytes].view(numpy_dtype).reshape(shape))
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> ArrayView:
-        """Return the writable view of memory that JAX can adopt."""
-        return self.writable_view(self.empty(shape, dtype, device, like))
-
-    def finish(self, buffer: Any, *operands: Any) -> Any:
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the JAX array that adopts a filled buffer, which nobody may write from then on.
 
         As from ``jax.numpy.matmul``, it is committed to the device of the operands that are, and to none where none
@@ -152,10 +132,6 @@ class JaxLibrary(Library):
             self._cpu = self._jax.devices("cpu")[0]
         return self._cpu
 
-    def describe(self) -> dict[str, str]:
-        """Return JAX's version."""
-        return {"name": self.name, "version": str(self._jax.__version__)}
-
 
 def _uncommitted(array: Any) -> Any:
     """Return the array, which DLPack has committed to its device, on the same memory and uncommitted.
@@ -167,6 +143,3 @@ def _uncommitted(array: Any) -> Any:
         return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
     except (TypeError, AttributeError):
         return array
-
-
-_NUMPY_SET = frozenset(NUMPY_DTYPES.values())

@@ -149,10 +149,8 @@ def _op(operand: MatrixStack, swapped: bool) -> Op:
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    words = [problem.activation.value.upper()] if problem.activation else []
-    if problem.bias:
-        words.append("BIAS")
-    return "_".join(words) or "DEFAULT"
+    activation = problem.activation.cublaslt_epilogue if problem.activation else None
+    return "_".join(filter(None, (activation, "BIAS" if problem.bias else None))) or "DEFAULT"
 
 
 # -- operands -------------------------------------------------------------------------------------
@@ -311,10 +309,9 @@ def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reaso
             yield Reason.of(Why.ADDEND_DIFFERS)
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
         yield Reason.of(Why.BIAS_NOT_FUSED)
-    if problem.activation is not None and terms.out_dtype not in _FUSES:
-        yield Reason.of(
-            Why.ACTIVATION_NOT_FUSED, activation=problem.activation, out=terms.out_dtype
-        )
+    activation = problem.activation
+    if activation and (activation.cublaslt_epilogue is None or terms.out_dtype not in _FUSES):
+        yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.out_dtype)
 
 
 def _fuses_bias(terms: _Terms, bias: OperandSpec) -> bool:

@@ -2,13 +2,13 @@
 
 from lowprec.backends.cuda.backend import (
     allocate,
-    aside_dtype,
     capabilities,
     copy,
     describe,
+    execution_info,
     prepare,
-    ran,
     reset,
+    staging_dtype,
     stopwatch,
     tune,
 )
@@ -16,14 +16,14 @@ from lowprec.backends.cuda.info import info
 
 __all__ = [
     "allocate",
-    "aside_dtype",
     "capabilities",
     "copy",
     "describe",
+    "execution_info",
     "info",
     "prepare",
-    "ran",
     "reset",
+    "staging_dtype",
     "stopwatch",
     "tune",
 ]

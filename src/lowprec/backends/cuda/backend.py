@@ -13,7 +13,14 @@ from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
+from lowprec.backends.execution import (
+    AlgorithmTiming,
+    Arguments,
+    ExecutionInfo,
+    Executor,
+    Stopwatch,
+    resolve,
+)
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
@@ -104,12 +111,12 @@ def units_text(info: AlgorithmInfo) -> str:
     return f"{info.units} on {info.input_type}, summed in {info.accumulator}: {used}"
 
 
-def ran(plan: GemmPlan, execute: Executor) -> Ran:
+def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
     last = execute.last if isinstance(execute, GemmExecutor) else None
     if last is None:
-        return Ran(None)
-    return Ran(last.info.uses_tensor_cores, algorithm_text(last.info))
+        return ExecutionInfo(None)
+    return ExecutionInfo(last.info.uses_tensor_cores, algorithm_text(last.info))
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
@@ -124,7 +131,7 @@ def tune(
     *,
     candidates: int,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Timed, ...]:
+) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
     The chosen one comes first; there is none where cuBLASLt is not called.
@@ -134,7 +141,9 @@ def tune(
     with runtime.on_device(arguments.a.device.index):
         measured = execute.tune(arguments, candidates, progress)
         return tuple(
-            Timed(x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm)))
+            AlgorithmTiming(
+                x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
+            )
             for x in measured
         )
 
@@ -157,7 +166,7 @@ def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int =
     return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
 
 
-def aside_dtype(dtype: DType) -> DType:
+def staging_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit types, whose sums are float32, and any other type as it is."""
     return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
 

@@ -199,10 +199,10 @@ def _launch(
         "PRODUCT": ELEMENT[spec.product_dtype],
         "RESULT": ELEMENT[spec.out.dtype],
         "SCALED": int(spec.scaled),
-        "RELU": int(spec.activation is Activation.RELU),
-        "GELU": int(spec.activation is Activation.GELU),
         "VECTOR": int(vector > 1),
     }
+    if spec.activation:
+        definitions[spec.activation.name] = 1
     constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
     constants += [rows[1][_OUT], cols[1][_OUT], batch.count, *batch.extents, *batch.strides[_OUT]]
     if spec.c:

@@ -40,7 +40,7 @@ class EventPool:
 
 
 class _EventStopwatch:
-    """Two events around a product; they go back to their pool once the time is read, or can no longer be."""
+    """Two events around a product; they go back to their pool once nobody is left to read the time."""
 
     __slots__ = ("_events", "_pool", "_stopped", "stream")
 
@@ -68,11 +68,8 @@ class _EventStopwatch:
         if not self._stopped or not self._events:
             return None
         start, end = self._events
-        try:
-            runtime.synchronize_event(end)
-            return runtime.elapsed_ms(start, end)
-        finally:
-            self.abandon()
+        runtime.synchronize_event(end)
+        return runtime.elapsed_ms(start, end)
 
     def __del__(self) -> None:
         self.abandon()

@@ -17,6 +17,7 @@ import numpy as np
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import fp32_units, threads
 from lowprec.backends.cpu.amx import tile_gemm
+from lowprec.backends.cpu.amx.job import ACTIVATIONS
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
@@ -82,6 +83,14 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b = _in_compute_dtype(plan, single.a), _in_compute_dtype(plan, single.b)
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    if plan.problem.activation not in ACTIVATIONS:
+        # One that the kernel does not write: NumPy does, on the float32 product.
+        with scratch(single.out.shape, np.dtype(np.float32)) as product:
+            done = _accumulate(a, b, product, 1.0, 0.0, rounding)
+            if done:
+                apply_epilogue(plan, arguments, product, single)
+            return done
     bias = single.bias
     return tile_gemm.gemm(
         a.shape[0],
@@ -90,7 +99,7 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         _operand(a),
         _operand(b),
         _operand(single.out),
-        rounding=_ROUNDINGS[fp32_units.rounding_format(plan)],
+        rounding=rounding,
         alpha=float(arguments.alpha.real),
         beta=float(arguments.beta.real),
         c=None if single.c is None else _operand(single.c),
