@@ -151,7 +151,7 @@ def tune(
 def reset() -> None:
     """Give back handles, workspaces, events and pooled memory; no product may be running.
 
-    Prepared products stay good and make anew what they need.
+    Executors stay valid and create what they need at their next call.
     """
     handles.reset()
     timing.release()
