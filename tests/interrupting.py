@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lowprec.policy import scopes
+from lowprec.policy import entries
 
 #: The folder of the code that is interrupted.
-POLICY = os.path.dirname(scopes.__file__) + os.sep
+POLICY = os.path.dirname(entries.__file__) + os.sep
 
 
 class Late(Exception):

@@ -14,7 +14,7 @@ import pytest
 
 from interrupting import Late, at_every_step
 from lowprec import fp32_guard, math_mode
-from lowprec.policy import scopes
+from lowprec.policy import entries
 
 ERRORS = (KeyboardInterrupt, TimeoutError, RuntimeError, Late)
 PAIRS = [
@@ -90,7 +90,7 @@ def test_pytorch_at_every_step(core: Any, state: str, error: type[BaseException]
 
     def check() -> None:
         assert read(core) == before
-        assert not scopes._open
+        assert not entries.held
         with math_mode("bf16", frameworks=["torch"]):
             assert core._get_float32_matmul_precision() == "medium"
         assert read(core) == before

@@ -21,12 +21,12 @@ from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import (
+    entries,
     environment,
     fp32_guard,
     frameworks,
     get_math_mode,
     math_mode,
-    scopes,
 )
 from lowprec.policy.protocol import Tier
 
@@ -96,7 +96,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     # Real libraries that other tests have loaded would be set too; nothing here is about them.
     monkeypatch.setattr(registry, "_by_name", {})
     monkeypatch.setattr(registry, "_current", ())
-    monkeypatch.setattr(registry, "_modules", frozenset())
     made: list[Library] = []
 
     def make(name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True) -> Library:
@@ -107,10 +106,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         made.append(library)
         return library
 
-    before = scopes._scopes.get()
+    before = entries.innermost.get()
     yield make
     # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
-    scopes._scopes.set(before)
+    entries.innermost.set(before)
     assert [library.name for library in made if not library.is_as_before] == []
 
 
@@ -507,7 +506,7 @@ def test_sixteen_threads_overlap_at_random(load: Load) -> None:
     finally:
         sys.setswitchinterval(before)
     assert process.is_as_before
-    assert not scopes._open
+    assert not entries.held
 
 
 # -- math_mode(..., frameworks=True) --------------------------------------------------------------

@@ -18,17 +18,16 @@ from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import (
+    entries,
     environment,
     fp32_guard,
     get_math_mode,
     math_mode,
     process,
-    scopes,
     switches,
 )
 from lowprec.policy.interrupts import attempt
 from lowprec.policy.protocol import Tier
-from lowprec.policy.scopes import open_scopes
 
 ERRORS = (KeyboardInterrupt, TimeoutError, Late)
 #: The code of the libraries below counts as the policy's own.
@@ -84,7 +83,6 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
     """One whose switches belong to the process, and one whose switches belong to the thread."""
     monkeypatch.setattr(registry, "_by_name", {})
     monkeypatch.setattr(registry, "_current", ())
-    monkeypatch.setattr(registry, "_modules", frozenset())
     made = Library("process", Tier.PROCESS), Library("thread", Tier.THREAD)
     for library in made:
         registry.register_controller(library)
@@ -97,8 +95,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
 def check(libraries: Libraries) -> None:
     """Everything is as before, and can be set again."""
     assert [library.values for library in libraries] == [lib.at_start for lib in libraries]
-    assert open_scopes().outer is None
-    assert not scopes._open
+    assert entries.innermost.get().outer is None
+    assert not entries.held
     assert not any([*switches._process_stacks.values(), *switches._thread.stacks.values()])
     assert not switches._changing.locked()
     assert not switches._lock._is_owned()  # type: ignore[attr-defined]
@@ -177,7 +175,7 @@ def test_an_exit_stack(libraries: Libraries, error: type[BaseException]) -> None
             stack.enter_context(fp32_guard())
 
     def collect_and_check() -> None:
-        if scopes._open:
+        if entries.held:
             gc.collect()
         check(libraries)
 
@@ -196,8 +194,8 @@ def test_a_guard_that_another_thread_has_open(
 
     def is_full() -> None:
         assert of_process.is_full
-        assert open_scopes().outer is None
-        assert len(scopes._open) == 1
+        assert entries.innermost.get().outer is None
+        assert len(entries.held) == 1
         assert libraries[1].values == libraries[1].at_start
 
     with ThreadPoolExecutor(1) as pool:
@@ -299,8 +297,7 @@ _SIGNALS = """
 import random, signal, sys, warnings
 warnings.simplefilter("error")
 from lowprec.errors import LowprecWarning
-from lowprec.policy import fp32_guard, math_mode, scopes
-from lowprec.policy.scopes import open_scopes
+from lowprec.policy import entries, fp32_guard, math_mode
 {setup}
 
 class Late(Exception):
@@ -324,7 +321,7 @@ for turn in range({turns}):
     except Late:
         arrived = True
     lost += not arrived
-    wrong += not is_as_before() or open_scopes().outer is not None or bool(scopes._open)
+    wrong += not is_as_before() or entries.innermost.get().outer is not None or bool(entries.held)
 print(lost, wrong)
 """
 
