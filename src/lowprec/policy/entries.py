@@ -101,6 +101,9 @@ innermost: ContextVar[Entry] = ContextVar("lowprec_entry", default=Entry(None)) 
 # -- leaving --------------------------------------------------------------------------------------
 
 
+#: How often leaving is done again when it is interrupted again.
+_ATTEMPTS = 9
+
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[Entry, None] = {}
 
@@ -153,12 +156,21 @@ def _entered_elsewhere(scope: Scope) -> Entry:
 
 
 def close_after_all(entry: Entry) -> None:
-    """Do what an interrupt has left undone; once more, should another one come meanwhile."""
-    if entry.is_open:
-        try:
+    """Do what an interrupt has left undone, also if more of them come meanwhile."""
+    late: BaseException | None = None
+    try:
+        for _ in range(_ATTEMPTS):
+            if not entry.is_open:
+                break
+            try:
+                _close(entry)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                late = error
+    finally:
+        if entry.is_open:  # one came at the turn of the loop
             _close(entry)
-        finally:
-            _close(entry)
+    if late is not None:
+        raise late
 
 
 def _close(entry: Entry) -> list[str]:
