@@ -7,11 +7,10 @@ import pytest
 import machines
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import GemmProblem, OperandSpec, Why, plan_gemm
 from lowprec.planning.advice import (
     advise,
     conversion_outweighs,
-    is_low_intensity,
     memory_bound_dimensions,
     misaligned_dimensions,
 )
@@ -30,8 +29,12 @@ def test_128_is_still_small():
 
 
 def test_low_intensity_is_below_the_devices_own():
-    assert is_low_intensity(15.9, 16.0)
-    assert not is_low_intensity(16.0, 16.0)
+    def kinds(intensity):
+        advice = advise(*SQUARE, FLOAT32, intensity, 16.0, None, tensor_cores=False)
+        return [reason.why for reason in advice]
+
+    assert kinds(15.9) == [Why.LOW_INTENSITY]
+    assert kinds(16.0) == []
 
 
 def test_conversion_outweighs_a_product_with_a_small_side():
