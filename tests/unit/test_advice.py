@@ -57,6 +57,8 @@ SQUARE = (1024, 1024, 1024)
          ("n = 1001 is not a multiple of 8, which tensor cores want of 16-bit data: pad",)),
         ((1002, 1024, 1001), TF32, 100.0, None,
          ("m = 1002 and k = 1001 are not multiples of 4, which tensor cores want of 32-bit data: pad",)),
+        ((1001, 1002, 1003), BFLOAT16, 100.0, None,
+         ("m = 1001, n = 1002 and k = 1003 are not multiples of 8, which tensor cores want of 16-bit data: pad",)),
         ((1000, 1024, 1024), None, 100.0, None,
          ("m = 1000 is not a multiple of 16, which tensor cores want of 8-bit data: pad",)),
         ((1024, 1024, 64), BFLOAT16, 2.0, None,

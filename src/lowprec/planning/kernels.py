@@ -1,7 +1,7 @@
 """What a kernel is and needs, as one row; which of a device's kernels runs a product.
 
-The rows themselves belong to the backends (``backends/cpu/kernels.py``, ``backends/cuda/kernels.py``), which pass them
-in with the capabilities of a device.
+The rows themselves belong to the backends (``kernel_rows.py`` of each), which pass them in with the capabilities of a
+device.
 """
 
 from __future__ import annotations
