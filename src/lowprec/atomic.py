@@ -22,19 +22,8 @@ def write_file(
     Whatever fails or raises before that leaves the old file as it was, and no temporary one. A link stays a link: what
     it points to is replaced.
 
-    Parameters
-    ----------
-    path : path-like
-        Of a regular file, or of none yet.
-    write : callable
-        Gets the temporary file, open for writing bytes.
-    mode : int, optional
-        Permissions of the file; by default those of the file that is replaced, else the usual ones of a new file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
+    ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions; by default those of the
+    file that is replaced, else the usual ones of a new file.
     """
     target = Path(path).resolve()
     temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")

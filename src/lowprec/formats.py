@@ -31,28 +31,14 @@ class ComputeType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A binary floating-point format.
-
-    Parameters
-    ----------
-    name : str
-        The field's name of the format.
-    precision : int
-        Significand bits, the hidden one included: 24 for float32.
-    emin, emax : int
-        Exponents of the smallest and the largest normal number, as powers of two.
-    largest : float
-        The largest finite number. Given, not derived: E4M3 uses its top exponent for numbers.
-    has_infinity : bool
-        Whether an overflow becomes an infinity (otherwise NaN).
-    """
+    """A binary floating-point format."""
 
     name: str
-    precision: int
-    emin: int
-    emax: int
-    largest: float
-    has_infinity: bool = True
+    precision: int  # significand bits, the hidden one included: 24 for float32
+    emin: int  # exponent of the smallest normal number, as a power of two
+    emax: int  # exponent of the largest number
+    largest: float  # given, not derived: E4M3 uses its top exponent for numbers
+    has_infinity: bool = True  # what an overflow becomes; otherwise NaN
 
     @property
     def unit_roundoff(self) -> float:
@@ -105,37 +91,18 @@ class DType(Enum):
     the types that a product may be rounded to, the first by default.
     """
 
+    # fmt: off
     FLOAT64 = ("float64", 64, 2, 1, FLOAT64, False, _C.COMPUTE_64F, "float64", ("float64",))
-    FLOAT32 = (
-        "float32", 32, 2, 0, FLOAT32, False,
-        _C.COMPUTE_32F, "float32", ("float32", "float16", "bfloat16"),
-    )  # fmt: skip
-    FLOAT16 = (
-        "float16", 16, 2, 2, FLOAT16, False, _C.COMPUTE_32F, "float32", ("float16", "float32"),
-    )  # fmt: skip
-    BFLOAT16 = (
-        "bfloat16", 16, 4, 14, BFLOAT16, False, _C.COMPUTE_32F, "float32", ("bfloat16", "float32"),
-    )  # fmt: skip
+    FLOAT32 = ("float32", 32, 2, 0, FLOAT32, False, _C.COMPUTE_32F, "float32", ("float32", "float16", "bfloat16"))
+    FLOAT16 = ("float16", 16, 2, 2, FLOAT16, False, _C.COMPUTE_32F, "float32", ("float16", "float32"))
+    BFLOAT16 = ("bfloat16", 16, 4, 14, BFLOAT16, False, _C.COMPUTE_32F, "float32", ("bfloat16", "float32"))
     COMPLEX64 = ("complex64", 64, 5, 4, _SINGLE, True, _C.COMPUTE_32F, "complex64", ("complex64",))
-    COMPLEX128 = (
-        "complex128", 128, 5, 5, _DOUBLE, True, _C.COMPUTE_64F, "complex128", ("complex128",),
-    )  # fmt: skip
+    COMPLEX128 = ("complex128", 128, 5, 5, _DOUBLE, True, _C.COMPUTE_64F, "complex128", ("complex128",))
     INT8 = ("int8", 8, 0, 3, None, False, _C.COMPUTE_32I, "int32", ("int32",))
     INT32 = ("int32", 32, 0, 10, None, False, _C.COMPUTE_32I, "int32", ())
-    FLOAT8_E4M3FN = (
-        "float8_e4m3fn", 8, 10, 28, FLOAT8_E4M3FN, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS,
-    )  # fmt: skip
-    FLOAT8_E5M2 = (
-        "float8_e5m2", 8, 12, 29, FLOAT8_E5M2, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS,
-    )  # fmt: skip
-
-    label: str
-    bits: int
-    dlpack_code: int
-    cuda_data_type: int
-    format: NumberFormat | None
-    is_complex: bool
-    compute_type: ComputeType
+    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, 10, 28, FLOAT8_E4M3FN, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS)
+    FLOAT8_E5M2 = ("float8_e5m2", 8, 12, 29, FLOAT8_E5M2, False, _C.COMPUTE_32F, "float32", _FROM_8_BITS)
+    # fmt: on
 
     def __init__(
         self,
@@ -205,18 +172,7 @@ def operand_names() -> str:
 
 
 def dtype_from_name(name: str) -> DType:
-    """Return the element type of this name.
-
-    Raises
-    ------
-    DTypeError
-        If lowprec does not know the name; the message lists those that it knows.
-
-    Examples
-    --------
-    >>> dtype_from_name("bfloat16").bits
-    16
-    """
+    """Return the element type of this name; raise :class:`DTypeError`, with the known names, if there is none."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -245,12 +201,8 @@ def promote(a: DType, b: DType) -> DType:
     """Return the element type to which a product of ``a`` and ``b`` is promoted.
 
     Floating-point operands go to the wider one; bfloat16 with float16 gives float32, since neither holds the
-    other. The rules are those of the Array API, with ml_dtypes' for bfloat16.
-
-    Raises
-    ------
-    DTypeError
-        If the pair has no common type (int8 with a float, two different float8).
+    other. The rules are those of the Array API, with ml_dtypes' for bfloat16. A pair without a common type (int8 with
+    a float, two different float8) raises :class:`DTypeError`.
 
     Examples
     --------

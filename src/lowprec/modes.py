@@ -6,7 +6,7 @@ the order of the documentation; ``planning.bounds`` gives the guaranteed error o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, unique
 
 from lowprec import formats
@@ -46,54 +46,25 @@ Pair = tuple[int, int]
 
 
 def _pairs(parts: int, up_to: int) -> tuple[Pair, ...]:
-    """Return the pairs of parts whose indices add up to at most ``up_to``, the smallest products first.
-
-    Examples
-    --------
-    >>> _pairs(2, 1)
-    ((0, 1), (1, 0), (0, 0))
-    """
+    """Return the pairs of parts whose indices add up to at most ``up_to``, the smallest products first."""
     pairs = ((i, order - i) for order in range(up_to, -1, -1) for i in range(order + 1))
     return tuple((i, j) for i, j in pairs if i < parts and j < parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """One row of the mode table.
-
-    Parameters
-    ----------
-    mode : MathMode
-    operand_format : NumberFormat
-        The format to which each part of an operand is rounded.
-    inputs : str
-        What the operands become, in words.
-    jax_preset : str or None
-        Name of the equal preset of ``jax.lax.DotAlgorithmPreset``.
-    compute_type : ComputeType
-        What cuBLASLt may do with the data it gets.
-    data : DType or None
-        Element type of what a GPU multiplies; None where it is the operands' own.
-    parts : int
-        In how many parts each operand is split.
-    pairs : tuple of (int, int)
-        The products that are formed and summed, in this order.
-    part_exponent : int
-        Each part but the first is multiplied by two to this power more than the part before.
-    available : bool
-        Whether this version runs the mode.
-    """
+    """One row of the mode table."""
 
     mode: MathMode
-    operand_format: NumberFormat
-    inputs: str
-    jax_preset: str | None = None
-    compute_type: ComputeType = ComputeType.COMPUTE_32F
-    data: DType | None = None
-    parts: int = 1
-    pairs: tuple[Pair, ...] = ((0, 0),)
-    part_exponent: int = 0
-    available: bool = True
+    operand_format: NumberFormat  # to which each part of an operand is rounded
+    inputs: str  # what the operands become, in words
+    jax_preset: str | None = None  # the equal preset of jax.lax.DotAlgorithmPreset
+    compute_type: ComputeType = ComputeType.COMPUTE_32F  # what cuBLASLt may do with its data
+    data: DType | None = None  # element type of what a GPU multiplies; None: the operands' own
+    parts: int = 1  # in which each operand is split
+    pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order in which they are summed
+    part_exponent: int = 0  # each part is multiplied by 2 to this power more than the one before
+    available: bool = True  # whether this version runs the mode
 
     @property
     def products(self) -> int:
@@ -115,21 +86,20 @@ _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
 }
 
 
-def _row(mode: MathMode, fmt: NumberFormat, inputs: str, preset: str | None) -> ModeRow:
-    return ModeRow(mode, fmt, inputs, preset, *_ON_TENSOR_CORES[fmt])
-
-
-def _recovery(
+def _row(
     mode: MathMode,
     fmt: NumberFormat,
     inputs: str,
     preset: str | None,
-    pairs: tuple[Pair, ...],
+    pairs: tuple[Pair, ...] = ((0, 0),),
     part_exponent: int = 0,
 ) -> ModeRow:
     parts = 1 + max(max(pair) for pair in pairs)
-    row = _row(mode, fmt, inputs, preset)
-    return replace(row, parts=parts, pairs=pairs, part_exponent=part_exponent, available=False)
+    compute_type, data = _ON_TENSOR_CORES[fmt]
+    return ModeRow(
+        mode, fmt, inputs, preset, compute_type, data, parts, pairs, part_exponent,
+        available=parts == 1,
+    )  # fmt: skip
 
 
 _M = MathMode
@@ -139,32 +109,28 @@ _SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
 #: Every mode, in the order of the documentation.
 TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
-    replace(
-        _row(_M.FP32_PEDANTIC, formats.FLOAT32, "float32", None),
-        compute_type=ComputeType.COMPUTE_32F_PEDANTIC,
+    ModeRow(
+        _M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC
     ),
     _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
     _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
     _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
-    _recovery(_M.BF16X3, formats.BFLOAT16, "2 bfloat16 parts", "BF16_BF16_F32_X3", _pairs(2, 1)),
-    _recovery(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
-    _recovery(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
-    _recovery(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
-    _recovery(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), part_exponent=11),
-    _recovery(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), part_exponent=11),
-    _recovery(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
-    _recovery(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
+    _row(_M.BF16X3, formats.BFLOAT16, "2 bfloat16 parts", "BF16_BF16_F32_X3", _pairs(2, 1)),
+    _row(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
+    _row(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
+    _row(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
+    _row(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), part_exponent=11),
+    _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), part_exponent=11),
+    _row(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
+    _row(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
     # Its third product is that of the sums of the parts, for which a pair has no index yet.
-    _recovery(
+    _row(
         _M.FP16_KARATSUBA, formats.FLOAT16, f"{_TWO_FLOAT16} (scaled Karatsuba)", None, _pairs(2, 1)
     ),
-    replace(
-        _row(
-            _M.FP32_EMULATED,
-            formats.FLOAT32,
-            "the fastest scheme whose bound is no worse than fp32's",
-            None,
-        ),
+    ModeRow(
+        _M.FP32_EMULATED,
+        formats.FLOAT32,
+        "the fastest scheme whose bound is no worse than fp32's",
         available=False,
     ),
 )
@@ -194,25 +160,14 @@ class ModeSource(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMode:
-    """Which mode is in force, and why.
-
-    Parameters
-    ----------
-    mode : MathMode
-        The mode in force.
-    source : ModeSource
-        Who decided.
-    requested : MathMode or None
-        What the decider asked for, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
-        ``fp32``), or what an argument asked for that was overruled.
-    reasons : tuple of str
-        The story in full sentences, for people.
-    """
+    """Which mode is in force, and why."""
 
     mode: MathMode
-    source: ModeSource
+    source: ModeSource  # who decided
+    #: What the decider asked for, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
+    #: ``fp32``), or what an argument asked for that was overruled.
     requested: MathMode | None = None
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # the story in full sentences, for people
 
 
 #: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses
@@ -250,19 +205,9 @@ _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
 def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
-    """Return the mode of this name or alias (upper and lower case are the same).
+    """Return the mode of this name or alias, in upper or lower case.
 
-    Parameters
-    ----------
-    name : str or MathMode
-        For example ``"tf32"``, ``"highest"`` or ``"BF16_BF16_F32"``.
-    what : str
-        How to call the argument in an error message.
-
-    Raises
-    ------
-    ModeError
-        If there is no such mode, or this version cannot run it yet.
+    If there is none, or this version cannot run it, raise :class:`ModeError`, which calls the argument ``what``.
 
     Examples
     --------

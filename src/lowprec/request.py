@@ -54,11 +54,6 @@ class ShapeDtype:
 def parse_dtype(dtype: Any) -> DType:
     """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a torch dtype.
 
-    Raises
-    ------
-    DTypeError
-        If lowprec has no such element type.
-
     Examples
     --------
     >>> import numpy as np
@@ -129,17 +124,8 @@ class Request(NamedTuple):
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
-        return GemmProblem(
-            a,
-            b,
-            out_dtype=self.out_dtype,
-            out=out,
-            c=c,
-            bias=bias,
-            has_alpha=self.alpha != 1,
-            has_beta=self.beta != 0,
-            activation=self.activation,
-        )
+        has_alpha, has_beta = self.alpha != 1, self.beta != 0
+        return GemmProblem(a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation)
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return what an executor takes."""
@@ -181,17 +167,8 @@ def bind(
 ) -> Request:
     """Check the keyword arguments of ``matmul``, given as the caller passed them.
 
-    Parameters
-    ----------
-    describing : bool
-        Whether ``out``, ``c`` and ``bias`` may be descriptions.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        If one is not what it should be.
-    ShapeError
-        If ``beta`` has nothing to multiply.
+    With ``describing``, ``out``, ``c`` and ``bias`` may be descriptions. Raises ArrayError, DTypeError or
+    UnsupportedError if one is not what it should be, ShapeError if ``beta`` has nothing to multiply.
     """
     request = Request(
         out=None if out is None else view_of(out, writable=True, describing=describing),

@@ -19,17 +19,9 @@ from lowprec.backends import Arguments, Executor
 def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple[Any, ...]) -> None:
     """Execute a product on a device, in the order of its arrays' libraries.
 
-    If it raises, the streams wait for each other all the same, and arrays are held: a part may have been queued.
-
-    Parameters
-    ----------
-    execute : Executor
-    arguments : Arguments
-        On the current stream of ``library``.
-    library : Library
-        That of ``a``.
-    arrays : tuple
-        What the caller passed as a, b, out, c, bias, scale_a and scale_b, in this order; None for what was not given.
+    ``arguments`` are on the current stream of ``library``, that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a
+    and scale_b as the caller passed them. If it raises, the streams wait for each other all the same, and arrays are
+    held: a part may have been queued.
     """
     kind = type(arrays[0])
     joined = library.keeps_owners

@@ -6,13 +6,7 @@ from __future__ import annotations
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major array without gaps.
 
-    An empty dimension counts as one of extent 1, as in PyTorch.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    step : int
-        Elements from one to the next along the last dimension.
+    An empty dimension counts as one of extent 1, as in PyTorch. ``step`` is the stride of the last dimension.
 
     Examples
     --------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 
 _GAP = 2
@@ -12,22 +12,12 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a heading.
-
-    Parameters
-    ----------
-    title : str
-    columns : sequence of str
-        Headings; one that starts with ``>`` is aligned to the right. All empty: a list of facts without headings.
-    rows : sequence of sequence of str
-    optional : sequence of str
-        Headings of columns that are left out, the first one first, where the table is too wide.
-    """
+    """Cells under headings, or without any where all headings are empty."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]] = field(default_factory=list)
-    optional: Sequence[str] = ()
+    columns: Sequence[str]  # headings; one that starts with ">" is aligned to the right
+    rows: Sequence[Sequence[str]] = ()
+    optional: Sequence[str] = ()  # headings that go, the first one first, from too wide a table
 
     @property
     def headings(self) -> list[str]:
@@ -61,13 +51,7 @@ class Table:
 
 
 def plain_text(table: Table, wrap: int | None = None) -> str:
-    """Return the table as aligned text.
-
-    Parameters
-    ----------
-    table : Table
-    wrap : int, optional
-        Width of the whole, for which the last column is broken into lines.
+    """Return the table as aligned text; its last column is broken into lines to fit the width ``wrap``.
 
     Examples
     --------
@@ -82,26 +66,19 @@ def plain_text(table: Table, wrap: int | None = None) -> str:
     margin = sum(w + _GAP for w in widths[:-1]) + _GAP
     text = [table.title]
     for line in table.lines:
-        cells = [
+        *first, last = (
             c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
-        ]
-        *first, last = cells
-        broken = (
-            [last] if wrap is None else textwrap.wrap(last, wrap - margin, break_long_words=False)
         )
+        broken = [last]
+        if wrap is not None:
+            broken = textwrap.wrap(last, wrap - margin, break_long_words=False)
         text.append((" " * _GAP).join(["", *first, *broken[:1]]).rstrip())
         text += [" " * margin + rest for rest in broken[1:]]
     return "\n".join(text)
 
 
 def html(table: Table, remarks: Sequence[str] = ()) -> str:
-    """Return the table for a notebook; colours are the notebook's own, so that it is readable on any ground.
-
-    Parameters
-    ----------
-    table : Table
-    remarks : sequence of str
-        Sentences below it.
+    """Return the table for a notebook, remarks below it; its colours are the notebook's, readable on any ground.
 
     Examples
     --------

@@ -18,11 +18,7 @@ def mode_within(
     """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
 
     Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is the mode that they impose, and none was considered.
-
-    Raises
-    ------
-    ModeError
-        If both arguments are given, ``rtol`` is no tolerance, or no mode meets it.
+    Raises ModeError if both arguments are given, ``rtol`` is no tolerance, or no mode meets it.
     """
     rtol = check_rtol(rtol)
     if math_mode is not None:

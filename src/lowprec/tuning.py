@@ -42,22 +42,23 @@ class AutotuneResult:
     timed: tuple[AlgorithmTiming, ...]
 
     @property
+    def _first_choice(self) -> AlgorithmTiming:
+        return min(self.timed, key=lambda entry: entry.rank)
+
+    @property
     def speedup(self) -> float:
         """Time of the library's own first choice over that of the algorithm that runs from now on; 1 for no change."""
-        if not self.timed:
-            return 1.0
-        first = min(self.timed, key=lambda x: x.rank)
-        return first.median_ms / self.timed[0].median_ms
+        return self._first_choice.median_ms / self.timed[0].median_ms if self.timed else 1.0
 
     def __str__(self) -> str:
         title = f"{self.product} on {self.device}"
         if not self.timed:
             return f"{title}: nothing to choose, the device has one way to run it"
-        first = min(self.timed, key=lambda x: x.rank)
+        first = self._first_choice.median_ms
         rows = [
             (
                 str(entry.rank),
-                f"{entry.median_ms / first.median_ms:.3f}",
+                f"{entry.median_ms / first:.3f}",
                 f"{entry.algorithm}{'  (taken)' if entry is self.timed[0] else ''}",
             )
             for entry in self.timed

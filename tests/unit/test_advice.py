@@ -7,11 +7,10 @@ import pytest
 import machines
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import GemmProblem, OperandSpec, Why, plan_gemm
 from lowprec.planning.advice import (
     advise,
     conversion_outweighs,
-    is_low_intensity,
     memory_bound_dimensions,
     misaligned_dimensions,
 )
@@ -30,8 +29,12 @@ def test_128_is_still_small():
 
 
 def test_low_intensity_is_below_the_devices_own():
-    assert is_low_intensity(15.9, 16.0)
-    assert not is_low_intensity(16.0, 16.0)
+    def kinds(intensity):
+        advice = advise(*SQUARE, FLOAT32, intensity, 16.0, None, tensor_cores=False)
+        return [reason.why for reason in advice]
+
+    assert kinds(15.9) == [Why.LOW_INTENSITY]
+    assert kinds(16.0) == []
 
 
 def test_conversion_outweighs_a_product_with_a_small_side():
@@ -54,6 +57,8 @@ SQUARE = (1024, 1024, 1024)
          ("n = 1001 is not a multiple of 8, which tensor cores want of 16-bit data: pad",)),
         ((1002, 1024, 1001), TF32, 100.0, None,
          ("m = 1002 and k = 1001 are not multiples of 4, which tensor cores want of 32-bit data: pad",)),
+        ((1001, 1002, 1003), BFLOAT16, 100.0, None,
+         ("m = 1001, n = 1002 and k = 1003 are not multiples of 8, which tensor cores want of 16-bit data: pad",)),
         ((1000, 1024, 1024), None, 100.0, None,
          ("m = 1000 is not a multiple of 16, which tensor cores want of 8-bit data: pad",)),
         ((1024, 1024, 64), BFLOAT16, 2.0, None,

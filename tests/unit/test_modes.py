@@ -53,6 +53,12 @@ def test_a_row_is_the_designs(name: str) -> None:
     assert found == DESIGN[name]
 
 
+def test_the_smallest_products_are_summed_first() -> None:
+    assert row(MathMode.BF16X3).pairs == ((0, 1), (1, 0), (0, 0))
+    orders = [i + j for i, j in row(MathMode.BF16X9).pairs]
+    assert orders == [4, 3, 3, 2, 2, 2, 1, 1, 0]
+
+
 def test_a_row_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError, match="parts"):
         row(MathMode.TF32).parts = 2  # type: ignore[misc]

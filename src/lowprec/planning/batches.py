@@ -15,21 +15,11 @@ Dimension = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The calls that compute a batch, all of one count and of the same strides.
+    """The calls that compute a batch, all of one count and of the same strides."""
 
-    Parameters
-    ----------
-    count : int
-        Matrices per call.
-    strides : tuple of int
-        Per array, the elements from one matrix to the next.
-    offsets : tuple of tuple of int
-        Per call, the elements of each array before its first matrix.
-    """
-
-    count: int
-    strides: Shape
-    offsets: tuple[Shape, ...]
+    count: int  # matrices per call
+    strides: Shape  # per array, the elements from one matrix to the next
+    offsets: tuple[Shape, ...]  # per call, the elements of each array before its first matrix
 
 
 def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
@@ -47,29 +37,20 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
     for extent, strides in dimensions:
         if extent == 1:
             continue
-        if result:
-            outer_extent, outer = result[-1]
-            if all(o == extent * s for o, s in zip(outer, strides, strict=True)):
-                result[-1] = (outer_extent * extent, strides)
-                continue
-        result.append((extent, strides))
+        if result and result[-1][1] == tuple(extent * s for s in strides):
+            result[-1] = (result[-1][0] * extent, strides)
+        else:
+            result.append((extent, strides))
     return result
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     """Return the calls that compute a batch: the largest dimension is that of each call, the others are looped over.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        The batch; no dimension is empty.
-    stacks : sequence of tuple of int
-        Per array its strides over ``shape``, in elements.
+    No dimension of ``shape`` is empty; ``stacks`` has per array its strides over ``shape``, in elements.
 
     Examples
     --------
-    >>> split_batches((2, 3), [(30, 10), (0, 0)])
-    Batches(count=6, strides=(10, 0), offsets=((0, 0),))
     >>> split_batches((2, 3), [(5, 20)])
     Batches(count=3, strides=(20,), offsets=((0,), (5,)))
     >>> split_batches((2,), [(-6,)])

@@ -91,11 +91,7 @@ class ErrorBound:
     def frobenius(self, norm_a: float, norm_b: float, m: int, n: int) -> float:
         """Return the bound of ``|C - AB|`` in the Frobenius norm.
 
-        Parameters
-        ----------
-        norm_a, norm_b : float
-            Frobenius norms of the operands, shapes (m, k) and (k, n).
-        m, n : int
+        ``norm_a`` and ``norm_b`` are those of the operands, shapes (m, k) and (k, n).
 
         Examples
         --------
@@ -110,26 +106,13 @@ class ErrorBound:
 
 
 def gamma(count: int, fmt: NumberFormat) -> float:
-    """Return gamma_count = count u / (1 - count u), infinite once count u reaches 1.
-
-    Examples
-    --------
-    >>> gamma(0, FLOAT32), gamma(2**24, FLOAT32)
-    (0.0, inf)
-    """
+    """Return gamma_count = count u / (1 - count u), infinite once count u reaches 1."""
     step = count * fmt.unit_roundoff
     return step / (1 - step) if step < 1 else inf
 
 
 def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
-    """Whether ``fmt`` represents every number of another format.
-
-    Examples
-    --------
-    >>> from lowprec.formats import BFLOAT16, TF32
-    >>> holds(TF32, FLOAT16), holds(TF32, BFLOAT16), holds(FLOAT16, BFLOAT16)
-    (True, True, False)
-    """
+    """Whether ``fmt`` represents every number of another format."""
     return (
         fmt.precision >= values_of.precision
         and fmt.largest >= values_of.largest
@@ -217,21 +200,8 @@ def error_bound(
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
-    Parameters
-    ----------
-    mode : MathMode
-        In force; it matters in single precision only.
-    compute_dtype : DType
-        Operands' common element type.
-    out_dtype : DType
-        The result's.
-    k : int
-        Inner dimension.
-    kernel : KernelRow
-    a_exact, b_exact : bool
-        Whether an operand's own element type holds only numbers of the mode's format, so that nothing is rounded.
-    capability : tuple of int, optional
-        Compute capability of the GPU that multiplies, None for a CPU.
+    An operand is ``exact`` where its own element type holds only numbers of the mode's format, so that nothing is
+    rounded; ``capability`` is the compute capability of the GPU that multiplies, None for a CPU.
 
     Examples
     --------
@@ -242,16 +212,8 @@ def error_bound(
     fmt = operand_format(mode, compute_dtype)
     accumulator = compute_dtype.accumulator.format
     if fmt is None or accumulator is None:
-        return ErrorBound(
-            0.0,
-            0.0,
-            0.0,
-            k,
-            "exact",
-            "",
-            f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates",
-            True,
-        )
+        condition = f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates"
+        return ErrorBound(0.0, 0.0, 0.0, k, "exact", "", condition, unconditional=True)
     rounds = fmt is not accumulator and compute_dtype.is_single_precision
     out = None if out_dtype.format is accumulator else out_dtype.format
     operands = (rounds and not a_exact) + (rounds and not b_exact)
@@ -280,10 +242,8 @@ def error_bound(
 
 def _relative(rounding: _Rounding, how: _Sum) -> float:
     """Return the relative bound of one component."""
-    factors = [
-        how.growth * gamma(how.depth, how.accumulator),
-        *[rounding.loss] * rounding.operands,
-    ]
+    factors = [how.growth * gamma(how.depth, how.accumulator)]
+    factors += [rounding.loss] * rounding.operands
     if rounding.out:
         factors.append(rounding.out.unit_roundoff)
     # The product of 1 + x, less 1, without losing the digits of a small x.
@@ -313,10 +273,8 @@ def _formula(rounding: _Rounding, how: _Sum) -> str:
     factors = []
     if rounding.operands:
         scaled = f" + 2^-39 sqrt({rounding.scaled_over})" if rounding.scaled_over else ""
-        factors.append(
-            f"(1 + 2^-{rounding.operand.precision}{scaled})"
-            + ("^2" if rounding.operands == 2 else "")
-        )
+        square = "^2" if rounding.operands == 2 else ""
+        factors.append(f"(1 + 2^-{rounding.operand.precision}{scaled}){square}")
     if how.depth:
         growth = "sqrt(2) " if how.components == 2 else ""
         factors.append(f"(1 + {growth}gamma_{how.depth})")
@@ -343,13 +301,7 @@ def _absolute_text(
 
 
 def _power(value: float) -> str:
-    """Return a power of two as text.
-
-    Examples
-    --------
-    >>> _power(2.0**-25)
-    '2^-25'
-    """
+    """Return a power of two as text: ``2^-25``."""
     return f"2^{frexp(value)[1] - 1}"
 
 

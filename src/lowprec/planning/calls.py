@@ -15,40 +15,19 @@ ComplexAs = Literal["no", "pairs", "rotated"]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """An operand that is rewritten before the product.
+    """An operand that is rewritten before the product; padding is zero."""
 
-    Parameters
-    ----------
-    dtype : DType
-        Of what is written.
-    transposed : bool
-        Whether the rows that are written are the operand's columns.
-    rows, cols : int
-        Of each matrix that is written, without padding.
-    leading_dimension, padded_rows : int
-        With padding, which is zero.
-    batch_shape : tuple of int
-        Matrices that are written; empty where every product uses the same one.
-    scaled : bool
-        Whether each source row is scaled by a power of two.
-    complex_as : {"no", "pairs", "rotated"}
-        How complex numbers become real ones.
-    reason : Reason
-    parts : int
-        How many parts of the operand are written, one after another.
-    """
-
-    dtype: DType
-    transposed: bool
-    rows: int
+    dtype: DType  # of what is written
+    transposed: bool  # the rows that are written are the operand's columns
+    rows: int  # of each matrix that is written, without padding
     cols: int
-    leading_dimension: int
+    leading_dimension: int  # with padding
     padded_rows: int
-    batch_shape: tuple[int, ...]
-    scaled: bool
-    complex_as: ComplexAs
+    batch_shape: tuple[int, ...]  # matrices that are written; empty: one for every product
+    scaled: bool  # each source row is scaled by a power of two
+    complex_as: ComplexAs  # how complex numbers become real ones
     reason: Reason
-    parts: int = 1
+    parts: int = 1  # of the operand, written one after another
 
     @property
     def count(self) -> int:
@@ -91,43 +70,24 @@ class LtMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CublasLtCall:
-    """What is asked of cuBLASLt for one plan.
-
-    Parameters
-    ----------
-    compute_type : ComputeType
-    scale_dtype : DType
-        Of alpha and beta.
-    swapped : bool
-        Whether ``b`` is the first operand: the result is row-major.
-    op_first, op_second : {"N", "T"}
-    first, second, d : LtMatrix
-    c : LtMatrix or None
-        The addend, where the call itself adds it.
-    batch_count : int
-    offsets : tuple of (int, int, int, int)
-        Elements from the start of the first, the second, c and d at which each call begins.
-    epilogue : str
-        Name of ``cublasLtEpilogue_t``.
-    pack_a, pack_b : Pack or None
-    staged : tuple of Reason
-        Why the product goes into temporary memory, from which a kernel writes the result; empty where it does not.
-    """
+    """What is asked of cuBLASLt for one plan."""
 
     compute_type: ComputeType
-    scale_dtype: DType
-    swapped: bool
+    scale_dtype: DType  # of alpha and beta
+    swapped: bool  # b is the first operand: the result is row-major
     op_first: Op
     op_second: Op
     first: LtMatrix
     second: LtMatrix
     d: LtMatrix
-    c: LtMatrix | None
+    c: LtMatrix | None  # the addend, where the call itself adds it
     batch_count: int
+    # For each call, the elements before its first matrices of the first, the second, c and d.
     offsets: tuple[tuple[int, int, int, int], ...]
-    epilogue: str
+    epilogue: str  # name of a cublasLtEpilogue_t
     pack_a: Pack | None
     pack_b: Pack | None
+    # Why the product goes into temporary memory, from which a kernel writes the result; or empty.
     staged: tuple[Reason, ...]
 
     @property
@@ -139,11 +99,7 @@ class CublasLtCall:
     def over(self, k: int, start: int, stop: int) -> tuple[CublasLtCall, int, int]:
         """Return the call for a range of the inner dimension, and the elements before it in the first and the second.
 
-        Parameters
-        ----------
-        k : int
-            Whole length of the inner dimension.
-        start, stop : int
+        ``k`` is the whole length of the inner dimension.
 
         Examples
         --------

@@ -1,7 +1,7 @@
 """What a kernel is and needs, as one row; which of a device's kernels runs a product.
 
-The rows themselves belong to the backends (``backends/cpu/kernels.py``, ``backends/cuda/kernels.py``), which pass them
-in with the capabilities of a device.
+The rows themselves belong to the backends (``kernel_rows.py`` of each), which pass them in with the capabilities of a
+device.
 """
 
 from __future__ import annotations
@@ -35,88 +35,36 @@ class Summation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """What one kernel is, needs and costs.
-
-    Parameters
-    ----------
-    name : str
-    units : str
-        What it runs on, for people.
-    executor : str
-        Function of a plan that returns the plan's executor, as ``"module:function"``.
-    blas : str
-        What multiplies arrays for an executor that serves several kernels, as ``"module:name"``.
-    formats : frozenset of str or None
-        What it multiplies, by the format's name, ``"int8"`` for integers; None for anything.
-    requires : str or None
-        Feature that the device must have.
-    missing : str
-        What to say where the device has it not.
-    cost_per_flop : float
-        Time per flop; 1 is ``numpy.matmul`` on float32, or FP32 on the same GPU.
-    costs : tuple of (str, float)
-        The same for the formats that differ, where the tensor cores of the device multiply them.
-    cost_per_element : float
-        Of rounding one element of an operand, in flops.
-    cost_per_byte : float
-        Of moving one byte of a temporary array, in flops.
-    summation : Summation
-    parts : int
-        bfloat16 parts as the exact sum of which each operand is multiplied.
-    products_per_complex : int
-        Real products that a complex one becomes.
-    reads_any_strides : bool
-        Whether no operand is copied for it, whatever its strides.
-    holds_in : DType or None
-        The wider type in which rounded operands lie until they are multiplied; None where they are stored as rounded.
-    single_product : bool
-        Whether it runs schedules of one product only.
-    is_cublaslt : bool
-        Whether it is a call of cuBLASLt, which a plan describes.
-    cuts_tf32 : bool
-        Whether float32 data may be cut to TF32 instead of rounded.
-    scales_float16 : bool
-        Whether operands are scaled by powers of two before they are rounded to float16.
-    fallback : Why or None
-        Operands that it leaves to the next kernel of the device.
-    minimum_elements, minimum_elements_complex : int
-        Elements of a, b and the result of one product (of a batch, each) below which it costs more than it saves.
-    minimum_k : int
-    minimum_extent_complex : int
-        Least of m, n and k of a complex product.
-    minimum_batch_flops : int
-        Flops of each product of a batch.
-    maximum_extent : float
-        Of m, n, k and leading dimensions.
-    """
+    """What one kernel is, needs and costs."""
 
     name: str
-    units: str
-    executor: str
-    blas: str = ""
-    formats: frozenset[str] | None = None
-    requires: str | None = None
-    missing: str = ""
-    cost_per_flop: float = 1.0
-    costs: tuple[tuple[str, float], ...] = ()
-    cost_per_element: float = 0.0
-    cost_per_byte: float = 0.0
+    units: str  # what it runs on, for people
+    executor: str  # function from a plan to its executor, as "module:function"
+    blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
+    formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
+    requires: str | None = None  # feature that the device must have
+    missing: str = ""  # what to say where the device has it not
+    cost_per_flop: float = 1.0  # time; 1 is numpy.matmul on float32, or FP32 on the same GPU
+    costs: tuple[tuple[str, float], ...] = ()  # of the formats that differ, on tensor cores
+    cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
+    cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
     summation: Summation = Summation.SEQUENTIAL
-    parts: int = 1
-    products_per_complex: int = 1
-    reads_any_strides: bool = False
-    holds_in: DType | None = None
-    single_product: bool = False
-    is_cublaslt: bool = False
-    cuts_tf32: bool = False
-    scales_float16: bool = False
-    fallback: Why | None = None
-    minimum_elements: int = 0
+    parts: int = 1  # bfloat16 parts whose exact sum each operand is
+    products_per_complex: int = 1  # real products that a complex one becomes
+    reads_any_strides: bool = False  # no operand is copied because of its strides
+    holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
+    single_product: bool = False  # runs schedules of one product only
+    is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
+    cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
+    scales_float16: bool = False  # by powers of two, before operands are rounded to float16
+    fallback: Why | None = None  # operands that it leaves to the next kernel of the device
+    # Below these it costs more than it saves; elements are those of a, b and the result.
+    minimum_elements: int = 0  # of each product of a batch
     minimum_elements_complex: int = 0
     minimum_k: int = 0
-    minimum_extent_complex: int = 0
-    minimum_batch_flops: int = 0
-    maximum_extent: float = inf
+    minimum_extent_complex: int = 0  # least of m, n and k
+    minimum_batch_flops: int = 0  # of each product of a batch
+    maximum_extent: float = inf  # of m, n, k and leading dimensions
 
     def __str__(self) -> str:
         return self.name
@@ -124,37 +72,16 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do; whoever asked the device passes it in.
+    """What a device can do; whoever asked the device passes it in."""
 
-    Parameters
-    ----------
-    device : str
-        Kind of the device, ``"cpu"`` or ``"cuda:0"``.
-    name : str
-        Its model, for people.
-    kernels : tuple of KernelRow
-        What its backend has, the most welcome first; the last one needs nothing.
-    features : frozenset of str
-        What the device and the installed libraries have, in the words of ``KernelRow.requires``.
-    flops_per_byte : float
-        Peak rate over memory bandwidth: products of lower arithmetic intensity wait for memory.
-    compute_capability : tuple of int or None
-        Of an NVIDIA GPU, (major, minor).
-    workspace_bytes : int
-        Temporary memory that cuBLASLt may use.
-    peak_tflops : tuple of (str, float)
-        Highest rate of the device by the format of what is multiplied (``"bfloat16"``), for the formats where it is
-        known.
-    """
-
-    device: str
-    name: str
-    kernels: tuple[KernelRow, ...] = field(hash=False)
-    features: frozenset[str] = frozenset()
-    flops_per_byte: float = 16.0
-    compute_capability: tuple[int, int] | None = None
-    workspace_bytes: int = 0
-    peak_tflops: tuple[tuple[str, float], ...] = ()
+    device: str  # "cpu" or "cuda:0"
+    name: str  # its model, for people
+    kernels: tuple[KernelRow, ...] = field(hash=False)  # most welcome first; the last needs nothing
+    features: frozenset[str] = frozenset()  # of device and libraries, as `KernelRow.requires` says
+    flops_per_byte: float = 16.0  # peak rate over memory bandwidth
+    compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
+    workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
+    peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
 
     @property
     def has_float8(self) -> bool:
@@ -188,16 +115,7 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
-    Parameters
-    ----------
-    fmt : str
-        What is multiplied, by the format's name; ``"int8"`` for integers.
-    capabilities : Capabilities
-    layout : GemmLayout
-    is_complex : bool
-        Whether the operands are complex.
-    products : int
-        Length of the schedule.
+    ``fmt`` is what is multiplied, by :func:`format_name`; ``products`` the length of the schedule.
 
     Examples
     --------

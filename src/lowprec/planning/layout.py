@@ -6,33 +6,25 @@ Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from math import prod
 from typing import Literal
 
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
+from lowprec.planning.batches import Shape, coalesce
 from lowprec.strides import contiguous_strides, overlaps_itself
 
-Shape = tuple[int, ...]
 Order = Literal["row", "col"]
 
 
 @dataclass(frozen=True, slots=True)
 class OperandSpec:
-    """What planning needs to know of an array: everything but its address.
-
-    Parameters
-    ----------
-    dtype : DType
-    shape : tuple of int
-    strides : tuple of int
-        In elements, not bytes; one per dimension; zero and negative ones are legal.
-    """
+    """What planning needs to know of an array: everything but its address."""
 
     dtype: DType
     shape: Shape
-    strides: Shape
+    strides: Shape  # in elements, not bytes; zero and negative ones are legal
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
@@ -48,32 +40,17 @@ class OperandSpec:
 
 @dataclass(frozen=True, slots=True)
 class MatrixStack:
-    """A stack of matrices in memory, in the words of BLAS: all but its address.
-
-    Parameters
-    ----------
-    dtype : DType
-    rows, cols : int
-        Extents of each matrix, as it enters the product.
-    row_stride, col_stride : int
-        Elements from one row (column) to the next.
-    batch_shape, batch_strides : tuple of int
-        Outermost first, strides in elements; 0 where the matrix is broadcast.
-    order : {"row", "col"} or None
-        Which of rows and columns lies contiguous; ``None`` where BLAS cannot express the strides.
-    leading_dimension : int or None
-        The other stride, at least the contiguous extent; ``None`` where BLAS cannot express the strides.
-    """
+    """A stack of matrices in memory, in the words of BLAS: all but its address. Strides count elements."""
 
     dtype: DType
-    rows: int
+    rows: int  # of each matrix, as it enters the product
     cols: int
-    row_stride: int
+    row_stride: int  # from one row to the next
     col_stride: int
-    batch_shape: Shape
-    batch_strides: Shape
-    order: Order | None
-    leading_dimension: int | None
+    batch_shape: Shape  # outermost first
+    batch_strides: Shape  # 0 where the matrix is broadcast
+    order: Order | None  # whether rows or columns are contiguous; None if BLAS cannot express it
+    leading_dimension: int | None  # the other stride, at least the contiguous extent; None likewise
 
     @classmethod
     def of(
@@ -102,7 +79,11 @@ class MatrixStack:
     @property
     def batch_stride(self) -> int | None:
         """Elements from each matrix to the next, 0 if all are the same; None if that differs."""
-        return _regular_stride(self.batch_shape, self.batch_strides)
+        if 0 in self.batch_shape:
+            return 0
+        pairs = zip(self.batch_shape, self.batch_strides, strict=True)
+        dimensions = coalesce([(n, (s,)) for n, s in pairs]) or [(1, (0,))]
+        return dimensions[0][1][0] if len(dimensions) == 1 else None
 
     @property
     def op(self) -> Literal["N", "T"]:
@@ -127,32 +108,19 @@ class MatrixStack:
 class GemmLayout:
     """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
-    Parameters
-    ----------
-    m, n, k : int
-        Of each GEMM as it runs; where ``collapsed``, m counts the rows of all batches.
-    batch_shape : tuple of int
-        Batch as it runs; empty where ``collapsed``.
-    batch_count : int
-        Product of ``batch_shape``.
-    out_shape : tuple of int
-        Shape of the result as the caller sees it, whatever was collapsed.
-    a, b, out : MatrixStack
-        ``out`` is the caller's, or a new row-major array.
-    collapsed : bool
-        Whether the batch became rows of one large GEMM: ``b`` is the same matrix throughout the batch, and the rows of
-        all matrices of ``a``, and of ``out``, have one stride.
+    Where ``collapsed``, the batch became rows of one large GEMM, which m counts: ``b`` is the same matrix throughout
+    the batch, and the rows of all matrices of ``a``, and of ``out``, have one stride.
     """
 
     m: int
     n: int
     k: int
-    batch_shape: Shape
+    batch_shape: Shape  # as it runs: empty where collapsed
     batch_count: int
-    out_shape: Shape
+    out_shape: Shape  # as the caller sees it
     a: MatrixStack
     b: MatrixStack
-    out: MatrixStack
+    out: MatrixStack  # the caller's, or a new row-major array
     collapsed: bool
 
 
@@ -178,30 +146,18 @@ def _core(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int]:
 
 def _broadcast_batch(shape_a: Shape, shape_b: Shape) -> Shape:
     """Return the common batch shape of two operands, or raise in NumPy's words."""
-    batch_a, batch_b = shape_a[:-2], shape_b[:-2]
-    ndim = max(len(batch_a), len(batch_b))
-    pairs = zip(
-        (1,) * (ndim - len(batch_a)) + batch_a,
-        (1,) * (ndim - len(batch_b)) + batch_b,
-        strict=True,
-    )
     result = []
-    for x, y in pairs:
+    for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
         if x != y and x != 1 and y != 1:
             raise ShapeError(
                 f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}"
             )
         result.append(y if x == 1 else x)
-    return tuple(result)
+    return tuple(reversed(result))
 
 
 def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
     """Return the shape of ``a @ b``.
-
-    Raises
-    ------
-    ShapeError
-        If an operand is 0-d, the inner dimensions differ, or the batches do not broadcast.
 
     Examples
     --------
@@ -213,23 +169,6 @@ def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
     m, n, _ = _core(shape_a, shape_b)
     batch = _broadcast_batch(shape_a, shape_b)
     return batch + (m,) * (len(shape_a) > 1) + (n,) * (len(shape_b) > 1)
-
-
-def _regular_stride(shape: Shape, strides: Shape) -> int | None:
-    """Return the stride of the one dimension that these dimensions coalesce to, or None if they do not.
-
-    Examples
-    --------
-    >>> _regular_stride((2, 3), (30, 10)), _regular_stride((2, 3), (10, 20)), _regular_stride((), ())
-    (10, None, 0)
-    """
-    dimensions = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
-    if not dimensions or any(n == 0 for n, _ in dimensions):
-        return 0
-    for (_, outer), (n, inner) in pairwise(dimensions):
-        if outer != n * inner:
-            return None
-    return dimensions[-1][1]
 
 
 def _blas_order(
@@ -277,9 +216,7 @@ def _out_strides(
 ) -> tuple[tuple[int, int], Shape]:
     """Return ((row stride, column stride), batch strides) of a result whose 1-D dimensions were removed."""
     core = strides[batch_ndim:]
-    row = core[0] if has_rows else 0
-    col = core[-1] if has_cols else 0
-    return (row, col), strides[:batch_ndim]
+    return (core[0] if has_rows else 0, core[-1] if has_cols else 0), strides[:batch_ndim]
 
 
 def gemm_layout(
@@ -290,18 +227,8 @@ def gemm_layout(
 ) -> GemmLayout:
     """Return the layout of ``a @ b``, into ``out`` where it is given.
 
-    Parameters
-    ----------
-    a : OperandSpec, shape (..., m, k) or (k,)
-    b : OperandSpec, shape (..., k, n) or (k,)
-    out : OperandSpec, shape of the result
-    out_dtype : DType, optional
-        Of a new result; that of ``a`` by default.
-
-    Raises
-    ------
-    ShapeError
-        If the shapes do not fit together, or two elements of ``out`` may share memory.
+    ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not fit
+    together, or two elements of ``out`` may share memory.
 
     Examples
     --------

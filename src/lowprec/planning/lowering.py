@@ -98,26 +98,17 @@ class _Terms:
 
 
 def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasLtCall:
-    """Return what cuBLASLt is asked for.
+    """Return what cuBLASLt is asked for by a plan for it, whose result has elements and whose ``k`` is not 0.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-        For a kernel that is cuBLASLt; the result has elements, and ``k`` is not 0.
-    aligned : bool
-        Whether the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples of 16
-        bytes.
-    fuse : bool
-        Whether the call itself may add and activate.
+    ``aligned`` says that the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples
+    of 16 bytes; ``fuse``, that the call itself may add and activate.
     """
     terms = _Terms(plan, aligned, fuse)
     problem, layout = terms.problem, terms.layout
     a, b = _operand(terms, "a"), _operand(terms, "b")
-    c = _addend(terms)
-    staged = tuple(_reasons_to_stage(terms, a, b, c))
-    d = _temporary(terms, b) if staged else _result(terms)
-    if staged:
-        c = None
+    addend = _addend(terms)
+    staged = tuple(_reasons_to_stage(terms, a, b, addend))
+    c, d = (None, _temporary(terms, b)) if staged else (addend, _result(terms))
     swapped = d.order == "row"
     first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
     stacks = [first, second, *([c] if c else []), d]
@@ -149,8 +140,8 @@ def _op(operand: MatrixStack, swapped: bool) -> Op:
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    activation = problem.activation.cublaslt_epilogue if problem.activation else None
-    return "_".join(filter(None, (activation, "BIAS" if problem.bias else None))) or "DEFAULT"
+    activation = problem.activation.name if problem.activation else ""
+    return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
 # -- operands -------------------------------------------------------------------------------------
@@ -310,7 +301,7 @@ def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reaso
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
         yield Reason.of(Why.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and (activation.cublaslt_epilogue is None or terms.out_dtype not in _FUSES):
+    if activation and terms.out_dtype not in _FUSES:
         yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.out_dtype)
 
 

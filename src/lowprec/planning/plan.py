@@ -17,17 +17,9 @@ from lowprec.planning.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy that is made because of where or how an array lies.
+    """A copy that is made because of where or how an array lies."""
 
-    Parameters
-    ----------
-    operand : str
-        ``"a"``, ``"b"`` or ``"out"``.
-    reasons : tuple of Reason
-    nbytes : int
-    """
-
-    operand: str
+    operand: str  # "a", "b" or "out"
     reasons: tuple[Reason, ...]
     nbytes: int
 
@@ -41,49 +33,25 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mode that ``rtol`` considered.
-
-    Parameters
-    ----------
-    mode : MathMode
-    bound : float
-        Guaranteed relative error in the Frobenius norm.
-    cost : float
-        Expected time; 1 is numpy.matmul on float32.
-    accepted : bool
-        Whether this is the mode that runs.
-    why : Reason
-    """
+    """A mode that ``rtol`` considered."""
 
     mode: MathMode
-    bound: float
-    cost: float
-    accepted: bool
+    bound: float  # guaranteed relative error in the Frobenius norm
+    cost: float  # expected time; 1 is numpy.matmul on float32
+    accepted: bool  # whether this is the mode that runs
     why: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One matrix product of a plan's schedule: ``sum (+)= 2^exponent * a_part[:, k] @ b_part[k, :]``.
+    """One matrix product of a plan's schedule: ``sum (+)= 2^exponent * a_part[:, k] @ b_part[k, :]``."""
 
-    Parameters
-    ----------
-    a_part, b_part : int
-        Which parts of the operands; 0 is the leading one.
-    k_start, k_stop : int
-        Range of the inner dimension.
-    exponent : int
-        Power of two by which the product is multiplied.
-    accumulates : bool
-        Whether it is added to the sum of the products before it; the first one is not.
-    """
-
-    a_part: int
+    a_part: int  # part of the operand; 0 is the leading one
     b_part: int
-    k_start: int
+    k_start: int  # range of the inner dimension
     k_stop: int
     exponent: int = 0
-    accumulates: bool = False
+    accumulates: bool = False  # added to the sum of the products before it; the first one is not
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,17 +32,7 @@ PLAN_CACHE_SIZE = 1024
 def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
     """Return how a product runs on a device in a mode. Cached: the same arguments give the same object.
 
-    Parameters
-    ----------
-    problem : GemmProblem
-    capabilities : Capabilities
-    mode : MathMode
-        In force.
-
-    Raises
-    ------
-    DTypeError, ShapeError, ModeError, UnsupportedError
-        Before any work, if the product cannot run.
+    Raises DTypeError, ShapeError, ModeError or UnsupportedError, before any work, if the product cannot run.
 
     Examples
     --------
@@ -67,9 +57,9 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
             "split the inner dimension"
         )
     fmt = operand_format(mode, compute_dtype)
-    exact = (_is_exact(problem.a, fmt), _is_exact(problem.b, fmt))
+    a_exact, b_exact = _is_exact(problem.a, fmt), _is_exact(problem.b, fmt)
     has_effect = compute_dtype.is_single_precision
-    rounded = (has_effect and not exact[0], has_effect and not exact[1])
+    rounded = (has_effect and not a_exact, has_effect and not b_exact)
     schedule = _schedule(mode, rounded, layout)
     choice = choose_kernel(
         format_name(fmt), capabilities, layout,
@@ -97,11 +87,11 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         passed_over=choice.passed_over,
         fallback=choice.fallback,
         copies=(),
-        flops=_flops(layout, compute_dtype),
+        flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
         bytes_moved=_bytes_moved(problem, out_dtype, layout),
         advice=(),
         bound=error_bound(
-            mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=exact[0], b_exact=exact[1],
+            mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=a_exact, b_exact=b_exact,
             capability=capabilities.compute_capability,
         ),
     )  # fmt: skip
@@ -141,24 +131,16 @@ def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
     return row(mode).compute_type, row(mode).data or compute_dtype
 
 
-def _flops(layout: GemmLayout, compute_dtype: DType) -> int:
-    return (
-        (8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k
-    )
-
-
 def _schedule(
     mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout
 ) -> tuple[Product, ...]:
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
-    step = row(mode).part_exponent
-    pairs = [
-        (i, j) for i, j in row(mode).pairs if (rounded[0] or i == 0) and (rounded[1] or j == 0)
-    ]
-    return tuple(
-        Product(i, j, 0, layout.k, exponent=-step * (i + j), accumulates=index > 0)
-        for index, (i, j) in enumerate(pairs)
-    )
+    products: list[Product] = []
+    for i, j in row(mode).pairs:
+        if (rounded[0] or i == 0) and (rounded[1] or j == 0):
+            exponent = -row(mode).part_exponent * (i + j)
+            products.append(Product(i, j, 0, layout.k, exponent, accumulates=bool(products)))
+    return tuple(products)
 
 
 def _is_exact(spec: OperandSpec, fmt: NumberFormat | None) -> bool:

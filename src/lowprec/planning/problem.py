@@ -13,15 +13,10 @@ from lowprec.planning.layout import GemmLayout, OperandSpec
 
 @unique
 class Activation(str, Enum):
-    """Functions that the epilogue may apply; ``gelu`` is the tanh form, as cuBLASLt's."""
+    """Functions that the epilogue may apply, by their names in cuBLASLt's epilogues; ``gelu`` is the tanh form."""
 
     RELU = "relu"
     GELU = "gelu"
-
-    @property
-    def cublaslt_epilogue(self) -> str | None:
-        """Its name in cuBLASLt's epilogues, None where it has none and a kernel of our own applies it."""
-        return {Activation.RELU: "RELU", Activation.GELU: "GELU"}.get(self)
 
     def __str__(self) -> str:
         return self.value
@@ -30,18 +25,7 @@ class Activation(str, Enum):
 
 
 def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such activation; the message lists those that there are.
-
-    Examples
-    --------
-    >>> parse_activation("relu")
-    <Activation.RELU: 'relu'>
-    """
+    """Return the activation of this name, None for None; raise UnsupportedError, with the legal names, otherwise."""
     if name is None:
         return None
     try:
@@ -55,33 +39,16 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
 
 @dataclass(frozen=True, slots=True)
 class GemmProblem:
-    """``out = activation(alpha * a @ b + beta * c + bias)``, everything but the addresses and the two scalars.
+    """``out = activation(alpha * a @ b + beta * c + bias)``, everything but the addresses and the two scalars."""
 
-    Parameters
-    ----------
-    a, b : OperandSpec
-        Shapes (..., m, k) or (k,), and (..., k, n) or (k,).
-    out_dtype : DType or None
-        Of the result; the operands' common type by default, int32 for int8.
-    out : OperandSpec or None
-        The caller's array for the result, exactly of its shape and element type.
-    c : OperandSpec or None
-        Broadcasts to the result's shape.
-    bias : OperandSpec or None
-        Shape (n,).
-    has_alpha, has_beta : bool
-        Whether alpha is other than 1, beta other than 0.
-    activation : Activation or None
-    """
-
-    a: OperandSpec
-    b: OperandSpec
-    out_dtype: DType | None = None
-    out: OperandSpec | None = None
-    c: OperandSpec | None = None
-    bias: OperandSpec | None = None
-    has_alpha: bool = False
-    has_beta: bool = False
+    a: OperandSpec  # shape (..., m, k) or (k,)
+    b: OperandSpec  # shape (..., k, n) or (k,)
+    out_dtype: DType | None = None  # by default the operands' common type, int32 for int8
+    out: OperandSpec | None = None  # exactly of the result's shape and element type
+    c: OperandSpec | None = None  # broadcasts to the result's shape
+    bias: OperandSpec | None = None  # shape (n,)
+    has_alpha: bool = False  # alpha is not 1
+    has_beta: bool = False  # beta is not 0
     activation: Activation | None = None
 
     @property
@@ -146,10 +113,9 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         raise UnsupportedError(
             f"activation {problem.activation} is not defined for {compute_dtype} operands"
         )
-    bias_shape = (layout.n,)
-    if problem.bias and problem.bias.shape != bias_shape:
+    if problem.bias and problem.bias.shape != (layout.n,):
         raise ShapeError(
-            f"bias has shape {problem.bias.shape}, but must have shape {bias_shape}, the columns of b"
+            f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b"
         )
     if problem.c and not _broadcasts(problem.c.shape, layout.out_shape):
         raise ShapeError(
@@ -162,15 +128,10 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
 
 def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
     """Raise if an addend would lose digits in the type in which the epilogue is computed."""
-    legal = (
-        (DType.INT8, DType.INT32)
-        if epilogue is DType.INT32
-        else tuple(
-            d
-            for d in OPERAND_DTYPES
-            if d is not DType.INT8 and not d.is_float8 and promote(d, epilogue) is epilogue
-        )
-    )
+    legal = [DType.INT8, DType.INT32]
+    if epilogue is not DType.INT32:
+        floats = [d for d in OPERAND_DTYPES if d.format is not None and not d.is_float8]
+        legal = [d for d in floats if promote(d, epilogue) is epilogue]
     if dtype not in legal:
         choices = ", ".join(map(str, legal))
         raise DTypeError(
@@ -179,14 +140,6 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether an array of one shape can be read as one of another.
-
-    Examples
-    --------
-    >>> _broadcasts((3, 1), (2, 3, 4)), _broadcasts((2, 1, 1), (3, 4))
-    (True, False)
-    """
-    if len(shape) > len(to):
-        return False
-    tail = to[len(to) - len(shape) :]
-    return all(n in (1, m) for n, m in zip(shape, tail, strict=True))
+    """Whether an array of one shape can be read as one of another."""
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

@@ -72,12 +72,6 @@ class Why(Enum):
 class Reason:
     """One reason; ``str`` gives its sentence.
 
-    Parameters
-    ----------
-    why : Why
-    data : tuple of (str, object)
-        What the sentence names, by the words of its template.
-
     Examples
     --------
     >>> str(Reason.of(Why.NO_CHEAPER, chosen="tf32"))
@@ -85,7 +79,7 @@ class Reason:
     """
 
     why: Why
-    data: tuple[tuple[str, object], ...] = ()
+    data: tuple[tuple[str, object], ...] = ()  # by the words of the sentence's template
 
     @classmethod
     def of(cls, why: Why, **data: object) -> Reason:
@@ -96,17 +90,6 @@ class Reason:
         data = dict(self.data)
         names = data.get("dimensions")
         if isinstance(names, tuple):
-            data["listing"] = _listing(names)
+            data["listing"] = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
             data["verb"] = "is not a multiple" if len(names) == 1 else "are not multiples"
         return self.why.value.format(**data)
-
-
-def _listing(items: tuple[str, ...]) -> str:
-    """Return items as a phrase.
-
-    Examples
-    --------
-    >>> _listing(("m = 1", "n = 2", "k = 3"))
-    'm = 1, n = 2 and k = 3'
-    """
-    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
 from lowprec.planning.kernels import KernelRow, format_name
@@ -15,7 +15,6 @@ from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
     from lowprec.formats import ComputeType, DType
-    from lowprec.planning.calls import Pack
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
@@ -25,7 +24,7 @@ Row = tuple[str, str]
 
 
 def to_text(plan: GemmPlan) -> str:
-    """Return the plan as a table of two columns, no wider than 100 characters."""
+    """Return the plan as a table of two columns."""
     return plain_text(_table(plan), wrap=WIDTH)
 
 
@@ -41,7 +40,7 @@ def _table(plan: GemmPlan) -> Table:
 def title(plan: GemmPlan) -> str:
     """Return the product in one line: element types and shapes."""
     problem = plan.problem
-    result = f"{plan.out_dtype} {_shape(plan.out_shape)}"
+    result = f"{plan.out_dtype} {plan.out_shape}"
     return f"{_spec(problem.a)} @ {_spec(problem.b)} -> {result}"
 
 
@@ -63,13 +62,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "copies", "none"
     for copy in plan.copies:
         yield "copy", f"{copy.operand}, {_quantity(copy.nbytes, 'B')}: {copy.reason}"
-    yield (
-        "work",
-        (
-            f"{_quantity(plan.flops, 'flop')}, {_quantity(plan.bytes_moved, 'B')} moved, "
-            f"{plan.arithmetic_intensity:.3g} flop/B"
-        ),
-    )
+    flops, moved = _quantity(plan.flops, "flop"), _quantity(plan.bytes_moved, "B")
+    yield "work", f"{flops}, {moved} moved, {plan.arithmetic_intensity:.3g} flop/B"
     yield from _bound_rows(plan)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
@@ -98,9 +92,7 @@ def _products(plan: GemmPlan) -> str:
 
 def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
     layout = plan.layout
-    batch = (
-        f", batch {layout.batch_count} {_shape(layout.batch_shape)}" if layout.batch_shape else ""
-    )
+    batch = f", batch {layout.batch_count} {layout.batch_shape}" if layout.batch_shape else ""
     collapsed = ", the batch as rows of one product" if layout.collapsed else ""
     yield "layout", f"m {layout.m}, n {layout.n}, k {layout.k}{batch}{collapsed}"
     for name, operand in (("a", layout.a), ("b", layout.b), ("out", layout.out)):
@@ -118,7 +110,7 @@ def _operand(operand: MatrixStack) -> str:
     if not operand.batch_strides:
         return text
     if operand.batch_stride is None:
-        return f"{text}, batch strides {_shape(operand.batch_strides)}"
+        return f"{text}, batch strides {operand.batch_strides}"
     if operand.batch_stride == 0:
         return f"{text}, the same for every batch"
     return f"{text}, batch stride {operand.batch_stride}"
@@ -155,28 +147,11 @@ def _candidate(candidate: Candidate) -> str:
 
 
 def _spec(spec: OperandSpec) -> str:
-    return f"{spec.dtype} {_shape(spec.shape)}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    """Return a shape as the field writes it.
-
-    Examples
-    --------
-    >>> _shape((2, 3)), _shape((2,)), _shape(())
-    ('(2, 3)', '(2,)', '()')
-    """
-    return str(tuple(shape))
+    return f"{spec.dtype} {spec.shape}"
 
 
 def _quantity(value: float, unit: str) -> str:
-    """Return a number with its decimal prefix.
-
-    Examples
-    --------
-    >>> _quantity(17179869184, "flop"), _quantity(12, "B")
-    ('17.2 Gflop', '12 B')
-    """
+    """Return a number with its decimal prefix: ``17.2 Gflop``."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.3g} {prefix}{unit}"
@@ -208,18 +183,12 @@ def _plain(value: Any) -> Any:
 # -- what a plan says in words --------------------------------------------------------------------
 
 
-def kernel_reason(plan: GemmPlan) -> str:
-    """Return what the kernel runs on, and why not on more welcome units."""
+def _kernel_reason(plan: GemmPlan) -> str:
     row = plan.kernel_row
     as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
     return "; ".join(
         [row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])]
     )
-
-
-def compute_type(plan: GemmPlan) -> str:
-    """Return the compute type, and the data where it is not what the type is named after."""
-    return compute_words(plan.cublas_compute_type, plan.multiplied_dtype)
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
@@ -236,8 +205,7 @@ def compute_words(compute: ComputeType, data: DType | None) -> str:
     return f"{compute} on {'float8' if data.is_float8 else data} data"
 
 
-def note(plan: GemmPlan) -> str:
-    """Return why the mode has no effect, empty if it has one."""
+def _note(plan: GemmPlan) -> str:
     if plan.mode_has_effect:
         return ""
     dtype = plan.compute_dtype
@@ -248,23 +216,15 @@ def note(plan: GemmPlan) -> str:
     )
 
 
-def fallback(plan: GemmPlan) -> str:
-    """Return what operands that the kernel cannot treat get instead, empty if there are none such."""
+def _fallback(plan: GemmPlan) -> str:
     why = plan.kernel_row.fallback
     return str(Reason.of(why)) if why and plan.fallback else ""
 
 
-def a_becomes(plan: GemmPlan) -> str:
-    """Return what is multiplied in place of ``a``."""
-    return _becomes(plan, plan.problem.a.dtype, 0, plan.call.pack_a if plan.call else None)
-
-
-def b_becomes(plan: GemmPlan) -> str:
-    """Return what is multiplied in place of ``b``."""
-    return _becomes(plan, plan.problem.b.dtype, 1, plan.call.pack_b if plan.call else None)
-
-
-def _becomes(plan: GemmPlan, dtype: DType, operand: int, pack: Pack | None) -> str:
+def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
+    operand = int(name == "b")
+    dtype = (plan.problem.a, plan.problem.b)[operand].dtype
+    pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
     kernel = plan.kernel_row
     if plan.rounded[operand]:
         text = row(plan.mode).inputs
@@ -285,12 +245,12 @@ def _becomes(plan: GemmPlan, dtype: DType, operand: int, pack: Pack | None) -> s
 
 #: What a plan says in words, by the name of its property.
 WORDS: dict[str, Callable[[GemmPlan], str]] = {
-    "kernel_reason": kernel_reason,
-    "compute_type": compute_type,
-    "note": note,
-    "a_becomes": a_becomes,
-    "b_becomes": b_becomes,
-    "fallback": fallback,
+    "kernel_reason": _kernel_reason,
+    "compute_type": lambda plan: compute_words(plan.cublas_compute_type, plan.multiplied_dtype),
+    "note": _note,
+    "a_becomes": lambda plan: _becomes(plan, "a"),
+    "b_becomes": lambda plan: _becomes(plan, "b"),
+    "fallback": _fallback,
 }
 
 

@@ -26,18 +26,7 @@ class Selection:
 
 
 def check_rtol(rtol: object) -> float:
-    """Return ``rtol`` as a float.
-
-    Raises
-    ------
-    ModeError
-        If it is not a positive finite number.
-
-    Examples
-    --------
-    >>> check_rtol(1e-5)
-    1e-05
-    """
+    """Return ``rtol`` as a float; raise ModeError if it is not a positive finite number."""
     value = nan
     if not isinstance(rtol, bool) and isinstance(rtol, Real):
         with suppress(OverflowError):
@@ -55,19 +44,8 @@ def select_mode(
 ) -> Selection:
     """Return the cheapest mode on this device whose guaranteed relative error is at most ``rtol``.
 
-    Parameters
-    ----------
-    problem : GemmProblem
-    capabilities : Capabilities
-    rtol : float
-        Largest ``|C - AB| / (|A| |B|)`` in the Frobenius norm.
-    excluded : frozenset of MathMode
-        Modes that the environment forbids.
-
-    Raises
-    ------
-    ModeError
-        If ``rtol`` is no positive finite number, or no mode meets it; the message lists the bounds.
+    That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``. Raises
+    ModeError if ``rtol`` is no positive finite number, or no mode meets it; the message lists the bounds.
     """
     return _select(problem, capabilities, check_rtol(rtol), excluded)
 
@@ -76,7 +54,10 @@ def select_mode(
 def _select(
     problem: GemmProblem, capabilities: Capabilities, rtol: float, excluded: frozenset[MathMode]
 ) -> Selection:
-    plans = [plan_gemm(problem, capabilities, mode) for mode in _modes_for(problem, capabilities)]
+    # Where modes do not act, one stands for all.
+    acts = plan_gemm(problem, capabilities, MathMode.FP32).mode_has_effect
+    modes = available_modes() if acts else (MathMode.FP32,)
+    plans = [plan_gemm(problem, capabilities, mode) for mode in modes]
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # sorted is stable: among equals the table's order decides, which begins with fp32.
     plans.sort(key=lambda plan: costs[plan.mode])
@@ -95,13 +76,6 @@ def _select(
     if chosen is None:
         raise ModeError(_no_mode(rtol, candidates, plans[0]))
     return Selection(chosen, tuple(candidates))
-
-
-def _modes_for(problem: GemmProblem, capabilities: Capabilities) -> tuple[MathMode, ...]:
-    """Return the modes to weigh: all of them where modes act, else the one that stands for all."""
-    if plan_gemm(problem, capabilities, MathMode.FP32).mode_has_effect:
-        return available_modes()
-    return (MathMode.FP32,)
 
 
 def _unsupported_reason(

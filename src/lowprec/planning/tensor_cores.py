@@ -56,15 +56,6 @@ def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
 def roundings(k: int, fmt: str, capability: Capability) -> int:
     """Return the roundings to FP32 that a term of a sum of ``k`` products goes through at most.
 
-    Parameters
-    ----------
-    k : int
-        Products per element.
-    fmt : str
-        Format of what is multiplied.
-    capability : tuple of int
-        Compute capability, (major, minor).
-
     Examples
     --------
     >>> roundings(4096, "float32", (9, 0)), roundings(4096, "bfloat16", (9, 0))
