@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 from math import inf
 
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
@@ -52,6 +53,8 @@ class KernelRow:
         Feature that the device must have.
     missing : str
         What to say where the device has it not.
+    instruction_sets : tuple of str
+        Of the CPU that its code is made of beyond the common ones, as the operating system calls them.
     cost_per_flop : float
         Time per flop; 1 is ``numpy.matmul`` on float32, or FP32 on the same GPU.
     costs : tuple of (str, float)
@@ -97,6 +100,7 @@ class KernelRow:
     formats: frozenset[str] | None = None
     requires: str | None = None
     missing: str = ""
+    instruction_sets: tuple[str, ...] = ()
     cost_per_flop: float = 1.0
     costs: tuple[tuple[str, float], ...] = ()
     cost_per_element: float = 0.0
@@ -188,6 +192,11 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
+    Raises
+    ------
+    UnsupportedError
+        If the device has none for these numbers.
+
     Parameters
     ----------
     fmt : str
@@ -224,7 +233,11 @@ def choose_kernel(
             return KernelChoice(row, tuple(passed_over))
         else:
             chosen = row
-    raise AssertionError(f"no kernel without requirements for {fmt}")
+    why = f" ({'; '.join(map(str, passed_over))})" if passed_over else ""
+    raise UnsupportedError(
+        f"no kernel for {capabilities.device} runs this product of {fmt} numbers{why}; choose another math mode or "
+        "dtype"
+    )
 
 
 def _unsupported_reason(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
-from lowprec.errors import ModeError, quoted
+from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning.kernels import Capabilities, format_name
 from lowprec.planning.plan import Candidate, GemmPlan
@@ -76,7 +77,7 @@ def select_mode(
 def _select(
     problem: GemmProblem, capabilities: Capabilities, rtol: float, excluded: frozenset[MathMode]
 ) -> Selection:
-    plans = [plan_gemm(problem, capabilities, mode) for mode in _modes_for(problem, capabilities)]
+    plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # sorted is stable: among equals the table's order decides, which begins with fp32.
     plans.sort(key=lambda plan: costs[plan.mode])
@@ -97,11 +98,12 @@ def _select(
     return Selection(chosen, tuple(candidates))
 
 
-def _modes_for(problem: GemmProblem, capabilities: Capabilities) -> tuple[MathMode, ...]:
-    """Return the modes to weigh: all of them where modes act, else the one that stands for all."""
-    if plan_gemm(problem, capabilities, MathMode.FP32).mode_has_effect:
-        return available_modes()
-    return (MathMode.FP32,)
+def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:
+    """Yield a plan for each mode to weigh: those that the device runs, or one for all where modes do not act."""
+    first = plan_gemm(problem, capabilities, MathMode.FP32)
+    for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
+        with suppress(UnsupportedError):
+            yield plan_gemm(problem, capabilities, mode)
 
 
 def _unsupported_reason(
