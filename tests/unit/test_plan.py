@@ -21,7 +21,7 @@ from lowprec.planning import (
     plan_gemm,
 )
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import AMX, BARE, MKL, ROWS
+from machines import AMX, BARE, MKL, ROWS, gpu
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
@@ -393,13 +393,18 @@ def test_a_device_without_a_kernel_for_the_numbers_says_so():
 
 def test_a_mode_of_another_format_is_told_by_the_formats_row(monkeypatch):
     """Its range and what holds it come from the format, whichever it is."""
-    row = dataclasses.replace(modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN)
+    row = dataclasses.replace(
+        modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN
+    )
     monkeypatch.setitem(modes._ROWS, MathMode.BF16, row)
     plan_gemm.cache_clear()
     try:
         found = plan(problem(F32), MathMode.BF16)
+        call = plan(problem(F32), MathMode.BF16, gpu()).call
     finally:
         plan_gemm.cache_clear()
+    assert call is not None
+    assert (call.pack_a.dtype, call.pack_b.dtype) == (DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FN)
     assert found.a_becomes.endswith("held in float32")
     assert "|x| <= 448 in the operands (beyond it NaN)" in found.bound.condition
     assert not found.bound.unconditional

@@ -215,7 +215,9 @@ def _pack(
     rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
     if terms.as_real:
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
-    dtype_written = stack.dtype if terms.k_contiguous else terms.data
+    # The 8-bit types may be mixed: each operand keeps its own.
+    keeps_dtype = terms.k_contiguous and reads_k_contiguous(stack.dtype)
+    dtype_written = stack.dtype if keeps_dtype else terms.data
     padded_rows = _padded(rows, dtype_written) if terms.k_contiguous and name == "b" else rows
     # Powers of two are kept per product, so that scaled matrices are not shared.
     shared = not any(stack.batch_strides) and not scaled
