@@ -170,7 +170,9 @@ class Turmoil:
             self.raised += 1
             raise kind
 
-    def strike_after(self, action: Callable[[random.Random], None], kind: Any, delay: float) -> None:
+    def strike_after(
+        self, action: Callable[[random.Random], None], kind: Any, delay: float
+    ) -> None:
         """Let a signal's handler raise after a while, once."""
         self.armed = kind
         try:
@@ -222,7 +224,9 @@ class Turmoil:
         if arrived != self.raised - raised:
             self.counts["not seen"] += 1
         if self.read_switches() != self.switches:
-            self.wrong.append(f"PyTorch's switches are {self.read_switches()} after {action.__name__}")
+            self.wrong.append(
+                f"PyTorch's switches are {self.read_switches()} after {action.__name__}"
+            )
             self.switches = self.read_switches()
 
     def run(self, seconds: float) -> dict[str, Any]:
@@ -239,7 +243,11 @@ class Turmoil:
             self.turn()
         with lowprec.math_mode("fp32", frameworks=True):
             pass
-        return {"counts": dict(self.counts), "wrong": self.wrong[:20], "wrong_count": len(self.wrong)}
+        return {
+            "counts": dict(self.counts),
+            "wrong": self.wrong[:20],
+            "wrong_count": len(self.wrong),
+        }
 
     def work(self, seed: float) -> None:
         """Multiply without end: the process ends while this runs."""

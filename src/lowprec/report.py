@@ -16,6 +16,7 @@ from typing import Any
 
 from lowprec._version import __version__
 from lowprec.arrays import CPU
+from lowprec.arrays.libraries import OPTIONAL
 from lowprec.backends import backend_of
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
@@ -28,9 +29,7 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
     ("mkl", ("mkl",), "products on the CPU"),
     ("numba", ("numba",), "compiles the kernels for tile units (AMX)"),
-    ("torch", ("torch",), "arrays"),
-    ("jax", ("jax",), "arrays"),
-    ("cupy", ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "arrays"),
+    *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
 )
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

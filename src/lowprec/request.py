@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple
 
-from lowprec.arrays import CPU, ArrayView, library_of, may_overlap
+from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.backends import Arguments
 from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType, dtype_from_name
@@ -83,7 +83,7 @@ def _is_description(x: Any) -> bool:
     """Whether ``x`` only describes an array: shape and dtype, no memory."""
     if isinstance(x, tuple):
         return len(x) == 2
-    return not hasattr(x, "__dlpack__") and hasattr(x, "shape") and hasattr(x, "dtype")
+    return not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def spec_of(x: ArrayView) -> OperandSpec:
@@ -190,7 +190,7 @@ def _scale(name: str, value: Any) -> ArrayView | float | None:
     """Return a scale of an FP8 operand: a number, or one float32 in the memory of the device."""
     if value is None:
         return None
-    if not hasattr(value, "__dlpack__"):
+    if not is_array(value):
         number = _scalar(name, value)
         if isinstance(number, complex):
             raise DTypeError(f"{name} must be real, got {number}")

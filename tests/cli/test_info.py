@@ -12,15 +12,20 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.checking.measure import load
 from lowprec.cli import main
+from lowprec.cli.machine import conditions
+from lowprec.planning import KernelRow
 from lowprec.policy import environment
 from lowprec.policy.frameworks import SwitchRow
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")
 cpu_module = importlib.import_module("lowprec.backends.cpu.info")
+command = importlib.import_module("lowprec.cli.commands.info")
 info = module.info
 
 FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
@@ -106,6 +111,11 @@ def test_every_variable_is_told() -> None:
     assert [v["name"] for v in info()["environment"]] == names
 
 
+def test_array_libraries_are_told_from_their_rows() -> None:
+    named = {entry["name"] for entry in info()["libraries"] if entry["role"] == "arrays"}
+    assert named == set(libraries.OPTIONAL)
+
+
 # -- machines unlike this one ---------------------------------------------------------------------
 
 
@@ -123,6 +133,22 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
         "by": "",
     }
     assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
+
+
+def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = KernelRow("mine", "my units", "m:f", requires="mkl", instruction_sets=("avx512_vnni",))
+    monkeypatch.setattr(cpu_module, "KERNELS", (row,))
+    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
+    for found in (frozenset({"mkl"}), frozenset()):
+        monkeypatch.setattr(cpu_module, "features", lambda found=found: found)
+        sets = info()["devices"][0]["instruction_sets"]
+        assert _named(sets, "avx512_vnni") == {
+            "name": "avx512_vnni",
+            "present": True,
+            "used": bool(found),
+            "by": "lowprec's kernels mine" if found else "",
+        }
+        assert conditions(load())["tile_units"] is False
 
 
 def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +189,19 @@ def test_an_nvidia_driver_that_is_of_no_use(
     assert any("NVIDIA driver" in w for w in found["warnings"])
     monkeypatch.setattr(module, "_NVIDIA_DRIVER", tmp_path / "missing")
     assert not any("NVIDIA driver" in w for w in info()["warnings"])
+
+
+def test_the_command_shows_a_device_of_which_little_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"device": "ext_dev:0", "name": "a stranger", "memory_bytes": 3 << 30}
+    facts = info()
+    facts["devices"].append(device)
+    monkeypatch.setattr(command, "info", lambda: facts)
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "ext_dev:0: a stranger" in shown
+    assert "3.0 GiB" in shown
 
 
 def test_the_command_shows_the_switches(

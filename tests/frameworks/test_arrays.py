@@ -19,9 +19,18 @@ import pytest
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
-from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of
+from lowprec.arrays import (
+    CPU,
+    NUMPY_DTYPES,
+    ArrayView,
+    Device,
+    DLPackArray,
+    libraries,
+    library_of,
+)
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
+from lowprec.arrays.numpy_library import NumpyLibrary
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
 from lowprec.formats import DType
 
@@ -959,3 +968,26 @@ def test_cupy_arrays_are_read_by_their_attributes() -> None:
         library.view(fake.ndarray(strides=(18, 6)))
     with pytest.raises(DTypeError, match="'int64' is not supported"):
         library.view(fake.ndarray("int64"))
+
+
+class Labelled:
+    """An array of a library that knows no DLPack."""
+
+    def __init__(self, inside: np.ndarray) -> None:
+        self.inside, self.shape, self.dtype = inside, inside.shape, inside.dtype
+
+
+class LabelledLibrary(NumpyLibrary):
+    name = "labelled"
+
+    def view(self, array: Any) -> ArrayView:
+        return super().view(array.inside)
+
+    view_another = view
+
+
+def test_an_array_without_dlpack_is_no_description(monkeypatch):
+    """Its plan has its own strides, and not those of a contiguous array."""
+    monkeypatch.setitem(libraries._BY_TYPE, Labelled, LabelledLibrary())
+    a = np.ones((5, 3), np.float32).T
+    assert lowprec.plan(Labelled(a), Labelled(a.T)).problem.a.strides == (1, 3)

@@ -8,8 +8,9 @@ import pickle
 
 import pytest
 
+from lowprec import modes
 from lowprec.errors import DTypeError, ModeError, ShapeError, UnsupportedError
-from lowprec.formats import OPERAND_DTYPES, DType
+from lowprec.formats import FLOAT8_E4M3FN, OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
 from lowprec.planning import (
     Activation,
@@ -20,7 +21,7 @@ from lowprec.planning import (
     plan_gemm,
 )
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import AMX, BARE, MKL, ROWS
+from machines import AMX, BARE, MKL, ROWS, gpu
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
@@ -379,3 +380,31 @@ def test_no_line_of_a_table_is_wider_than_100(dtype, capabilities):
             GemmProblem(array(dtype, 3, 5, 7), array(dtype, 2, 1, 7, 9)), mode, capabilities
         )
         assert max(map(len, str(made).splitlines())) <= 100
+
+
+def test_a_device_without_a_kernel_for_the_numbers_says_so():
+    kernel = dataclasses.replace(ROWS["amx_bf16"], fallback=None)
+    device = Capabilities("ext_dev:0", "a device of one format", (kernel,))
+    with pytest.raises(UnsupportedError, match=r"ext_dev:0 runs .* of tf32 numbers;"):
+        plan(problem(F32), MathMode.TF32, device)
+    with pytest.raises(UnsupportedError, match=r"of bfloat16 numbers \(no bfloat16 tile units"):
+        plan(problem(F32), MathMode.BF16, device)
+
+
+def test_a_mode_of_another_format_is_told_by_the_formats_row(monkeypatch):
+    """Its range and what holds it come from the format, whichever it is."""
+    row = dataclasses.replace(
+        modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN
+    )
+    monkeypatch.setitem(modes._ROWS, MathMode.BF16, row)
+    plan_gemm.cache_clear()
+    try:
+        found = plan(problem(F32), MathMode.BF16)
+        call = plan(problem(F32), MathMode.BF16, gpu()).call
+    finally:
+        plan_gemm.cache_clear()
+    assert call is not None
+    assert (call.pack_a.dtype, call.pack_b.dtype) == (DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FN)
+    assert found.a_becomes.endswith("held in float32")
+    assert "|x| <= 448 in the operands (beyond it NaN)" in found.bound.condition
+    assert not found.bound.unconditional

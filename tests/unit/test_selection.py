@@ -9,8 +9,8 @@ import pytest
 from lowprec.errors import ModeError, ShapeError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm, select_mode
-from machines import AMX, BARE
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm, select_mode
+from machines import AMX, BARE, ROWS
 
 
 def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
@@ -102,3 +102,10 @@ def test_errors_of_the_product_come_first():
     a = OperandSpec.contiguous(DType.FLOAT32, (2, 3))
     with pytest.raises(ShapeError, match="size 2 is different from 3"):
         select_mode(GemmProblem(a, a), AMX, 1e-3)
+
+
+def test_modes_that_no_kernel_of_the_device_runs_are_not_weighed():
+    kernel = dataclasses.replace(ROWS["numpy"], formats=frozenset({"float32", "bfloat16"}))
+    device = Capabilities("ext_dev:0", "a device of few formats", (kernel,))
+    found = select_mode(square(DType.FLOAT32), device, 1e-2)
+    assert {c.mode for c in found.candidates} == {"fp32", "fp32_pedantic", "bf16"}

@@ -2,7 +2,7 @@
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray
-from lowprec.arrays.libraries import library_name, library_of
+from lowprec.arrays.libraries import is_array, library_name, library_of
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "DLPackArray",
     "Device",
     "Library",
+    "is_array",
     "library_name",
     "library_of",
     "may_overlap",

@@ -6,9 +6,9 @@ lowprec never imports one itself. Every type is looked up once.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -20,11 +20,25 @@ from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
 from lowprec.errors import ArrayError
 
-# By module name: the class of its arrays, and the adapter, which is imported with the first of them.
-_OPTIONAL = {
-    "torch": ("Tensor", "lowprec.arrays.torch_library", "TorchLibrary"),
-    "jax": ("Array", "lowprec.arrays.jax_library", "JaxLibrary"),
-    "cupy": ("ndarray", "lowprec.arrays.cupy_library", "CupyLibrary"),
+
+class OptionalLibrary(NamedTuple):
+    """A library that need not be there: the class of its arrays, the adapter and what distributes it.
+
+    The adapter, ``"module:class"``, is imported with the first of its arrays.
+    """
+
+    array_class: str
+    adapter: str
+    distributions: tuple[str, ...]
+
+
+_CUPY = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
+
+#: By module name.
+OPTIONAL = {
+    "torch": OptionalLibrary("Tensor", "lowprec.arrays.torch_library:TorchLibrary", ("torch",)),
+    "jax": OptionalLibrary("Array", "lowprec.arrays.jax_library:JaxLibrary", ("jax",)),
+    "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
 _INSTANCES: dict[str, Library] = {}
@@ -90,11 +104,23 @@ def _find(array: Any) -> Library:
 
 
 def _optional_name(array: Any) -> str | None:
-    for name, (class_name, *_) in _OPTIONAL.items():
-        array_class = getattr(sys.modules.get(name), class_name, None)
+    for name, row in OPTIONAL.items():
+        array_class = getattr(sys.modules.get(name), row.array_class, None)
         if array_class is not None and isinstance(array, array_class):
             return name
     return None
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is an array of some library, one that can be read or not; a description of one is none.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> is_array(numpy.zeros(3)), is_array(3.0)
+    (True, False)
+    """
+    return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
 
 
 def library_name(array: Any) -> str:
@@ -120,14 +146,13 @@ def library_name(array: Any) -> str:
 def _instance(name: str) -> Library:
     library = _INSTANCES.get(name)
     if library is None:
-        _, module, adapter = _OPTIONAL[name]
-        made = getattr(importlib.import_module(module), adapter)(sys.modules[name])
+        made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
         library = _INSTANCES.setdefault(name, made)  # another thread may have been first
     return library
 
 
 def _accepted() -> str:
-    return f"{NUMPY.name}, {', '.join(_OPTIONAL)}, or any other with __dlpack__"
+    return f"{NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__"
 
 
 def _what(array: Any) -> str:

@@ -18,7 +18,7 @@ def conditions(load: Load) -> dict[str, Any]:
         "python": facts["python"],
         "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
         "load_average": load.average,
-        "tile_units": any(s["used"] for s in cpu["instruction_sets"]),
+        "tile_units": any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_tile"),
         "blas": facts["blas"]["name"],
         "versions": versions,
     }

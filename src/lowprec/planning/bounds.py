@@ -227,7 +227,7 @@ def error_bound(
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
     carried = min(1 + relative, FLOAT64.largest) * how.components
-    narrow = fmt is FLOAT16 and rounding.operands > 0 and not scaled
+    narrow = bool(operands) and not scaled and fmt.emax < accumulator.emax
     return ErrorBound(
         relative,
         carried * operand_loss,
@@ -308,9 +308,14 @@ def _power(value: float) -> str:
 def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
     """Return what the data must satisfy."""
     texts = []
-    if rounding.operands and rounding.operand is FLOAT16 and not rounding.scaled_over:
-        texts.append(f"|x| <= {FLOAT16.largest:.0f} in the operands (beyond it Inf)")
-    if rounding.out is FLOAT16:
-        texts.append(f"|result| <= {FLOAT16.largest:.0f} (beyond it Inf)")
+    narrow = [(rounding.operand, "|x|", " in the operands")] if rounding.operands else []
+    if rounding.scaled_over:
+        narrow = []
+    if rounding.out:
+        narrow.append((rounding.out, "|result|", ""))
+    for fmt, name, where in narrow:
+        if fmt.emax < accumulator.emax:
+            beyond = "Inf" if fmt.has_infinity else "NaN"
+            texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
     texts.append(f"no partial sum beyond {accumulator.name}'s range")
     return "; ".join(texts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 from math import inf
 
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
@@ -44,6 +45,7 @@ class KernelRow:
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # what to say where the device has it not
+    instruction_sets: tuple[str, ...] = ()  # beyond the common ones, as the system calls them
     cost_per_flop: float = 1.0  # time; 1 is numpy.matmul on float32, or FP32 on the same GPU
     costs: tuple[tuple[str, float], ...] = ()  # of the formats that differ, on tensor cores
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
@@ -115,7 +117,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
-    ``fmt`` is what is multiplied, by :func:`format_name`; ``products`` the length of the schedule.
+    Raises `UnsupportedError` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`; ``products``
+    the length of the schedule.
 
     Examples
     --------
@@ -142,7 +145,11 @@ def choose_kernel(
             return KernelChoice(row, tuple(passed_over))
         else:
             chosen = row
-    raise AssertionError(f"no kernel without requirements for {fmt}")
+    why = f" ({'; '.join(map(str, passed_over))})" if passed_over else ""
+    raise UnsupportedError(
+        f"no kernel for {capabilities.device} runs this product of {fmt} numbers{why}; choose another math mode or "
+        "dtype"
+    )
 
 
 def _unsupported_reason(

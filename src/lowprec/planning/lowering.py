@@ -17,12 +17,15 @@ from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
-from lowprec.planning.problem import GemmProblem
+from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, Why
 from lowprec.strides import contiguous_strides
 
 #: Types of D on which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+
+#: Those that are epilogues of cuBLASLt, by the same names; a kernel of our own applies any other.
+_FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
@@ -206,7 +209,9 @@ def _pack(
     rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
     if terms.as_real:
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
-    dtype_written = stack.dtype if terms.k_contiguous else terms.data
+    # The 8-bit types may be mixed: each operand keeps its own.
+    keeps_dtype = terms.k_contiguous and reads_k_contiguous(stack.dtype)
+    dtype_written = stack.dtype if keeps_dtype else terms.data
     padded_rows = _padded(rows, dtype_written) if terms.k_contiguous and name == "b" else rows
     # Powers of two are kept per product, so that scaled matrices are not shared.
     shared = not any(stack.batch_strides) and not scaled
@@ -301,7 +306,7 @@ def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reaso
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
         yield Reason.of(Why.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and terms.out_dtype not in _FUSES:
+    if activation and (activation not in _FUSED_ACTIVATIONS or terms.out_dtype not in _FUSES):
         yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.out_dtype)
 
 

@@ -14,7 +14,7 @@ from lowprec.planning.reasons import Reason
 from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
-    from lowprec.formats import ComputeType, DType
+    from lowprec.formats import ComputeType, DType, NumberFormat
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
 
@@ -234,13 +234,18 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
         text = f"{dtype} values, unchanged"
     if kernel.parts > 1:
         text += f", as the exact sum of {kernel.parts} bfloat16 parts"
-    elif kernel.holds_in and format_name(plan.operand_format) in ("tf32", "bfloat16", "float16"):
+    elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
         text += f", held in {kernel.holds_in}"
     if pack and pack.scaled:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
     if pack and pack.complex_as != "no":
         text += ", as a real matrix of twice the extents"
     return text
+
+
+def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
+    wide = held_in.format
+    return fmt is not None and wide is not None and fmt.precision < wide.precision
 
 
 #: What a plan says in words, by the name of its property.

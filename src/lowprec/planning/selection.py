@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
-from lowprec.errors import ModeError, quoted
+from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning.kernels import Capabilities, format_name
 from lowprec.planning.plan import Candidate, GemmPlan
@@ -54,10 +55,7 @@ def select_mode(
 def _select(
     problem: GemmProblem, capabilities: Capabilities, rtol: float, excluded: frozenset[MathMode]
 ) -> Selection:
-    # Where modes do not act, one stands for all.
-    acts = plan_gemm(problem, capabilities, MathMode.FP32).mode_has_effect
-    modes = available_modes() if acts else (MathMode.FP32,)
-    plans = [plan_gemm(problem, capabilities, mode) for mode in modes]
+    plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # sorted is stable: among equals the table's order decides, which begins with fp32.
     plans.sort(key=lambda plan: costs[plan.mode])
@@ -76,6 +74,14 @@ def _select(
     if chosen is None:
         raise ModeError(_no_mode(rtol, candidates, plans[0]))
     return Selection(chosen, tuple(candidates))
+
+
+def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:
+    """Yield a plan for each mode to weigh: those that the device runs, or one for all where modes do not act."""
+    first = plan_gemm(problem, capabilities, MathMode.FP32)
+    for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
+        with suppress(UnsupportedError):
+            yield plan_gemm(problem, capabilities, mode)
 
 
 def _unsupported_reason(

@@ -19,10 +19,14 @@ def capabilities(device: Device) -> Capabilities:
 
 @functools.cache
 def _capabilities() -> Capabilities:
+    return Capabilities("cpu", cpu_name(), KERNELS, features())
+
+
+def features() -> frozenset[str]:
+    """Return what this machine has of what the kernels' rows require."""
     found = {
         "amx_bf16": amx.is_available(),
         "amx_int8": amx.is_available(),
         "mkl": mkl() is not None,
     }
-    features = frozenset(name for name, present in found.items() if present)
-    return Capabilities("cpu", cpu_name(), KERNELS, features)
+    return frozenset(name for name, present in found.items() if present)

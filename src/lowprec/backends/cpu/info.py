@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from lowprec.backends.cpu import cpuinfo, mkl, threads
 from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.device import features
+from lowprec.backends.cpu.kernel_rows import KERNELS
 
 _BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
 _X86_64 = ("x86_64", "AMD64")
@@ -29,14 +32,14 @@ def info() -> dict[str, Any]:
             "NumPy's BLAS"
         )
     return {
-        "devices": [_device(tiles=not obstacle)],
+        "devices": [_device()],
         "versions": {"mkl": None if library is None else library.version},
         "blas": _blas(),
         "warnings": warnings,
     }
 
 
-def _device(tiles: bool) -> dict[str, Any]:
+def _device() -> dict[str, Any]:
     flags = cpuinfo.cpu_flags()
     try:
         affinity = len(os.sched_getaffinity(0))
@@ -55,21 +58,21 @@ def _device(tiles: bool) -> dict[str, Any]:
                 "used": used if name in flags else False,
                 "by": by,
             }
-            for name, used, by in _instruction_sets(tiles)
+            for name, used, by in _instruction_sets()
         ],
     }
 
 
-def _instruction_sets(tiles: bool) -> list[tuple[str, bool | None, str]]:
-    """Return the instruction sets that matter for products, whether lowprec uses them, and who does."""
-    by_tiles = "lowprec's tile kernels" if tiles else ""
-    return [
-        ("avx2", None, _BLAS_CHOOSES),
-        ("avx512f", None, _BLAS_CHOOSES),
-        ("avx512_bf16", tiles, by_tiles),
-        ("avx512_fp16", False, ""),
-        *((name, tiles, by_tiles) for name in ("amx_tile", "amx_bf16", "amx_int8")),
-    ]
+def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
+    """Yield the instruction sets that matter for products, whether lowprec's kernels use them, and which."""
+    for name in ("avx2", "avx512f"):
+        yield name, None, _BLAS_CHOOSES
+    yield "avx512_fp16", False, ""
+    found = features()
+    here = [row for row in KERNELS if row.requires in found]
+    for name in dict.fromkeys(name for row in KERNELS for name in row.instruction_sets):
+        users = ", ".join(row.name for row in here if name in row.instruction_sets)
+        yield name, bool(users), f"lowprec's kernels {users}" if users else ""
 
 
 def _blas() -> dict[str, Any]:

@@ -35,6 +35,7 @@ AMX_BF16 = replace(
     formats=frozenset({"bfloat16"}),
     requires="amx_bf16",
     missing="no bfloat16 tile units (AMX)",
+    instruction_sets=("avx512_bf16", "amx_tile", "amx_bf16"),
     cost_per_flop=0.09,
 )
 
@@ -56,6 +57,7 @@ AMX_INT8 = replace(
     formats=frozenset({"int8"}),
     requires="amx_int8",
     missing="no int8 tile units (AMX)",
+    instruction_sets=("amx_tile", "amx_int8"),
     cost_per_flop=0.06,
 )
 

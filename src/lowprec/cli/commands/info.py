@@ -6,7 +6,7 @@ Frameworks are not imported for it; of those that are installed the version is r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec.cli.options import add_shared
@@ -46,7 +46,7 @@ def _tables(facts: dict[str, Any]) -> Iterator[Table]:
         title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))]
     )
     for device in facts["devices"]:
-        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _gpu_table(device)
+        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
     yield Table(
         "libraries",
         ("name", "version", "status", "role"),
@@ -93,16 +93,28 @@ def _gpu(gpu: dict[str, Any]) -> str:
     return f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
 
 
-def _gpu_table(device: dict[str, Any]) -> Table:
-    peak = ", ".join(f"{name} {rate:.0f}" for name, rate in device["peak_tflops"].items())
-    rows = [
-        ("compute capability", device["compute_capability"]),
-        ("memory", f"{device['memory_bytes'] / 2**30:.1f} GiB"),
-        ("multiprocessors", str(device["multiprocessors"])),
-        ("peak TFLOP/s", peak or "not known for this model"),
-        ("workspace", f"{device['workspace_bytes'] / 2**20:.0f} MiB per handle and stream"),
-    ]
+def _device_table(device: dict[str, Any]) -> Table:
+    rows = [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
     return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _rates(peak: dict[str, float]) -> str:
+    found = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
+    return found or "not known for this model"
+
+
+#: What a backend may tell of a device: key, label, and how it is shown.
+_DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("compute_capability", "compute capability", str),
+    ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
+    ("multiprocessors", "multiprocessors", str),
+    ("peak_tflops", "peak TFLOP/s", _rates),
+    (
+        "workspace_bytes",
+        "workspace",
+        lambda nbytes: f"{nbytes / 2**20:.0f} MiB per handle and stream",
+    ),
+)
 
 
 def _use(instruction_set: dict[str, Any]) -> str:
