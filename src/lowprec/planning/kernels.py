@@ -117,8 +117,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
-    Raises `UnsupportedError` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`; ``products``
-    the length of the schedule.
+    Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
+    ``products`` is the length of the schedule.
 
     Examples
     --------
