@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import interrupts
 import lowprec
 import machines
 from cpu_units import needs_amx
@@ -721,3 +723,35 @@ def test_import_loads_no_profiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
+
+
+# -- interrupts -----------------------------------------------------------------------------------
+
+
+def test_a_handler_that_profiles_at_any_line() -> None:
+    a = np.ones((3, 3), np.float32)
+    open_profiles: list[lowprec.profile] = []
+
+    def use() -> None:
+        with lowprec.profile() as prof:
+            open_profiles.append(prof)
+            lowprec.matmul(a, a)
+            assert prof.wall_ms > 0
+            assert 1 <= len(open_profiles[0].records) <= 2
+        open_profiles.remove(prof)
+
+    use()
+    at = 0
+    while interrupts.strike(use, at, use):
+        at += 1
+    assert at > 100
+    assert prepared._observer is None
+
+
+def test_a_profile_that_an_interrupt_keeps_open_ends_with_its_last_user() -> None:
+    prof = lowprec.profile()
+    prof.__enter__()
+    assert prepared._observer is not None
+    del prof
+    gc.collect()
+    assert prepared._observer is None

@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
@@ -71,26 +72,25 @@ class profile:
             )
         self.label = label
         self._threads = threads
-        self._lock = threading.Lock()
-        self._depth = 0
+        # Without a lock, which a fork or a signal handler could find taken: each step is atomic, and may come twice.
+        self._open: list[None] = []
         self._thread: int | None = None
         self._origin_ns = 0
         self._entered_ns = 0
         self._wall_ns = 0
         self._measured: list[tuple[Measurement, str]] = []
-        self._records: list[ProductRecord] = []
+        self._records: dict[int, ProductRecord] = {}
         self._ranges: list[RangeRecord] = []
 
     # -- recording --------------------------------------------------------------------------------
 
     def __enter__(self) -> profile:
-        with self._lock:
-            self._depth += 1
-            if self._depth == 1:
-                self._thread = threading.get_ident()
-                self._entered_ns = time.perf_counter_ns()
-                self._origin_ns = self._origin_ns or self._entered_ns
-                _listen(self)
+        if not self._open:
+            self._thread = threading.get_ident()
+            self._entered_ns = time.perf_counter_ns()
+            self._origin_ns = self._origin_ns or self._entered_ns
+        self._open.append(None)
+        _listen(self)
         return self
 
     def __exit__(
@@ -99,11 +99,12 @@ class profile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                _stop_listening(self)
-                self._wall_ns += time.perf_counter_ns() - self._entered_ns
+        self._open.pop()
+        if not self._open:
+            _stop_listening(id(self))
+            self._wall_ns += time.perf_counter_ns() - self._entered_ns
+            if self._open:  # another thread has just entered
+                _listen(self)
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -126,7 +127,7 @@ class profile:
             nvtx.pop()
             end_ns = time.perf_counter_ns()
             _ranges.reset(token)
-            if self._depth:
+            if self._open:
                 thread = threading.current_thread()
                 self._ranges.append(
                     RangeRecord(
@@ -152,11 +153,11 @@ class profile:
     @property
     def records(self) -> tuple[ProductRecord, ...]:
         """The products so far; waits for those that a GPU still runs."""
-        with self._lock:
-            for index in range(len(self._records), len(self._measured)):
-                measurement, label = self._measured[index]
-                self._records.append(make_record(measurement, index, label, self._origin_ns))
-            return tuple(self._records)
+        for index in range(len(self._records), len(self._measured)):
+            measurement, label = self._measured[index]
+            record = make_record(measurement, index, label, self._origin_ns)
+            self._records.setdefault(index, record)
+        return tuple(self._records.values())
 
     @property
     def ranges(self) -> tuple[RangeRecord, ...]:
@@ -166,9 +167,8 @@ class profile:
     @property
     def wall_ms(self) -> float:
         """How long the profile has been open."""
-        with self._lock:
-            running = time.perf_counter_ns() - self._entered_ns if self._depth else 0
-            return (self._wall_ns + running) / 1e6
+        running = time.perf_counter_ns() - self._entered_ns if self._open else 0
+        return (self._wall_ns + running) / 1e6
 
     def totals(self) -> dict[str, Any]:
         """Return sums over all products, ready for JSON.
@@ -239,7 +239,7 @@ class profile:
         return self.table()
 
     def __repr__(self) -> str:
-        state = "open" if self._depth else "closed"
+        state = "open" if self._open else "closed"
         return f"<lowprec.profile {self.label!r}: {len(self)} products, {state}>"
 
 
@@ -248,23 +248,22 @@ class profile:
 #: Open ranges of this thread and task, with the profile that each belongs to.
 _ranges: ContextVar[tuple[tuple[profile, str], ...]] = ContextVar("lowprec_ranges", default=())
 
-_listening: tuple[profile, ...] = ()
-_listening_lock = threading.Lock()
+#: Profiles that listen, by their id. Weakly: one that an interrupt kept from being left ends with its last user.
+_listening: dict[int, weakref.ref[profile]] = {}
 
 
 def _listen(listener: profile) -> None:
-    global _listening
-    with _listening_lock:
-        _listening = (*_listening, listener)
-        observe(_observer)
+    key = id(listener)
+    _listening[key] = weakref.ref(listener, lambda _: _stop_listening(key))
+    observe(_observer)
 
 
-def _stop_listening(listener: profile) -> None:
-    global _listening
-    with _listening_lock:
-        _listening = tuple(p for p in _listening if p is not listener)
-        if not _listening:
-            observe(None)
+def _stop_listening(key: int) -> None:
+    _listening.pop(key, None)
+    if not _listening:
+        observe(None)
+        if _listening:  # another thread has just begun to listen
+            observe(_observer)
 
 
 # -- around a product -----------------------------------------------------------------------------
@@ -273,7 +272,8 @@ def _stop_listening(listener: profile) -> None:
 def _observer(prepared: Prepared, resolved: ResolvedMode, x: ArrayView, y: ArrayView) -> Prepared:
     """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
-    listeners = tuple(p for p in _listening if p._listens(thread))
+    found = [reference() for reference in tuple(_listening.values())]
+    listeners = tuple(p for p in found if p is not None and p._listens(thread))
     if not listeners:
         return prepared
     measurement = Measurement(prepared.plan, resolved, x, y)

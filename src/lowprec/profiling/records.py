@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -136,8 +137,17 @@ class RangeRecord:
         return asdict(self)
 
 
-# A stopwatch is read once, whichever of the profiles that share it comes first.
-_reading = threading.Lock()
+#: A stopwatch is read once, whichever of the profiles that share it comes first. In one thread a signal handler may be.
+_reading = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _reading
+    _reading = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Measurement:
@@ -198,9 +208,11 @@ class Measurement:
     def elapsed_ms(self) -> float | None:
         """Return the time of the product; on a GPU, the first call waits for it."""
         with _reading:
-            if self._stopwatch is not None:
-                stopwatch, self._stopwatch = self._stopwatch, None
-                self._elapsed_ms = stopwatch.elapsed_ms()
+            stopwatch = self._stopwatch
+            if stopwatch is not None:
+                elapsed_ms = stopwatch.elapsed_ms()
+                if self._stopwatch is stopwatch:
+                    self._elapsed_ms, self._stopwatch = elapsed_ms, None
             return self._elapsed_ms
 
 

@@ -46,7 +46,6 @@ class PreparedProduct:
         self._routes: dict[tuple[bool, bool], _Route] = {}
         #: Whether the call itself adds and activates; not where cuBLASLt turned out to have no algorithm that does.
         self.fuses = True
-        self._lock = threading.Lock()
         self._last = threading.local()
         self._plain: _Route | None = None
 
@@ -111,8 +110,7 @@ class PreparedProduct:
         key = (aligned, self.fuses)
         found = self._routes.get(key)
         if found is None:
-            with self._lock:
-                found = self._routes.setdefault(key, _Route(self.plan, *key))
+            found = self._routes.setdefault(key, _Route(self.plan, *key))
         return found
 
 
@@ -130,7 +128,6 @@ class _Route:
         )
         #: By alignment, and length of the inner dimension where that is not the whole.
         self._invocations: dict[int | tuple[int, int], Invocation] = {}
-        self._lock = threading.Lock()
         self._offset_bits = _offset_bits(self.call) if self.call else 0
         self._is_staged = self.call is not None and bool(
             self.call.staged or self.call.pack_a or self.call.pack_b
@@ -270,12 +267,9 @@ class _Route:
         key = alignment if k == self._plan.layout.k else (alignment, k)
         found = self._invocations.get(key)
         if found is None:
-            with self._lock:
-                found = self._invocations.get(key)
-                if found is None:
-                    found = self._invocations[key] = self._prepare(
-                        call, alignment, handle, stream, operands
-                    )
+            # Threads that come at the same moment prepare one each, and use the first.
+            made = self._prepare(call, alignment, handle, stream, operands)
+            found = self._invocations.setdefault(key, made)
         return found
 
     def _prepare(
