@@ -8,9 +8,9 @@ Every call is a plain one: operands are rounded and the result is allocated insi
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
+import math
 import statistics
 import sys
 import time
@@ -27,7 +27,6 @@ import timing
 
 import lowprec
 
-NAME = "gemm"
 SQUARE = ((1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096))
 #: (batch, m, k, n): tall, wide, small k, batched.
 MORE = ((1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256))
@@ -46,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply: whose call it is, on which of `Operands`, and in which mode of lowprec's."""
+    """One way to multiply: whose call it is, on which kind of operands, and in which mode of lowprec's."""
 
     name: str
     library: str
@@ -55,26 +54,22 @@ class Variant:
     mode: str | None = None
 
 
-class Operands:
-    """Sets of operands of one shape, each number type made from the same float32 numbers."""
+Pairs = dict[str, list[tuple[Any, Any]]]
 
-    def __init__(self, shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> None:
-        self.shape = shape
-        rng = np.random.default_rng(seed)
-        batch, m, k, n = shape
-        lead = (batch,) if batch > 1 else ()
-        self._pairs: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in kinds}
-        for _ in range(sets):
-            base = tuple(
-                rng.standard_normal((*lead, *s), dtype=np.float32) for s in ((m, k), (k, n))
-            )
-            for kind in kinds:
-                # The base is shared: NumPy and torch read the same float32 memory.
-                self._pairs[kind].append(tuple(_as_kind(x, kind) for x in base))
 
-    def pair(self, kind: str, number: int) -> tuple[Any, Any]:
-        """Return the operands of this kind in this set."""
-        return self._pairs[kind][number]
+def operand_sets(shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> Pairs:
+    """Return sets of operands of one shape, by number type, each made from the same float32 numbers."""
+    rng = np.random.default_rng(seed)
+    batch, m, k, n = shape
+    lead = (batch,) if batch > 1 else ()
+    pairs: Pairs = {kind: [] for kind in kinds}
+    for _ in range(sets):
+        a = rng.standard_normal((*lead, m, k), dtype=np.float32)
+        b = rng.standard_normal((*lead, k, n), dtype=np.float32)
+        for kind in kinds:
+            # The base is shared: NumPy and torch read the same float32 memory.
+            pairs[kind].append((_as_kind(a, kind), _as_kind(b, kind)))
+    return pairs
 
 
 def _as_kind(x: Any, kind: str) -> Any:
@@ -88,18 +83,12 @@ def _as_kind(x: Any, kind: str) -> Any:
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
 
 
-def _with_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
-
-
 def _lowprec(dtype: str, mode: str | None = None, library: str = "numpy") -> Variant:
-    name = " ".join(
-        filter(None, ("lowprec", dtype, mode, "(torch)" if library == "torch" else None))
-    )
-    operands = f"{dtype} torch" if library == "torch" else dtype
-    return Variant(
-        name, "lowprec", operands, functools.partial(lowprec.matmul, math_mode=mode), mode
-    )
+    name = f"lowprec {dtype}" + (f" {mode}" if mode else "")
+    multiply = functools.partial(lowprec.matmul, math_mode=mode)
+    if library == "torch":
+        return Variant(f"{name} (torch)", "lowprec", f"{dtype} torch", multiply, mode)
+    return Variant(name, "lowprec", dtype, multiply, mode)
 
 
 def _torch_variants() -> list[Variant]:
@@ -116,29 +105,23 @@ def _torch_variants() -> list[Variant]:
 
         return multiply
 
+    ways = {f"float32 {precision}": at(precision) for precision in ("highest", "medium")}
+    ways |= {"bfloat16": torch.matmul, "float16": torch.matmul}
     return [
-        Variant("torch float32 highest", "torch", "float32 torch", at("highest")),
-        Variant("torch float32 medium", "torch", "float32 torch", at("medium")),
-        Variant("torch bfloat16", "torch", "bfloat16 torch", torch.matmul),
-        Variant("torch float16", "torch", "float16 torch", torch.matmul),
+        *(Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", ways[x]) for x in ways),
         _lowprec("float32", "bf16", "torch"),
-        _lowprec("bfloat16", library="torch"),
-        _lowprec("float16", library="torch"),
+        *(_lowprec(dtype, library="torch") for dtype in ("bfloat16", "float16")),
     ]
 
 
 def variants() -> list[Variant]:
     """Return every way to multiply that this process has; torch's only where torch is installed."""
-    core = [
-        Variant("numpy float32", "numpy", "float32", np.matmul),
-        Variant("numpy float64", "numpy", "float64", np.matmul),
+    return [
+        *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
         *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
-        _lowprec("bfloat16"),
-        _lowprec("float16"),
-        _lowprec("int8"),
-        _lowprec("float64"),
+        *(_lowprec(dtype) for dtype in ("bfloat16", "float16", "int8", "float64")),
+        *(_torch_variants() if importlib.util.find_spec("torch") else ()),
     ]
-    return core + (_torch_variants() if _with_torch() else [])
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -165,7 +148,8 @@ def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
     # float32 operands of NumPy and of torch are the same memory.
     distinct = {kind for kind in kinds if kind != "float32 torch"}
     size = sum(width[kind.split(" ")[0]] for kind in distinct) * batch * k * (m + n)
-    wanted = -(-5 * machine.last_level_cache() // (4 * size))
+    cache = max(machine.caches().values(), default=32 << 20)
+    wanted = -(-5 * cache // (4 * size))
     affordable = (machine.memory_bytes() or 4 << 30) // 4 // size
     return max(2, min(wanted, affordable, rounds + 1))
 
@@ -174,189 +158,146 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
     """Return how often each variant is timed: often where it is cheap."""
     if quick:
         return 3
-    batch, m, k, n = shape
-    return min(31, max(9, int(3e11 / (2 * batch * m * k * n))) | 1)
+    return min(31, max(9, int(3e11 / (2 * math.prod(shape)))) | 1)
 
 
-def measure(
-    shape: Shape, seed: int, quick: bool, left_out: set[str] | None = None
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, seed: int, quick: bool, left_out: set[str]) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
-    left_out = set() if left_out is None else left_out
     ways = [v for v in variants() if v.name not in left_out]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
-    operands = Operands(shape, kinds, sets, seed)
+    pairs = operand_sets(shape, kinds, sets, seed)
     rng = np.random.default_rng(seed)
-    errors = {v.name: _checked(v, operands, rng) for v in ways}
-    left_out |= _too_slow(ways, operands)
+    errors = {v.name: _checked(v, pairs, rng) for v in ways}
+    left_out |= _too_slow(ways, pairs)
     ways = [v for v in ways if v.name not in left_out]
-    calls = {v.name: (lambda i, v=v: v.multiply(*operands.pair(v.operands, i))) for v in ways}
+    calls = {v.name: (lambda i, v=v: v.multiply(*pairs[v.operands][i])) for v in ways}
     seconds = timing.interleave(calls, rounds=rounds, sets=sets, seed=seed)
-    batch, m, k, n = shape
-    return [
-        {
-            "batch": batch,
-            "m": m,
-            "k": k,
-            "n": n,
-            "variant": v.name,
-            "library": v.library,
-            "operands": v.operands,
-            "mode": v.mode,
-            "kernel": _kernel(v, operands),
-            "rounds": rounds,
-            "sets": sets,
-            "seconds": timing.summary(seconds[v.name]),
-            "gflops": 2e-9 * batch * m * k * n / timing.summary(seconds[v.name])["median"],
-            "relative_error": errors[v.name],
-            "speed": {
-                w.name: timing.speed_ratio(seconds[w.name], seconds[v.name])
-                for w in ways
-                if w.library != "lowprec"
-            },
-        }
-        for v in ways
-    ]
+    flops = 2 * math.prod(shape)
+    rows = []
+    for v in ways:
+        time_s = timing.summary(seconds[v.name])
+        others = (w.name for w in ways if w.library != "lowprec")
+        rows.append(
+            {
+                **dict(zip(("batch", "m", "k", "n"), shape, strict=True)),
+                "variant": v.name,
+                "library": v.library,
+                "operands": v.operands,
+                "mode": v.mode,
+                "kernel": _kernel(v, pairs),
+                "rounds": rounds,
+                "sets": sets,
+                "seconds": time_s,
+                "gflops": 1e-9 * flops / time_s["median"],
+                "relative_error": errors[v.name],
+                "speed": {
+                    name: timing.speed_ratio(seconds[name], seconds[v.name]) for name in others
+                },
+            }
+        )
+    return rows
 
 
-def _checked(v: Variant, operands: Operands, rng: np.random.Generator) -> float:
-    pair = operands.pair(v.operands, 0)
+def _checked(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
+    pair = pairs[v.operands][0]
     error = relative_error(v.multiply(*pair), *pair, rng)
     if not error <= WORST_ERROR:
-        raise RuntimeError(f"{v.name} is wrong on {operands.shape}: relative error {error}")
+        shapes = " times ".join(str(tuple(x.shape)) for x in pair)
+        raise RuntimeError(f"{v.name} is wrong on {shapes}: relative error {error}")
     return error
 
 
-def _too_slow(ways: Sequence[Variant], operands: Operands) -> set[str]:
+def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
     """Return the names of the variants that are not worth the wait, by one warm call of each."""
     seconds = {}
     for v in ways:
         begin = time.perf_counter()
-        v.multiply(*operands.pair(v.operands, 0))
+        v.multiply(*pairs[v.operands][0])
         seconds[v.name] = time.perf_counter() - begin
     # Below a tenth of a second nobody waits, and one call says too little.
     limit = max(0.1, TOO_SLOW * seconds["numpy float32"])
     return {name for name, taken in seconds.items() if taken > limit}
 
 
-def _kernel(v: Variant, operands: Operands) -> str | None:
+def _kernel(v: Variant, pairs: Pairs) -> str | None:
     if v.library != "lowprec":
         return None
-    return str(lowprec.plan(*operands.pair(v.operands, 0), math_mode=v.mode).kernel)
+    return str(lowprec.plan(*pairs[v.operands][0], math_mode=v.mode).kernel)
 
 
 # -- what is claimed ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SpeedClaim:
-    """`variant` is at least `mean` times as fast as `baseline` in the geometric mean, `each` at every size."""
-
-    variant: str
-    baseline: str
-    mean: float
-    each: float | None = None
-
-
-#: Limits for a CPU with AMX and two threads.
+#: Limits for a CPU with AMX and two threads: how many times as fast as the baseline a variant is at least, in the
+#: geometric mean, and at each size.
 SPEED_CLAIMS = (
-    SpeedClaim("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
-    SpeedClaim("lowprec float32 bf16", "numpy float32", 4.0),
-    SpeedClaim("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4),
-    SpeedClaim("lowprec float32 tf32", "numpy float32", 1.5),
-    SpeedClaim("lowprec float32 fp16", "numpy float32", 1.5),
-    SpeedClaim("lowprec float16 (torch)", "torch float16", 1.5),
-    SpeedClaim("lowprec int8", "numpy float32", 6.0),
-    SpeedClaim("lowprec float32 fp32", "numpy float32", 0.95),
+    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
+    ("lowprec float32 bf16", "numpy float32", 4.0, None),
+    ("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4, None),
+    ("lowprec float32 tf32", "numpy float32", 1.5, None),
+    ("lowprec float32 fp16", "numpy float32", 1.5, None),
+    ("lowprec float16 (torch)", "torch float16", 1.5, None),
+    ("lowprec int8", "numpy float32", 6.0, None),
+    ("lowprec float32 fp32", "numpy float32", 0.95, None),
 )
-
-
-def _speeds(rows: Sequence[dict[str, Any]], variant: str, baseline: str) -> dict[str, float]:
-    return {
-        str(r["n"]): r["speed"][baseline]["median"]
-        for r in rows
-        if r["variant"] == variant
-        and r["batch"] == 1
-        and r["m"] == r["k"] == r["n"]
-        and baseline in r["speed"]
-    }
 
 
 def speed_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims about speed, over the square products in `rows`."""
     made = []
-    for c in SPEED_CLAIMS:
-        by_size = _speeds(rows, c.variant, c.baseline)
-        mean = statistics.geometric_mean(by_size.values()) if by_size else None
-        what = f"{c.variant} over {c.baseline}"
-        made.append(common.claim(f"{what}, geometric mean", mean, c.mean, by_size=by_size))
-        if c.each is not None:
-            least = min(by_size.values(), default=None)
-            made.append(common.claim(f"{what}, every size", least, c.each, by_size=by_size))
+    for variant, baseline, mean_limit, limit in SPEED_CLAIMS:
+        by_size = common.square_speeds(rows, variant, baseline)
+        what, found = f"{variant} over {baseline}", by_size.values()
+        mean = statistics.geometric_mean(found) if by_size else None
+        made.append(common.claim(f"{what}, geometric mean", mean, mean_limit, by_size=by_size))
+        if limit is not None:
+            least = min(found, default=None)
+            made.append(common.claim(f"{what}, every size", least, limit, by_size=by_size))
     return made
 
 
 def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Return the claim about NumPy alone: what `tf32` costs over `numpy.matmul` at one size."""
-    speed = _speeds(rows, "lowprec float32 tf32", "numpy float32").get(str(size))
+    speeds = common.square_speeds(rows, "lowprec float32 tf32", "numpy float32")
+    cost = 1 / speeds[str(size)] if str(size) in speeds else None
     what = f"without MKL and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"
-    return [common.claim(what, None if speed is None else 1 / speed, 1.3, at_most=True)]
+    return [common.claim(what, cost, 1.3, at_most=True)]
 
 
 # -- command line ---------------------------------------------------------------------------------
 
 
-def _arguments() -> argparse.Namespace:
-    parser = common.parser(__doc__)
-    parser.add_argument(
-        "--shapes",
-        choices=("square", "more"),
-        default="square",
-        help="more: tall, wide, small k and batched too",
-    )
-    parser.add_argument(
-        "--no-extras", action="store_true", help="as on a machine without MKL and numba"
-    )
-    return parser.parse_args()
-
-
 def main() -> int:
     """Measure, print and write."""
-    arguments = _arguments()
-    if arguments.no_extras and isolation.visible_extras():
+    parser = common.parser(__doc__)
+    more = "more: tall, wide, small k and batched too"
+    parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
+    alone = "as on a machine without MKL and numba"
+    parser.add_argument("--no-extras", action="store_true", help=alone)
+    arguments = parser.parse_args()
+    quick, no_extras = arguments.quick, arguments.no_extras
+    if no_extras and isolation.visible_extras():
         return isolation.run(sys.argv)
-    shapes = QUICK if arguments.quick else SQUARE + (MORE if arguments.shapes == "more" else ())
-    rows = []
+    shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
+    rows, claims = [], []
     left_out: set[str] = set()
     for shape in shapes:
-        found = measure(shape, arguments.seed, arguments.quick, left_out)
+        found = measure(shape, arguments.seed, quick, left_out)
         print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
-    name = NAME
-    if arguments.no_extras:
-        name = f"{NAME}-no-extras"
-        if isolation.loaded_extras():
-            raise RuntimeError(
-                f"these were loaded although they should be missing: {isolation.loaded_extras()}"
-            )
-    if arguments.no_extras:
-        claims = cost_claims(rows, 64 if arguments.quick else 2048)
+    if no_extras:
+        if loaded := isolation.loaded_extras():
+            raise RuntimeError(f"these were loaded although they should be missing: {loaded}")
+        claims = cost_claims(rows, 64 if quick else 2048)
     elif machine.has_amx():
         claims = speed_claims(rows)
     else:
         print("Nothing is claimed about speed on a CPU without AMX.")
-        claims = []
-    settings = {
-        "quick": arguments.quick,
-        "seed": arguments.seed,
-        "no_extras": arguments.no_extras,
-        "left_out": sorted(left_out),
-    }
-    common.finish(
-        common.result_path(arguments.output, name), common.document(name, settings, rows, claims)
-    )
+    name = "gemm-no-extras" if no_extras else "gemm"
+    settings = {"no_extras": no_extras, "left_out": sorted(left_out)}
+    common.report(name, arguments, rows, claims, **settings)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the environment before NumPy, the command line, tables and result files.
+"""What every benchmark shares: the environment before NumPy, the command line, claims and result files.
 
 Import this module before NumPy: it sets `OPENBLAS_THREAD_TIMEOUT`, which NumPy's OpenBLAS reads once, when it loads.
 """
@@ -11,17 +11,15 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import machine
+from generated import table, write_text
 
 #: Before this process adds to it.
 LOAD_BEFORE = machine.load_average()
-#: A machine that is busier than this is measured together with its other work.
-QUIET_LOAD = 0.5
 
 #: Whether the variable below still reaches OpenBLAS.
 CAME_BEFORE_NUMPY = "numpy" not in sys.modules
@@ -30,29 +28,24 @@ CAME_BEFORE_NUMPY = "numpy" not in sys.modules
 # three times slower. 2^4 cycles is the shortest time that OpenBLAS accepts.
 os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = machine.ROOT / "benchmarks" / "results"
+
+Row = Mapping[str, Any]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return the command line that every benchmark has, described by the first line of the script's docstring."""
     made = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
-    made.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny sizes: does it run? No figure of it means anything",
-    )
-    made.add_argument(
-        "--output",
-        "--out",
-        type=Path,
-        default=RESULTS,
-        metavar="DIR",
-        help="folder of the result file",
-    )
-    made.add_argument(
-        "--seed", type=int, default=0, help="of the operands and of the order of the variants"
-    )
+    quick = "tiny sizes: does it run? No figure of it means anything"
+    made.add_argument("--quick", action="store_true", help=quick)
+    where = {"type": Path, "default": RESULTS, "metavar": "DIR"}
+    made.add_argument("--output", "--out", help="folder of the result file", **where)
+    seed = "of the operands and of the order of the variants"
+    made.add_argument("--seed", type=int, default=0, help=seed)
     return made
+
+
+# -- result files ---------------------------------------------------------------------------------
 
 
 def result_path(folder: Path, benchmark: str) -> Path:
@@ -61,21 +54,17 @@ def result_path(folder: Path, benchmark: str) -> Path:
 
 
 def document(
-    benchmark: str,
-    settings: Mapping[str, Any],
-    results: Sequence[Mapping[str, Any]],
-    claims: Sequence[Mapping[str, Any]] = (),
+    benchmark: str, settings: Row, results: Sequence[Row], claims: Sequence[Row] = ()
 ) -> dict[str, Any]:
     """Return a result as it is written: what was measured, how, and on which machine."""
-    described = machine.describe()
-    described["load_before"] = LOAD_BEFORE
-    described["openblas_thread_timeout"] = 4 if CAME_BEFORE_NUMPY else None
+    timeout = 4 if CAME_BEFORE_NUMPY else None
+    before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": timeout}
     return {
         "benchmark": benchmark,
-        "machine": described,
+        "machine": machine.describe() | before,
         "settings": dict(settings),
-        "claims": [dict(c) for c in claims],
-        "results": [dict(r) for r in results],
+        "claims": list(claims),
+        "results": list(results),
     }
 
 
@@ -99,24 +88,38 @@ def plain(value: Any) -> Any:
     return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Row) -> None:
     """Write a result file, which appears under its name only once it is complete."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file by way of a temporary name in the same folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        # mkstemp makes the file private; a result is as readable as any other file.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def finish(path: Path, content: Row) -> None:
+    """Print what the documentation would show of a result, write its file and say where it is."""
+    import render
+
+    from lowprec.checking.measure import Load
+
+    write_json(path, content)
+    show(f"\n{render.PAGES[content['benchmark']](content)}")
+    print(f"wrote {path.name} to {path.parent}")
+    if remark := Load(LOAD_BEFORE, machine.cores()).remark:
+        print(remark)
+
+
+def report(
+    benchmark: str,
+    arguments: argparse.Namespace,
+    results: Sequence[Row],
+    claims: Sequence[Row],
+    **settings: Any,
+) -> None:
+    """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
+    settings = {"quick": arguments.quick, "seed": arguments.seed, **settings}
+    made = document(benchmark, settings, results, claims)
+    finish(result_path(arguments.output, benchmark), made)
+
+
+# -- claims ---------------------------------------------------------------------------------------
 
 
 def claim(
@@ -124,29 +127,21 @@ def claim(
 ) -> dict[str, Any]:
     """Return a measured value (None where it could not be measured) beside its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
-    return {
-        "what": what,
-        "value": value,
-        "relation": "<=" if at_most else ">=",
-        "limit": limit,
-        "met": met,
-        **details,
-    }
+    relation = "<=" if at_most else ">="
+    judged = {"what": what, "value": value, "relation": relation, "limit": limit, "met": met}
+    return judged | details
 
 
 VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
-
-
 CLAIM_HEADER = ("claim", "by size", "measured", "limit", "")
 
 
-def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+def claim_rows(claims: Iterable[Row]) -> list[list[str]]:
     """Return the claims as rows of a table under `CLAIM_HEADER`."""
     return [
         [
             c["what"],
-            ", ".join(f"{size}: {value:.2f}" for size, value in c.get("by_size", {}).items())
-            or "-",
+            ", ".join(f"{n}: {value:.2f}" for n, value in c.get("by_size", {}).items()) or "-",
             "-" if c["value"] is None else f"{c['value']:.3g}",
             f"{c['relation']} {c['limit']:g}",
             VERDICTS[c["met"]],
@@ -155,10 +150,22 @@ def claim_rows(claims: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
+def is_square(row: Row) -> bool:
+    """Whether a row of `bench_gemm.py` is that of a single product of square matrices."""
+    return row["batch"] == 1 and row["m"] == row["k"] == row["n"]
+
+
+def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str, float]:
+    """Return how many times as fast as the baseline a variant is on square products, by size."""
+    own = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
+    return {str(r["n"]): r["speed"][baseline]["median"] for r in own}
+
+
+# -- printing -------------------------------------------------------------------------------------
+
+
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
-    from generated import table
-
     show(f"\n**{title}**\n\n{table(header, rows, words=1)}")
 
 
@@ -171,16 +178,3 @@ def show(markdown: str) -> None:
         Console().print(Markdown(markdown))
     else:
         print(markdown)
-
-
-def finish(path: Path, content: Mapping[str, Any]) -> None:
-    """Print what the documentation would show of a result, write its file and say where it is."""
-    import render
-
-    write_json(path, content)
-    show(f"\n{render.PAGES[content['benchmark']](content)}")
-    print(f"wrote {path.name} to {path.parent}")
-    if LOAD_BEFORE is not None and LOAD_BEFORE > QUIET_LOAD:
-        print(
-            f"The machine was not quiet: load {LOAD_BEFORE} before the start. Timings are those of a busy machine."
-        )

@@ -1,17 +1,27 @@
-"""Generated files of the documentation: Markdown tables, places between markers, and a check that they are current."""
+"""Generated files: Markdown tables, places between markers, files that appear whole, a check that they are current."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common import write_text
+from machine import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file by way of a temporary name in the same folder, so that it appears once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None) -> str:

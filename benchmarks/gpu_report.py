@@ -11,7 +11,6 @@ measurements say why they did not run, and the exit status is 0 all the same.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib
 import os
@@ -26,9 +25,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import common  # noqa: E402 - after the path
+import machine  # noqa: E402
 from gpu import parts, reportlog, tests, verdicts  # noqa: E402
-
-NAME = "gpu"
 
 Result = dict[str, Any]
 Execute = Callable[..., Result]
@@ -36,10 +34,9 @@ Execute = Callable[..., Result]
 
 def limits() -> dict[str, float]:
     """Return the seconds of each part, in the order in which they run."""
-    first, *others = parts.MEASUREMENTS
     seconds = {name: limit for name, (limit, _) in parts.MEASUREMENTS.items()}
-    shown = dict.fromkeys(tests.modules(), parts.TESTS_S)
-    return {first: seconds[first], **shown, **{name: seconds[name] for name in others}}
+    first = {"device": seconds.pop("device")}
+    return first | dict.fromkeys(tests.modules(), parts.TESTS_S) | seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,25 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = common.parser(__doc__ or "")
-    made.add_argument(
-        "--parts", type=_names, default=[*limits()], metavar="A,B", help="some of them"
-    )
-    made.add_argument(
-        "--limit", type=float, default=parts.TOTAL_S, metavar="SECONDS", help="for all of it"
-    )
+    names, total = [*limits()], parts.TOTAL_S
+    made.add_argument("--parts", type=_names, default=names, metavar="A,B", help="some of them")
+    made.add_argument("--limit", type=float, default=total, metavar="SECONDS", help="for all of it")
     made.add_argument("--child", help=argparse.SUPPRESS)
     made.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    return made  # fmt: skip
+    return made
 
 
 def _names(text: str) -> list[str]:
     names, known = text.replace(" ", "").split(","), limits()
     if not set(names) <= set(known):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: choose of {', '.join(known)}, with commas between"
-        )
+        choices = ", ".join(known)
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {choices}, with commas between")
     # The machine's description is what the others are called after.
-    return list(dict.fromkeys(["device", *names]))  # fmt: skip
+    return list(dict.fromkeys(["device", *names]))
 
 
 # -- the parent -----------------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def run_all(
         if own.exists():
             log += f"== {name}\n{own.read_text(encoding='utf-8', errors='replace')}\n"
         content = merge(results, options)
-        path = options.output / f"{NAME}-{content['machine']['name']}.json"
+        path = options.output / f"gpu-{content['machine']['name']}.json"
         common.write_json(path, content)
         common.write_text(path.with_suffix(".log"), log)
     return path, content
@@ -119,11 +112,20 @@ def _run(
         return parts.not_run("no time was left")
     if not (is_test or has_gpu or name == "device"):
         return parts.not_run(facts.get("why_no_gpu") or "no GPU was found")
-    path = folder / f"{name}.json"
-    environment = environment_of(folder)
+    path, log = folder / f"{name}.json", folder / f"{name}.log"
     module, _, override = name.partition("-")
-    if override:
-        environment[parts.OVERRIDE] = override
+    search = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+        "PYTHONUNBUFFERED": "1",
+        # What an earlier run has tuned must not show in this one.
+        "LOWPREC_CACHE_DIR": str(folder / "cache"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        parts.OVERRIDE: override,
+    }
+    if not override:
+        del environment[parts.OVERRIDE]
     if is_test:
         environment[tests.VARIABLE] = "gpu" if has_gpu else "software"
         environment[reportlog.PATH] = str(path)
@@ -135,31 +137,16 @@ def _run(
             "--seed", str(options.seed), "--limit", f"{limit_s:.1f}", *(["--quick"] if options.quick else []),
         ]  # fmt: skip
         reader = parts.read
-    log = folder / f"{name}.log"
     return execute(command, log, limit_s, environment, functools.partial(reader, path))
-
-
-def environment_of(folder: Path) -> dict[str, str]:
-    """Return the variables of the parts: lowprec from the checkout, caches of their own, no greedy JAX."""
-    known = os.environ.get("PYTHONPATH")
-    search = os.pathsep.join(filter(None, [str(HERE.parent / "src"), str(HERE), known]))
-    return {
-        **{name: value for name, value in os.environ.items() if name != parts.OVERRIDE},
-        "PYTHONPATH": search,
-        "PYTHONUNBUFFERED": "1",
-        # What an earlier run has tuned must not show in this one.
-        "LOWPREC_CACHE_DIR": str(folder / "cache"),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
 
 
 def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
     """Return the report: what was found, and what it says about the claims."""
-    machine = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
-    machine["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
+    found["date"] = machine.today()
     return {
-        "benchmark": NAME,
-        "machine": machine,
+        "benchmark": "gpu",
+        "machine": found,
         "settings": {"quick": options.quick, "seed": options.seed, "limit_s": options.limit},
         "claims": verdicts.claims(results),
         "results": dict(results),

@@ -6,14 +6,16 @@ neither an import, nor a look at the installed distributions, nor the linker's p
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
+
+import machine
 
 CORE = ("numpy", "ml_dtypes")
 EXTRAS = ("mkl", "numba")
@@ -24,44 +26,29 @@ _LIBRARIES = ("libmkl", "llvmlite", "mkl_rt")
 
 def visible_extras() -> list[str]:
     """Return the extras that this process could use, by import or as an installed distribution."""
-    return [name for name in EXTRAS if importlib.util.find_spec(name) or _is_distribution(name)]
-
-
-def _is_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    installed = machine.versions(EXTRAS)
+    return [name for name in EXTRAS if name in installed or importlib.util.find_spec(name)]
 
 
 def loaded_extras() -> list[str]:
     """Return the extras that this process holds in memory; where the system does not tell, those that were imported."""
-    found = {name for name in EXTRAS if name in sys.modules}
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    except OSError:
-        return sorted(found)
-    return sorted(found | {name for name in _LIBRARIES if name in maps})
-
-
-def _links(folder: Path) -> None:
-    for name in CORE:
-        distribution = importlib.metadata.distribution(name)
-        site = Path(str(distribution.locate_file("")))
-        for top in {f.parts[0] for f in distribution.files or ()} - {"..", "__pycache__"}:
-            (folder / top).symlink_to(site / top)
-    spec = importlib.util.find_spec("lowprec")
-    if spec is None or not spec.submodule_search_locations:
-        raise RuntimeError("lowprec is not installed here: pip install -e .")
-    (folder / "lowprec").symlink_to(Path(spec.submodule_search_locations[0]).resolve())
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    imported = {name for name in EXTRAS if name in sys.modules}
+    return sorted(imported | {name for name in _LIBRARIES if name in mapped})
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run Python with these arguments where no extra can be found; return its exit status."""
+    import lowprec
+
     with tempfile.TemporaryDirectory(prefix="lowprec-core-") as name:
-        _links(Path(name))
+        folder = Path(name)
+        for distribution in map(metadata.distribution, CORE):
+            site = Path(str(distribution.locate_file("")))
+            for top in {f.parts[0] for f in distribution.files or ()} - {"..", "__pycache__"}:
+                (folder / top).symlink_to(site / top)
+        (folder / "lowprec").symlink_to(Path(lowprec.__path__[0]).resolve())
         environment = {**os.environ, "PYTHONPATH": name, "PYTHONNOUSERSITE": "1"}
-        return subprocess.run(
-            [sys.executable, "-S", *arguments], env=environment, check=False
-        ).returncode
+        command = [sys.executable, "-S", *arguments]
+        return subprocess.run(command, env=environment, check=False).returncode

@@ -1,15 +1,20 @@
-"""What a result file says about the machine: processor, libraries, threads, commit. Nothing about who owns it."""
+"""What a result file says about the machine: processor, libraries, threads, commit. Nothing about who owns it.
+
+lowprec, which loads NumPy, is imported only where it is asked: `common` imports this module before NumPy.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import functools
-import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +37,18 @@ VARIABLES = (
 )  # fmt: skip
 
 
-@functools.cache
-def _cpuinfo() -> dict[str, str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    first = text.split("\n\n", maxsplit=1)[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
 def cpu_model() -> str:
     """Return the processor's name for itself."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    from lowprec.backends.cpu import cpuinfo
+
+    return cpuinfo.cpu_name()
 
 
 def cpu_flags() -> list[str]:
     """Return those of `FLAGS` that the processor has."""
-    found = set(_cpuinfo().get("flags", "").split())
-    return [flag for flag in FLAGS if flag in found]
+    from lowprec.backends.cpu import cpuinfo
+
+    return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
 
 
 def has_amx() -> bool:
@@ -70,20 +67,13 @@ def caches() -> dict[str, int]:
     """Return the bytes of the data caches by level, as far as the system tells."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
+        with contextlib.suppress(OSError):
             level, kind, size = (
                 (folder / name).read_text().strip() for name in ("level", "type", "size")
             )
-        except OSError:
-            continue
-        if kind != "Instruction":
-            found[f"l{level}"] = int(size.rstrip("K")) * 1024
+            if kind != "Instruction":
+                found[f"l{level}"] = int(size.rstrip("K")) * 1024
     return found
-
-
-def last_level_cache() -> int:
-    """Return the bytes of the largest cache; 32 MiB where the system does not tell."""
-    return max(caches().values(), default=32 << 20)
 
 
 def memory_bytes() -> int | None:
@@ -98,45 +88,42 @@ def slug() -> str:
     """Return a short name for machines of this kind, such as `xeon-amx-2core`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpu_model().lower()))
     dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
-    family = next(
-        (w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower()
-    )
+    named = (w for w in words if w not in dull and not w[0].isdigit())
     flags = cpu_flags()
     known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
     units = next((name for flag, name in known.items() if flag in flags), None)
+    family = next(named, platform.machine().lower())
     return "-".join(filter(None, (family, units, f"{cores()}core")))
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
 
 
 def threads() -> dict[str, int]:
     """Return how many threads each loaded library uses, by the library's name."""
     found: dict[str, int] = {}
-    try:
+    if importlib.util.find_spec("threadpoolctl"):
         import threadpoolctl
-    except ImportError:
-        pass
-    else:
+
         # The path tells the two OpenMP runtimes of a process apart; it says too much for a result file.
         for pool in threadpoolctl.threadpool_info():
             stem = re.match(r"(?:lib)?[a-z_]+", Path(pool["filepath"]).name)
             found[stem.group() if stem else pool["internal_api"]] = pool["num_threads"]
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch := sys.modules.get("torch"):
         found["torch"] = torch.get_num_threads()
     return found
 
@@ -153,7 +140,6 @@ def describe() -> dict[str, Any]:
     """Return the machine as a result file shows it. Call it after the measurement, when the libraries are loaded."""
     import lowprec
 
-    versions = {name: _version(name) for name in LIBRARIES}
     # Uncommitted results and documentation do not change what was measured.
     changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return {
@@ -166,9 +152,14 @@ def describe() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "versions": {"lowprec": lowprec.__version__, **{k: v for k, v in versions.items() if v}},
+        "versions": {"lowprec": lowprec.__version__, **versions(LIBRARIES)},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "commit": _git("rev-parse", "--verify", "-q", "HEAD"),
         "dirty": None if changes is None else bool(changes),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": today(),
     }
+
+
+def today() -> str:
+    """Return the date, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

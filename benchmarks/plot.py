@@ -42,13 +42,18 @@ MODES: dict[str, dict[str, Any]] = {
 Rows = Sequence[Mapping[str, Any]]
 
 
-def accuracy(rows: Rows) -> Any:
-    """Draw error and guaranteed bound over size, one panel per distribution."""
+def _figure(height: float, panels: int = 1) -> tuple[Any, Sequence[Any]]:
+    """Return an empty figure as wide as the page, and its panels, side by side."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(7.6, height), layout="constrained")
+    return figure, figure.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
+
+
+def accuracy(rows: Rows) -> Any:
+    """Draw error and guaranteed bound over size, one panel per distribution."""
     distributions = list(dict.fromkeys(r["distribution"] for r in rows))
-    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(distributions), sharex=True, sharey=True, squeeze=False)[0]
+    figure, panels = _figure(4.2, len(distributions))
     for panel, distribution in zip(panels, distributions, strict=True):
         for mode in dict.fromkeys(r["mode"] for r in rows):
             own = [r for r in rows if r["mode"] == mode and r["distribution"] == distribution]
@@ -72,13 +77,11 @@ def accuracy(rows: Rows) -> Any:
 
 def speed(rows: Rows) -> Any:
     """Draw how many times as fast as `numpy.matmul` each variant is, with quartiles, for the square products."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator
 
-    square = [r for r in rows if r["batch"] == 1 and r["m"] == r["k"] == r["n"]]
+    square = [r for r in rows if common.is_square(r)]
     variants = [v for v in dict.fromkeys(r["variant"] for r in square) if v != "numpy float32"]
-    figure = Figure(figsize=(7.6, 1.3 + 0.27 * len(variants)), layout="constrained")
-    panel = figure.subplots()
+    figure, (panel,) = _figure(1.3 + 0.27 * len(variants))
     panel.axvline(1, color=INK, linewidth=1)
     for n, (colour, marker) in zip(sorted({r["n"] for r in square}), BY_SIZE, strict=False):
         own = {r["variant"]: r["speed"]["numpy float32"] for r in square if r["n"] == n}
@@ -89,9 +92,8 @@ def speed(rows: Rows) -> Any:
         style = {"color": colour, "marker": marker, "linestyle": "", "markersize": 6}
         panel.errorbar(middle, at, xerr=spread, label=f"n = {n}", elinewidth=1.5, **style)
     panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_locator(
-        FixedLocator([x * 2.0**e for e in range(-6, 7) for x in (1, 1.5)])
-    )
+    ticks = [x * 2.0**e for e in range(-6, 7) for x in (1, 1.5)]
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
     panel.set_yticks(range(len(variants)), variants)
     panel.invert_yaxis()
@@ -103,11 +105,8 @@ def speed(rows: Rows) -> Any:
 
 def calls(rows: Rows) -> Any:
     """Draw what a call on 8 x 8 arrays costs, beside the library's own."""
-    from matplotlib.figure import Figure
-
     own = [r for r in rows if r["measured"] == "call"]
-    figure = Figure(figsize=(7.6, 1.0 + 0.5 * len(own)), layout="constrained")
-    panel = figure.subplots()
+    figure, (panel,) = _figure(1.0 + 0.5 * len(own))
     bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#6ca6d9"))
     for offset, (key, label, colour) in zip((-0.2, 0.2), bars, strict=True):
         at, lengths = [y + offset for y in range(len(own))], [1e6 * r[key]["median"] for r in own]

@@ -28,7 +28,6 @@ MISSING = "Not measured yet: run `python benchmarks/run_all.py`.\n"
 
 Result = Mapping[str, Any]
 
-
 #: One column of words, and numbers.
 table = functools.partial(generated.table, words=1)
 
@@ -88,6 +87,17 @@ def _claims(result: Result) -> str:
 # -- one page part per benchmark ------------------------------------------------------------------
 
 
+def _by_row_and_column(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """Return a table of cells by the names of their row and column, each in the order in which it comes first."""
+    names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
+    lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
+    return table([corner, *columns], lines)
+
+
+def _us(time: Mapping[str, float]) -> str:
+    return f"{1e6 * time['median']:.2f}"
+
+
 def _size(row: Mapping[str, Any]) -> str:
     batch = f"{row['batch']} of " if row["batch"] > 1 else ""
     if row["m"] == row["k"] == row["n"]:
@@ -97,79 +107,49 @@ def _size(row: Mapping[str, Any]) -> str:
 
 def gemm(result: Result) -> str:
     """Return speed by variant and size: GFLOP/s, in brackets times numpy.matmul in float32."""
-    rows = result["results"]
-    square = [r for r in rows if _is_square(r)]
-    others = [r for r in rows if not _is_square(r)]
-    left_out = ", ".join(result["settings"].get("left_out", ()))
-    parts = [_speeds(own) for own in (square, others) if own]
-    if left_out:
+    square: dict[tuple[str, str], str] = {}
+    others: dict[tuple[str, str], str] = {}
+    for r in result["results"]:
+        speed = r["speed"]["numpy float32"]["median"]
+        cells = square if common.is_square(r) else others
+        cells[r["variant"], _size(r)] = f"{r['gflops']:.0f} ({speed:.2f})"
+    corner = "GFLOP/s (x numpy float32)"
+    parts = [_by_row_and_column(corner, cells) for cells in (square, others) if cells]
+    if left_out := ", ".join(result["settings"].get("left_out", ())):
         parts.append(f"Left out, more than 20 times slower than numpy float32: {left_out}.\n")
     return "\n".join([*parts, _claims(result)])
 
 
-def _is_square(row: Mapping[str, Any]) -> bool:
-    return row["batch"] == 1 and row["m"] == row["k"] == row["n"]
-
-
-def _speeds(rows: Iterable[Mapping[str, Any]]) -> str:
-    cells: dict[str, dict[str, str]] = {}
-    for r in rows:
-        speed = r["speed"]["numpy float32"]["median"]
-        cells.setdefault(r["variant"], {})[_size(r)] = f"{r['gflops']:.0f} ({speed:.2f})"
-    sizes = list(cells["numpy float32"])
-    lines = [[variant, *(own.get(s, "-") for s in sizes)] for variant, own in cells.items()]
-    return table(["GFLOP/s (x numpy float32)", *sizes], lines)
-
-
 def overhead(result: Result) -> str:
     """Return what a small call costs, its stages, and what the import costs."""
-    rows = result["results"]
-    calls = [
-        [r["library"], *(f"{1e6 * r[key]['median']:.2f}" for key in ("lowprec", "own"))]
-        for r in rows
-        if r["measured"] == "call"
-    ]
-    stations = [
-        [r["station"], *(f"{1e6 * r[library]['median']:.2f}" for library in r["libraries"])]
-        for r in rows
-        if r["measured"] == "station"
-    ]
-    libraries = next((r["libraries"] for r in rows if r["measured"] == "station"), [])
-    parts = [
-        table(["8 x 8 float32, us per call", "lowprec.matmul", "the library's own matmul"], calls)
-    ]
-    parts.append(table(["stage, us", *libraries], stations))
-    return "\n".join([*parts, _claims(result)])
+    calls, stages = {}, {}
+    for r in result["results"]:
+        if r["measured"] == "call":
+            calls[r["library"], "lowprec.matmul"] = _us(r["lowprec"])
+            calls[r["library"], "the library's own matmul"] = _us(r["own"])
+        elif r["measured"] == "station":
+            stages |= {(r["station"], library): _us(r[library]) for library in r["libraries"]}
+    parts = {"8 x 8 float32, us per call": calls, "stage, us": stages}
+    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
 
 
 def accuracy(result: Result) -> str:
     """Return error by distribution, mode and size, and the bound, which no distribution changes."""
-    rows = result["results"]
-    sizes = [f"n = {n}" for n in dict.fromkeys(r["n"] for r in rows)]
-    modes = list(dict.fromkeys(r["mode"] for r in rows))
-    parts = []
-    for distribution in dict.fromkeys(r["distribution"] for r in rows):
-        own = [r for r in rows if r["distribution"] == distribution]
-        errors = [[m, *(f"{r['normalised']:.1e}" for r in own if r["mode"] == m)] for m in modes]
-        parts.append(table([f"{distribution}: error", *sizes], errors))
-    largest = {(m, n): 0.0 for m in modes for n in dict.fromkeys(r["n"] for r in rows)}
-    for r in rows:
-        largest[r["mode"], r["n"]] = max(largest[r["mode"], r["n"]], r["bound"])
-    bounds = [[m, *(f"{b:.1e}" for (mode, _), b in largest.items() if mode == m)] for m in modes]
-    parts.append(table(["bound", *sizes], bounds))
-    return "\n".join([*parts, _claims(result)])
+    errors: dict[str, dict[tuple[str, str], str]] = {}
+    bounds: dict[tuple[str, str], float] = {}
+    for r in result["results"]:
+        at = r["mode"], f"n = {r['n']}"
+        errors.setdefault(f"{r['distribution']}: error", {})[at] = f"{r['normalised']:.1e}"
+        bounds[at] = max(bounds.get(at, 0.0), r["bound"])
+    parts = {**errors, "bound": {at: f"{bound:.1e}" for at, bound in bounds.items()}}
+    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
 
 
 def guard(result: Result) -> str:
     """Return what a guard costs by what is loaded."""
-    import bench_guard
-
-    return table(*bench_guard.table(result["results"])) + "\n" + _claims(result)
-
-
-def claims_only(result: Result) -> str:
-    """Return what was claimed, beside what was measured."""
-    return _claims(result)
+    header = {"none": "loaded: none", "torch": "loaded: torch", "jax": "loaded: + jax"}
+    cells = {(r["block"], header[r["loaded"]]): _us(r["time"]) for r in result["results"]}
+    return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
 #: By the name of the benchmark: how its result reads.
@@ -179,7 +159,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,
-    "stress": claims_only,
+    "stress": _claims,
 }
 
 
@@ -208,11 +188,7 @@ def readme_table(results: Iterable[Result]) -> str:
     results = list(results)
 
     def cell(result: Result, variant: str, baseline: str) -> str:
-        speeds = [
-            r["speed"][baseline]["median"]
-            for r in result["results"]
-            if r["variant"] == variant and _is_square(r) and baseline in r["speed"]
-        ]
+        speeds = common.square_speeds(result["results"], variant, baseline).values()
         ends = list(dict.fromkeys(f"{f(speeds):#.2g}".rstrip(".") for f in (min, max) if speeds))
         return f"{' to '.join(ends)} x" if ends else "-"
 
@@ -221,9 +197,8 @@ def readme_table(results: Iterable[Result]) -> str:
         library, dtype = baseline.split(" ")
         cells = [cell(result, variant, baseline) for result in results]
         rows.append([name, f"`{library}.matmul` on {dtype}", *cells])
-    return table(
-        ["lowprec.matmul on", "compared with", *map(_machine_name, results)], rows, words=2
-    )
+    header = ["lowprec.matmul on", "compared with", *map(_machine_name, results)]
+    return table(header, rows, words=2)
 
 
 def snippets(results: Path = common.RESULTS) -> dict[Path, str]:

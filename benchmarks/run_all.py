@@ -8,59 +8,48 @@ listed at the end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import common
+import machine
 import render
 
-HERE = Path(__file__).resolve().parent
-
-
-def _commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    shared = [
-        "--output",
-        str(arguments.output),
-        "--seed",
-        str(arguments.seed),
-        *(["--quick"] if arguments.quick else []),
-    ]
-    shapes = ["--shapes", arguments.shapes]
-    return {
-        "overhead": ["bench_overhead.py", *shared],
-        "guard": ["bench_guard.py", *shared],
-        "gemm": ["bench_gemm.py", *shapes, *shared],
-        "gemm-no-extras": ["bench_gemm.py", "--no-extras", *shared],
-        "accuracy": ["bench_accuracy.py", *shared],
-        "stress": ["stress.py", *shared],
-    }
+COMMANDS = {
+    "overhead": ["bench_overhead.py"],
+    "guard": ["bench_guard.py"],
+    "gemm": ["bench_gemm.py"],
+    "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
+    "accuracy": ["bench_accuracy.py"],
+    "stress": ["stress.py"],
+}
 
 
 def main() -> int:
     """Run, list what was missed, and render unless the results are only a trial."""
     parser = common.parser(__doc__)
-    parser.add_argument(
-        "--shapes", choices=("square", "more"), default="square", help="as in bench_gemm.py"
-    )
+    shapes = ("square", "more")
+    parser.add_argument("--shapes", choices=shapes, default="square", help="as in bench_gemm.py")
     arguments = parser.parse_args()
+    shared = ["--output", str(arguments.output), "--seed", str(arguments.seed)]
+    shared += ["--quick"] if arguments.quick else []
     failed, claims = [], []
-    for name, command in _commands(arguments).items():
-        print(f"\n== {' '.join(command)}", flush=True)
+    for name, (script, *own) in COMMANDS.items():
+        own += ["--shapes", arguments.shapes] if name == "gemm" else []
+        print(f"\n== {' '.join([script, *own, *shared])}", flush=True)
         begin = time.perf_counter()
-        done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:]], check=False)
+        command = [sys.executable, str(machine.ROOT / "benchmarks" / script), *own, *shared]
+        status = subprocess.run(command, check=False).returncode
         print(f"-- {name}: {time.perf_counter() - begin:.0f} s", flush=True)
-        if done.returncode:
+        if status:
             failed.append(name)
         else:
             text = common.result_path(arguments.output, name).read_text(encoding="utf-8")
             claims += [c for c in json.loads(text)["claims"] if c["met"] is not True]
-    common.print_table(
-        "claims that were missed or not measured", common.CLAIM_HEADER, common.claim_rows(claims)
-    )
+    rows = common.claim_rows(claims)
+    common.print_table("claims that were missed or not measured", common.CLAIM_HEADER, rows)
     if not arguments.quick and arguments.output.resolve() == common.RESULTS:
         render.write()
     print(f"failed: {', '.join(failed)}" if failed else "everything ran")

@@ -7,8 +7,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+import timeit
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 #: A variant gets the number of the operand set to use, and returns its result.
@@ -18,19 +18,6 @@ Variant = Callable[[int], Any]
 MIN_ROUNDS = 3
 
 Sample = TypeVar("Sample")
-
-
-@contextmanager
-def no_collection():
-    """Keep the garbage collector out of a measurement."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def take_turns(
@@ -50,13 +37,17 @@ def take_turns(
     order = list(names)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     begin = time.monotonic()
-    with no_collection():
+    gc.collect()
+    gc.disable()
+    try:
         for number in range(rounds):
             if number >= MIN_ROUNDS and time.monotonic() - begin > budget_s:
                 break
             generator.shuffle(order)
             for name in order:
                 samples[name].append(sample(name, number))
+    finally:
+        gc.enable()
     return samples
 
 
@@ -85,6 +76,30 @@ def interleave(
     return take_turns(list(variants), sample, rounds=rounds, seed=seed)
 
 
+def repeat(
+    timers: Mapping[str, timeit.Timer],
+    *,
+    calls: int,
+    rounds: int,
+    seed: int = 0,
+    slow: Collection[str] = (),
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Time short statements in turns; return seconds per execution as `take_turns` does.
+
+    A sample is that many `calls`, a hundredth of them for those in `slow`. It follows untimed executions of the same
+    statement, and what `before` waits for.
+    """
+
+    def sample(name: str, _: int) -> float:
+        count = calls // 100 + 1 if name in slow else calls
+        timers[name].timeit(count // 10 + 1)
+        before()
+        return timers[name].timeit(count) / count
+
+    return take_turns(list(timers), sample, rounds=rounds, seed=seed)
+
+
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles.
 
@@ -94,7 +109,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     {'median': 3.0, 'q1': 2.0, 'q3': 4.0}
     """
     if len(values) == 1:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
+        return dict.fromkeys(("median", "q1", "q3"), values[0])
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
 

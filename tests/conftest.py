@@ -6,6 +6,7 @@ import os
 import signal
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 
 # Before lowprec is imported anywhere: a variable set in the caller's shell must not decide what a
 # test sees. Tests that are about a variable set it themselves.
@@ -29,6 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from lowprec import executors
 
 # The same examples everywhere, so that a failure seen once can be seen again; no deadline, because
 # the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.
@@ -71,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: repeatable, and different from test to test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def fresh_executors() -> Iterator[None]:
+    """Plans and executors are made anew in the test, and after it: those of the test are for what it pretends."""
+    executors.forget()
+    yield
+    executors.forget()
 
 
 _NO_REASON = frozenset({"", "Skipped", "unconditional skip"})

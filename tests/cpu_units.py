@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.amx import tile_gemm as amx
 
 #: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
 NO_AMX = "this machine has no AMX units (or no numba to reach them)"

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import driver
-from lowprec.backends.cuda.convert import Packing
-from lowprec.backends.cuda.finish import Finish
+from lowprec.backends.cuda import runtime
+from lowprec.backends.cuda.epilogue import Epilogue
+from lowprec.backends.cuda.packing import Packing
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
 
@@ -108,7 +108,7 @@ class DeviceCopies:
 
     def __exit__(self, *_: object) -> None:
         for _, block, _ in self._copies.values():
-            driver.free(block)
+            runtime.free(block)
 
     def put(self, view: np.ndarray | None) -> int:
         """Copy all memory of which this is a view, and return the address of the view's first element; 0 for None."""
@@ -119,10 +119,10 @@ class DeviceCopies:
             root = root.base
         start = address(root)
         if start not in self._copies:
-            block = driver.allocate(root.nbytes + 64)
+            block = runtime.allocate(root.nbytes + 64)
             copy = block + start % 64
             if root.nbytes:
-                driver.copy_async(copy, start, root.nbytes, self._stream)
+                runtime.copy_async(copy, start, root.nbytes, self._stream)
             self._copies[start] = (root, block, copy)
         return self._copies[start][2] + address(view) - start
 
@@ -130,8 +130,8 @@ class DeviceCopies:
         """Copy everything back."""
         for start, (root, _, copy) in self._copies.items():
             if root.nbytes:
-                driver.copy_async(start, copy, root.nbytes, self._stream)
-        driver.synchronize_stream(self._stream)
+                runtime.copy_async(start, copy, root.nbytes, self._stream)
+        runtime.synchronize_stream(self._stream)
 
 
 @dataclass
@@ -184,7 +184,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
 # -- packing --------------------------------------------------------------------------------------
 
 
-def converted(array: np.ndarray, dtype: DType) -> np.ndarray:
+def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
     with np.errstate(all="ignore"):
         target = NUMPY_DTYPES[dtype]
         if array.dtype == target:
@@ -214,15 +214,15 @@ def _parts(array: np.ndarray) -> np.ndarray:
 
 def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
     """Return what a packing writes, shape (..., padded_rows, leading_dimension), and the exponents."""
-    exponents = exponents_of(array) if packing.scale == "rows" else np.zeros(0, np.int32)
+    exponents = exponents_of(array) if packing.scaled else np.zeros(0, np.int32)
     batch, target = array.shape[:-2], NUMPY_DTYPES[packing.dtype]
     out = np.zeros((*batch, packing.padded_rows, packing.leading_dimension), target)
     rows, cols = array.shape[-2:]
-    if packing.scale == "none" and packing.complex_as == "no":
-        out[..., :rows, :cols] = converted(array, packing.dtype)
+    if not packing.scaled and packing.complex_as == "no":
+        out[..., :rows, :cols] = cast(array, packing.dtype)
         return out, exponents
     parts = _parts(array)
-    if packing.scale == "rows":
+    if packing.scaled:
         with np.errstate(all="ignore"):
             parts = np.ldexp(parts, exponents[..., None, None])
     with np.errstate(all="ignore"):
@@ -240,7 +240,7 @@ def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]
     return out, exponents
 
 
-# -- finishing ------------------------------------------------------------------------------------
+# -- epilogues ------------------------------------------------------------------------------------
 
 
 def _times(x: np.ndarray, by: complex) -> np.ndarray:
@@ -258,8 +258,8 @@ def _times(x: np.ndarray, by: complex) -> np.ndarray:
     return result
 
 
-def finished(
-    spec: Finish,
+def with_epilogue(
+    spec: Epilogue,
     product: np.ndarray,
     c: np.ndarray | None,
     bias: np.ndarray | None,

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 import software_tiles
-from lowprec import prepared
+from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
@@ -46,7 +46,7 @@ def on(machine: str) -> Iterator[None]:
     """Run on one of the machines."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if machine == "NumPy alone":
-            numpy_alone(monkeypatch)
+            _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
         if machine == SOFTWARE_TILES:
             rows = tuple(
                 replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
@@ -54,15 +54,13 @@ def on(machine: str) -> Iterator[None]:
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
             monkeypatch.setattr(amx, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
-        yield
-
-
-def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan from now on as on a machine that has NumPy and nothing else."""
-    _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
+        try:
+            yield
+        finally:
+            executors.forget()
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
     monkeypatch.setattr(cpu, "capabilities", lambda device: able)
-    # Calls are remembered without the capabilities, which do not change while a process lives.
-    monkeypatch.setattr(prepared, "_prepared", {})
+    # Executors are kept without the capabilities, which do not change while a process lives.
+    executors.forget()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lowprec import modes, prepared
+from lowprec import executors, modes
 from lowprec.modes import MathMode
 from lowprec.planning import GemmLayout, Product, planner
 
@@ -26,10 +26,11 @@ TWO_PARTS = {
 def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
     """Make plans anew inside, and after."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_prepared", {})
-        planner.plan_gemm.cache_clear()
-        yield patch
-    planner.plan_gemm.cache_clear()
+        executors.forget()
+        try:
+            yield patch
+        finally:
+            executors.forget()
 
 
 @contextmanager

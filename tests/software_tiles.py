@@ -7,7 +7,7 @@ import numpy as np
 
 import oracles
 from lowprec.arrays.view import memory_at
-from lowprec.backends.cpu.amx import Operand
+from lowprec.backends.cpu.amx.tile_gemm import Operand
 
 #: Operands in two parts: the kernel declines what is not finite.
 _TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu import libraries
 from gpu.parts import Options, Part
+from gpu.raw import FULL_REDUCTIONS, LtProduct, told
 
 DTYPES = ("bfloat16", "float16")
 #: Extents with which TF32 was seen to run on the tensor cores of Hopper; what is not needed is zero.
@@ -32,21 +34,19 @@ def run(part: Part, options: Options) -> None:
     for dtype in DTYPES:
         _added(part, options, dtype)
         for out in ("float32", dtype):
-            for schemes in (("INPLACE", "COMPUTE_TYPE"), ("MASK",)):
+            for schemes in (FULL_REDUCTIONS, ("MASK",)):
                 _split(part, options, dtype, out, schemes)
 
 
-def _offered(part: Part, words: dict[str, Any], a: Any, b: Any, count: int, **asked: Any) -> Any:
+def _offered(
+    part: Part, words: dict[str, Any], count: int, a: Any, b: Any, **asked: Any
+) -> tuple[Any, Sequence[Any]]:
     """Return a bare product and its algorithms; none, and a row that says why, where it is refused."""
-    from gpu.raw import LtProduct
-
-    schemes = asked.pop("schemes", ("INPLACE", "COMPUTE_TYPE"))
-    try:
+    schemes = asked.pop("schemes", FULL_REDUCTIONS)
+    with part.attempt(**words):
         product = LtProduct(a, b, **asked)
         return product, product.algorithms(count, schemes)
-    except Exception as error:  # noqa: BLE001 - the report says what it was
-        part.row(ok=False, **words, error=libraries.short(error))
-        return None, ()
+    return None, ()
 
 
 # -- inside a tensor core -------------------------------------------------------------------------
@@ -57,12 +57,10 @@ def model_operands(seed: int, dtype: str, terms: int) -> tuple[Any, Any]:
     rng = np.random.default_rng([seed, terms])
     kind = libraries.numpy_dtype("float16" if dtype == "float32" else dtype)
     a, b = np.zeros((_SIDE, _SIDE)), np.zeros((_SIDE, _SIDE))
-    a[:, :terms] = np.ldexp(
-        rng.standard_normal((_SIDE, terms)), rng.integers(-3, 4, (_SIDE, terms))
-    )
-    b[:terms] = np.ldexp(rng.standard_normal((terms, _SIDE)), rng.integers(-3, 4, (terms, _SIDE)))
+    for x in (a[:, :terms], b[:terms]):
+        x[:] = np.ldexp(rng.standard_normal(x.shape), rng.integers(-3, 4, x.shape))
     out = libraries.numpy_dtype(dtype)
-    return a.astype(kind).astype(out), b.astype(kind).astype(out)  # fmt: skip
+    return a.astype(kind).astype(out), b.astype(kind).astype(out)
 
 
 def modelled(a: Any, b: Any, terms: int, group: int, fraction_bits: int) -> Any:
@@ -91,20 +89,16 @@ def _toward_zero(x: Any) -> Any:
 
 
 def _models(part: Part, options: Options, dtype: str, terms: int) -> None:
-    from gpu.raw import told
-
     a, b = model_operands(options.seed, dtype, terms)
     compute = "COMPUTE_32F_FAST_TF32" if dtype == "float32" else "COMPUTE_32F"
     words = {"question": "tensor core", "dtype": dtype, "terms": terms}
-    product, offered = _offered(part, words, a, b, 1, compute=compute, out_dtype="float32")
+    product, offered = _offered(part, words, 1, a, b, compute=compute)
     for algorithm in offered:
         result = product.run(algorithm)[:_MODELLED]
-        shares = {
-            f"groups of {group}, {bits} bits": float(
-                np.mean(result == modelled(a[:_MODELLED], b, terms, group, bits))
-            )
-            for group, bits in MODELS
-        }
+        shares = {}
+        for group, bits in MODELS:
+            same = result == modelled(a[:_MODELLED], b, terms, group, bits)
+            shares[f"groups of {group}, {bits} bits"] = float(np.mean(same))
         rules = [name for name, share in shares.items() if share == 1.0]
         part.row(**words, rule=rules or ["none of these"], shares=shares, **told(algorithm))
 
@@ -139,14 +133,9 @@ def classify_sum(a: Any, b: Any, c: Any, d: Any) -> dict[str, Any]:
 
 
 def _added(part: Part, options: Options, dtype: str) -> None:
-    from gpu.raw import told
-
     a, b, c = sum_operands(options.seed, dtype)
     words = {"question": "beta", "dtype": dtype}
-    count = 4 if options.quick else 32
-    product, offered = _offered(
-        part, words, a, b, count, compute="COMPUTE_32F", out_dtype="float32"
-    )
+    product, offered = _offered(part, words, 4 if options.quick else 32, a, b)
     for rank, algorithm in enumerate(offered):
         found = classify_sum(a, b, c, product.run(algorithm, beta=1.0, c=c))
         # The first choice is what runs.
@@ -160,23 +149,18 @@ def _added(part: Part, options: Options, dtype: str) -> None:
 def split_operands(seed: int, dtype: str) -> tuple[Any, Any]:
     """Return operands whose sums are whole numbers of about 2^14: exact in FP32 and in nothing narrower."""
     rng = np.random.default_rng(seed)
-    kind = libraries.numpy_dtype(dtype)
-    a = rng.integers(0, 3, (_SPLIT_SIDE, _SPLIT_INNER))
-    b = rng.integers(0, 3, (_SPLIT_INNER, _SPLIT_SIDE))
-    return a.astype(kind), b.astype(kind)
+    shapes = ((_SPLIT_SIDE, _SPLIT_INNER), (_SPLIT_INNER, _SPLIT_SIDE))
+    a, b = (rng.integers(0, 3, shape).astype(libraries.numpy_dtype(dtype)) for shape in shapes)
+    return a, b
 
 
 def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[str, ...]) -> None:
     """Look at algorithms that split; with lowprec's mask all must be exact."""
-    from gpu.raw import told
-
     a, b = split_operands(options.seed, dtype)
     exact = (a.astype(np.float64) @ b.astype(np.float64)).astype(libraries.numpy_dtype(out))
     allowed = schemes if out == "float32" or schemes == ("MASK",) else ("COMPUTE_TYPE",)
     words = {"question": "split", "dtype": dtype, "out_dtype": out, "allowed": list(allowed)}
-    product, offered = _offered(
-        part, words, a, b, 64, compute="COMPUTE_32F", out_dtype=out, schemes=allowed
-    )
+    product, offered = _offered(part, words, 64, a, b, out_dtype=out, schemes=allowed)
     for rank, algorithm in enumerate(offered):
         info = told(algorithm)
         if info["split_k"] > 1 or rank == 0:

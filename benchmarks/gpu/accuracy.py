@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import lowprec
 from gpu import libraries
-from gpu.parts import Options, Part
+from gpu.parts import Options, Part, short
 
 #: On Hopper cuBLAS was seen to take tensor cores for TF32 only from m = 16 and min(n, k) = 512 on.
 SIDE, INNER = 512, (512, 2048, 16384)
-QUICK_INNER = (512,)
 
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
 SINGLE = ("float32", "complex64")
@@ -31,26 +30,21 @@ FLOAT8 = (
 _SAMPLED = 16
 
 
-def draw(
-    rng: np.random.Generator, shape: tuple[int, int], distribution: str, axis: int
-) -> np.ndarray[Any, Any]:
+def draw(rng: np.random.Generator, shape: tuple[int, int], distribution: str, axis: int) -> Any:
     """Return float64 numbers of a distribution; `axis` is that of the rows of a (0) or the columns of b (1)."""
     if distribution == "uniform":
         return rng.random(shape)
-    values = rng.standard_normal(shape)
+    values, exponents = rng.standard_normal(shape), np.array(0)
     if distribution == "wide":
         # The largest elements stay inside float16; the smallest ones are subnormal there.
-        return np.ldexp(values, rng.integers(-12, 11, shape))
+        exponents = rng.integers(-12, 11, shape)
     if distribution == "scaled":
         # Whole rows and columns are far beyond float16.
-        return np.ldexp(
-            values, rng.integers(-30, 31, (shape[0], 1) if axis == 0 else (1, shape[1]))
-        )
-    return values
+        exponents = rng.integers(-30, 31, (shape[0], 1) if axis == 0 else (1, shape[1]))
+    return np.ldexp(values, exponents)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One product to check."""
 
     dtypes: tuple[str, str]
@@ -80,24 +74,18 @@ def operands(
 ) -> tuple[Any, Any]:
     """Return the operands as NumPy arrays of their own types."""
     rng = np.random.default_rng([seed, k, *distribution.encode()])
-    shapes = ((side, k), (k, side))
-    a, b = (
-        _operand(rng, shape, dtype, distribution, axis)
-        for axis, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    )
-    return a, b
 
+    def operand(shape: tuple[int, int], axis: int) -> Any:
+        dtype = dtypes[axis]
+        if dtype == "int8":
+            low = -128 if distribution == "normal" else 0
+            return rng.integers(low, 128, shape, dtype=np.int8)
+        values = draw(rng, shape, distribution, axis)
+        if dtype.startswith("complex"):
+            values = values + 1j * draw(rng, shape, distribution, axis)
+        return values.astype(libraries.numpy_dtype(dtype))
 
-def _operand(
-    rng: np.random.Generator, shape: tuple[int, int], dtype: str, distribution: str, axis: int
-) -> Any:
-    if dtype == "int8":
-        low = -128 if distribution == "normal" else 0
-        return rng.integers(low, 128, shape, dtype=np.int8)
-    values: Any = draw(rng, shape, distribution, axis)
-    if dtype.startswith("complex"):
-        values = values + 1j * draw(rng, shape, distribution, axis)
-    return values.astype(libraries.numpy_dtype(dtype))
+    return operand((side, k), 0), operand((k, side), 1)
 
 
 def exact(a: Any, b: Any) -> tuple[Any, Any, Any, slice]:
@@ -117,64 +105,51 @@ def judge(result: Any, a: Any, b: Any, bound: Any) -> dict[str, Any]:
     """Return the error of a product and whether it is within the bound of lowprec's plan."""
     wanted, x, y, part = exact(a, b)
     result = result[part][:, part]
-    norm_a, norm_b = (
-        float(np.linalg.norm(x.astype(complex))),
-        float(np.linalg.norm(y.astype(complex))),
-    )
-    difference = (result.astype(wanted.dtype) - wanted).astype(complex)
-    error = float(np.linalg.norm(difference))
+
+    def norm(array: Any) -> float:
+        return float(np.linalg.norm(array.astype(complex)))
+
+    norm_a, norm_b = norm(x), norm(y)
+    error = norm(result.astype(wanted.dtype) - wanted)
     limit = bound.frobenius(norm_a, norm_b, *wanted.shape)
     return {
         "error": error / (norm_a * norm_b),
-        "relative_error": error / float(np.linalg.norm(wanted.astype(complex))),
+        "relative_error": error / norm(wanted),
         "bound": limit / (norm_a * norm_b),
         # False for NaN, too.
         "ok": bool(error <= limit),
     }
 
 
-def tensor_cores(algorithm: dict[str, str]) -> bool | None:
-    """Return whether the plan's algorithm row says that tensor cores multiply; None where it says nothing."""
-    units = algorithm.get("units")
-    return None if units is None else "no tensor cores" not in units
-
-
 def run(part: Part, options: Options) -> None:
     """Check all products."""
-    import lowprec
-
     arrays = libraries.TorchArrays()
-    for case in cases(QUICK_INNER if options.quick else INNER):
-        if options.left() < 0:
-            part.fact("stopped_at", case.__dict__)
-            break
+    inner = INNER[:1] if options.quick else INNER
+    for case in part.in_time(cases(inner), options):
         part.row(**check(lowprec, arrays, case, SIDE, options.seed))
 
 
 def check(lowprec: Any, arrays: Any, case: Case, side: int, seed: int) -> dict[str, Any]:
     """Return the row of one product."""
-    words = {
-        "dtypes": list(case.dtypes), "mode": case.mode, "out_dtype": case.out_dtype,
-        "distribution": case.distribution, "k": case.k,
-    }  # fmt: skip
+    words = {**case._asdict(), "dtypes": list(case.dtypes)}
     a, b = operands(case.dtypes, case.distribution, case.k, side, seed)
     asked = {"math_mode": case.mode, "out_dtype": case.out_dtype}
     try:
         x, y = arrays.put(a), arrays.put(b)
         plan = lowprec.plan(x, y, **asked)
         result = arrays.get(lowprec.matmul(x, y, **asked))
-    except lowprec.UnsupportedError as error:
-        # That a device has no FP8 is no failure; that cuBLASLt has no algorithm is one.
-        ok = None if "compute capability" in str(error) else False
-        return {**words, "ok": ok, "refused": libraries.short(error)}
     except Exception as error:  # noqa: BLE001 - one product that fails is one row
-        return {**words, "ok": False, "refused": libraries.short(error)}
+        # That a device has no FP8 is no failure; that cuBLASLt has no algorithm is one.
+        lacks = isinstance(error, lowprec.UnsupportedError) and "compute capability" in str(error)
+        return {**words, "ok": None if lacks else False, "refused": short(error)}
     algorithm = dict(plan.algorithm)
+    # None where the plan's row says nothing of the units that multiply.
+    units = algorithm.get("units")
     return {
         **words,
         **judge(result, a, b, plan.bound),
         "kernel": str(plan.kernel),
         "compute_type": plan.compute_type,
         "algorithm": algorithm,
-        "tensor_cores": tensor_cores(algorithm),
+        "tensor_cores": None if units is None else "no tensor cores" not in units,
     }

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import timing
 
-from gpu import libraries
+from gpu.parts import short
 
 #: Seconds of one sample, and the most calls in it.
 _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
@@ -32,29 +32,21 @@ class Variant:
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-class Clock(Protocol):
-    """Takes the time of queued work."""
-
-    def wait(self) -> None:
-        """Wait for all work."""
-
-    def time(self, work: Callable[[], None], behind_s: float) -> float:
-        """Return the seconds that the device takes for the work, queued behind a pause of the device."""
-
-
 class EventClock:
-    """CUDA events of torch's on its current stream."""
+    """Takes the time of a GPU by CUDA events of torch's on its current stream."""
+
+    device = "cuda"
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait for all work."""
         self._cuda.synchronize()
 
     def time(self, work: Callable[[], None], behind_s: float) -> float:
-        """Return the seconds between two events around the work."""
+        """Return the seconds that the device takes for the work, queued behind a pause of the device."""
         start, end = self._events
         if behind_s > 0:
             self._cuda._sleep(int(behind_s * _CLOCK_HZ))
@@ -66,7 +58,9 @@ class EventClock:
 
 
 class HostClock:
-    """For calls that are done when they return."""
+    """The same for calls that are done when they return."""
+
+    device = "cpu"
 
     def wait(self) -> None:
         """Return at once."""
@@ -76,6 +70,9 @@ class HostClock:
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
+
+
+Clock = EventClock | HostClock
 
 
 @dataclass
@@ -103,10 +100,22 @@ class Contest:
 
 @dataclass(frozen=True)
 class _Prepared:
+    """A variant that is warm: calls per sample, the pause of the device that hides the host, and the host's time."""
+
     variant: Variant
     repeats: int
     behind_s: float
     host_s: float
+
+    def sample(self, clock: Clock, first: int, sets: int, behind_s: float) -> float:
+        """Return the seconds per call, beginning with an operand set."""
+
+        def work() -> None:
+            for number in range(first, first + self.repeats):
+                self.variant.call(number % sets)
+
+        with self.variant.around():
+            return clock.time(work, behind_s) / self.repeats
 
 
 def contest(
@@ -125,15 +134,15 @@ def contest(
         try:
             ready[name] = _prepare(variant, clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
-            made.errors[name] = libraries.short(error)
+            made.errors[name] = short(error)
     made.host_s = {name: entry.host_s for name, entry in ready.items()}
     at = 0
 
     def sample(name: str, _: int) -> tuple[float, float]:
         nonlocal at
         entry = ready[name]
-        taken = _sample(entry, clock, at, sets, entry.behind_s)
-        eager = _sample(entry, clock, at, sets, 0.0) if entry.behind_s else taken
+        taken = entry.sample(clock, at, sets, entry.behind_s)
+        eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else taken
         at += entry.repeats
         return taken, eager
 
@@ -157,15 +166,3 @@ def _prepare(variant: Variant, clock: Clock, sets: int) -> _Prepared:
     repeats = max(1, min(_MOST_REPEATS, int(_SAMPLE_S / max(once, 1e-6))))
     hidden = once < _HOST_MARGIN * host
     return _Prepared(variant, repeats, (repeats * host * 1.5 + 1e-4) if hidden else 0.0, host)
-
-
-def _sample(entry: _Prepared, clock: Clock, first: int, sets: int, behind_s: float) -> float:
-    """Return the seconds per call of one sample."""
-    call, repeats = entry.variant.call, entry.repeats
-
-    def work() -> None:
-        for number in range(first, first + repeats):
-            call(number % sets)
-
-    with entry.variant.around():
-        return clock.time(work, behind_s) / repeats

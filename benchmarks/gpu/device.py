@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from importlib import metadata
-from typing import Any
 
 import machine
 
-from gpu.libraries import optional, short
-from gpu.parts import Options, Part
+from gpu.libraries import optional
+from gpu.parts import Options, Part, short
 
 PACKAGES = (
     "numpy", "ml_dtypes", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib",
@@ -32,20 +30,27 @@ def run(part: Part, options: Options) -> None:
     """Describe the machine: first without imports, then with lowprec's, then with everybody's."""
     part.fact("nvidia_smi", nvidia_smi())
     part.fact("load_before", machine.load_average())
-    part.fact("versions", versions())
+    part.fact("versions", machine.versions(PACKAGES))
     name = part.facts["nvidia_smi"].get("name")
     part.fact("name", slug(name) if name else f"none-{machine.slug()}")
     try:
-        part.fact("gpu", _gpu())
+        from lowprec.backends import cuda
+
+        found = cuda.info()
+        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
         part.fact("name", slug(part.facts["gpu"]["devices"][0]["name"]))
     except Exception as error:  # noqa: BLE001 - the report says what it was
         part.fact("why_no_gpu", short(error))
         part.fact("gpu", None)
+    import lowprec
+
     described = machine.describe()
-    described["versions"] = {**described["versions"], **part.facts["versions"]}
-    for fact in described.keys() - {"name"}:
-        part.fact(fact, described[fact])
-    part.fact("lowprec_info", _lowprec_info())
+    described["versions"] |= part.facts["versions"]
+    part.facts |= described | {"name": part.facts["name"]}
+    try:
+        part.fact("lowprec_info", lowprec.info())
+    except Exception as error:  # noqa: BLE001 - the report says what it was
+        part.fact("lowprec_info", short(error))
     for library in ("torch", "cupy", "jax", "nvmath"):
         # A wheel that is only on the path has no place in the environment, but it has a version.
         version = getattr(optional(library), "__version__", None)
@@ -68,33 +73,6 @@ def slug(name: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "-".join(w for w in words if w not in ("nvidia", "geforce")) or "gpu"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what is installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _gpu() -> dict[str, Any]:
-    from lowprec.backends.cuda import facts, libraries
-
-    libraries.libraries()
-    return {"devices": facts.devices(), **facts.versions()}
-
-
-def _lowprec_info() -> Any:
-    import lowprec
-
-    try:
-        return lowprec.info()
-    except Exception as error:  # noqa: BLE001 - the report says what it was
-        return short(error)
 
 
 def nvidia_smi() -> dict[str, str]:

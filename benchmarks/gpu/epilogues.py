@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu import libraries
-from gpu.parts import Options, Part
+from gpu.parts import Options, Part, short
+from gpu.raw import LtProduct, told
 
 EPILOGUES = ("DEFAULT", "RELU", "GELU", "BIAS", "RELU_BIAS", "GELU_BIAS")
 _SIDE, _INNER = 128, 64
@@ -82,8 +83,6 @@ def run(part: Part, options: Options) -> None:
 
 def ask(pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int) -> dict[str, Any]:
     """Return what cuBLASLt says to one combination; `ok` is False where it takes it and computes something else."""
-    from gpu.raw import LtProduct, told
-
     a, b, bias = operands(pair, seed)
     row = {**pair._asdict(), "epilogue": epilogue, "scales": list(scales)}
     try:
@@ -97,7 +96,7 @@ def ask(pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int) -> dict
             return {**row, "ok": None, "taken": False}
         result = product.run(offered[0])
     except Exception as error:  # noqa: BLE001 - one that is refused is an answer
-        return {**row, "ok": None, "taken": False, "error": libraries.short(error)}
+        return {**row, "ok": None, "taken": False, "error": short(error)}
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     exact = wanted(a.astype(wide) @ b.astype(wide) * np.prod(scales), epilogue, bias)
     off = float(np.linalg.norm(result.astype(wide) - exact) / np.linalg.norm(exact))

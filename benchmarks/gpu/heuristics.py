@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-from gpu.libraries import short
+import lowprec
+from gpu import libraries
 from gpu.parts import Options, Part
 
 #: Name: batch, m, k, n. Batch 0 is none.
@@ -45,25 +47,14 @@ def run(part: Part, options: Options) -> None:
     """Measure all shapes and kinds."""
     import torch
 
-    from lowprec.tuning import autotune
-
     generator = torch.Generator("cuda").manual_seed(options.seed)
-    shapes = dict(list(SHAPES.items())[:1]) if options.quick else SHAPES
-    for name, (batch, m, k, n) in shapes.items():
-        for dtype, mode in KINDS:
-            if options.left() < 0:
-                part.fact("stopped_at", [name, dtype, mode])
-                return
-            stack = (batch,) if batch else ()
-            words = {"shape": name, "extents": [batch, m, k, n], "kind": mode or dtype}
-            try:
-                a, b = (
-                    torch.randn((*stack, *extents), generator=generator, device="cuda").to(
-                        getattr(torch, dtype)
-                    )
-                    for extents in ((m, k), (k, n))
-                )
-                tuning = autotune(a, b, math_mode=mode, candidates=CANDIDATES)
-                part.row(ok=bool(tuning.timed), **words, **compare(tuning.timed))
-            except Exception as error:  # noqa: BLE001 - one shape that fails is one row
-                part.row(ok=False, **words, error=short(error))
+    names = list(SHAPES)[:1] if options.quick else SHAPES
+    for name, (dtype, mode) in part.in_time(product(names, KINDS), options):
+        batch, m, k, n = SHAPES[name]
+        stack = (batch,) if batch else ()
+        words = {"shape": name, "extents": SHAPES[name], "kind": mode or dtype}
+        with part.attempt(**words):
+            extents = ((*stack, m, k), (*stack, k, n))
+            a, b = (libraries.normal(torch, generator, e, dtype) for e in extents)
+            timed = lowprec.autotune(a, b, math_mode=mode, candidates=CANDIDATES).timed
+            part.row(ok=bool(timed), **words, **compare(timed))

@@ -6,15 +6,17 @@ import timeit
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import timing
 
+import lowprec
 from gpu import libraries
-from gpu.parts import Options, Part
+from gpu.parts import Options, Part, short
+from gpu.raw import LtProduct
 
 SIZE = 64
 #: (element type, mode, torch's precision)
 KINDS = (("float32", "fp32"), ("float32", "tf32"), ("bfloat16", None))
-_CALLS, _ROUNDS = 400, 15
 
 Call = Callable[[], Any]
 
@@ -33,25 +35,18 @@ def seconds_per_call(
                 call()
             wait()
         except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
-            errors[name] = libraries.short(error)
+            errors[name] = short(error)
         else:
             ready[name] = timeit.Timer("call()", globals={"call": call})
 
-    def sample(name: str, _: int) -> float:
-        ready[name].timeit(max(1, count // 10))
-        wait()
-        return ready[name].timeit(count) / count
-
-    return timing.take_turns(list(ready), sample, rounds=rounds, seed=seed), errors
+    found = timing.repeat(ready, calls=count, rounds=rounds, seed=seed, before=wait)
+    return found, errors
 
 
-def calls_of(lowprec: Any, torch: Any, dtype: str, mode: str | None, seed: int) -> dict[str, Call]:
+def calls_of(torch: Any, dtype: str, mode: str | None, seed: int) -> dict[str, Call]:
     """Return the calls on equal operands, each library on its own arrays."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    a, b = (
-        torch.randn((SIZE, SIZE), generator=generator, device="cuda").to(getattr(torch, dtype))
-        for _ in range(2)
-    )
+    a, b = (libraries.normal(torch, generator, (SIZE, SIZE), dtype) for _ in range(2))
     out = torch.empty_like(a)
     found: dict[str, Call] = {
         "lowprec": lambda: lowprec.matmul(a, b, math_mode=mode),
@@ -69,60 +64,35 @@ def calls_of(lowprec: Any, torch: Any, dtype: str, mode: str | None, seed: int) 
         found["lowprec on cupy"] = lambda: lowprec.matmul(x, y, math_mode=mode)
     jax = libraries.optional("jax")
     if jax is not None:
-        found.update(_jax(lowprec, jax, dtype, mode))
-    found["cublasLt.matmul"] = _raw(dtype, mode, seed)
-    return found
-
-
-def _jax(lowprec: Any, jax: Any, dtype: str, mode: str | None) -> dict[str, Call]:
-    p, q = (jax.numpy.ones((SIZE, SIZE), dtype) for _ in range(2))
-    compiled = jax.jit(jax.numpy.matmul)
-    return {
-        "jax, jitted": lambda: compiled(p, q),
-        "lowprec on jax": lambda: lowprec.matmul(p, q, math_mode=mode),
-    }
-
-
-def _raw(dtype: str, mode: str | None, seed: int) -> Call:
-    """Return the bare call of the library, everything prepared."""
-    import numpy as np
-
-    from gpu.raw import LtProduct
-
-    rng = np.random.default_rng(seed)
-    a, b = (
-        rng.standard_normal((SIZE, SIZE)).astype(libraries.numpy_dtype(dtype)) for _ in range(2)
-    )
+        p, q = (jax.numpy.ones((SIZE, SIZE), dtype) for _ in range(2))
+        compiled = jax.jit(jax.numpy.matmul)
+        found["jax, jitted"] = lambda: compiled(p, q)
+        found["lowprec on jax"] = lambda: lowprec.matmul(p, q, math_mode=mode)
+    numbers = np.random.default_rng(seed).standard_normal((2, SIZE, SIZE))
     compute = "COMPUTE_32F_FAST_TF32" if mode == "tf32" else "COMPUTE_32F"
-    product = LtProduct(a, b, compute=compute, out_dtype=dtype)
-    return product.bound(product.algorithms(1)[0])
+    bare = LtProduct(
+        *numbers.astype(libraries.numpy_dtype(dtype)), compute=compute, out_dtype=dtype
+    )
+    # Everything is prepared: the library's call alone.
+    found["cublasLt.matmul"] = bare.bound(bare.algorithms(1)[0])
+    return found
 
 
 def run(part: Part, options: Options) -> None:
     """Measure all kinds."""
     import torch
 
-    import lowprec
-
-    count, rounds = (20, 3) if options.quick else (_CALLS, _ROUNDS)
+    counts = {"count": 20, "rounds": 3} if options.quick else {"count": 400, "rounds": 15}
     for dtype, mode in KINDS:
-        calls = calls_of(lowprec, torch, dtype, mode, options.seed)
-        found, errors = seconds_per_call(
-            calls, torch.cuda.synchronize, count=count, rounds=rounds, seed=options.seed
-        )
+        calls = calls_of(torch, dtype, mode, options.seed)
+        wait = torch.cuda.synchronize
+        found, errors = seconds_per_call(calls, wait, seed=options.seed, **counts)
         part.fact(f"errors, {dtype} {mode}", errors)
-        for name in found:
+        for name, taken in found.items():
             over = None
             if "torch" in found:
-                over = timing.summary(
-                    [x / y for x, y in zip(found[name], found["torch"], strict=True)]
-                )["median"]
-            part.row(
-                name=name,
-                dtype=dtype,
-                mode=mode,
-                seconds=timing.summary(found[name]),
-                over_torch=over,
-            )
+                over = timing.speed_ratio(taken, found["torch"])["median"]
+            seconds = timing.summary(taken)
+            part.row(name=name, dtype=dtype, mode=mode, seconds=seconds, over_torch=over)
         if "lowprec" in errors:
             part.row(ok=False, name="lowprec", dtype=dtype, mode=mode, error=errors["lowprec"])

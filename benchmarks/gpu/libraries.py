@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -48,6 +49,8 @@ class TorchArrays:
         return tensor.cpu().numpy()
 
 
-def short(error: BaseException) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+def normal(torch: Any, generator: Any, shape: Sequence[int], dtype: str) -> Any:
+    """Return a tensor of normal numbers, drawn in float32 unless the element type is wider."""
+    kind = getattr(torch, dtype)
+    drawn = kind if kind.is_complex or kind == torch.float64 else torch.float32
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=drawn).to(kind)

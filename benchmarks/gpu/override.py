@@ -11,22 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from gpu.libraries import short
-from gpu.parts import OVERRIDE, Options, Part
+from gpu import raw
+from gpu.parts import OVERRIDE, Options, Part, short
+from lowprec.backends.cuda.libraries import libraries
 
 COMPUTE_TYPES = (
-    "COMPUTE_32F",
-    "COMPUTE_32F_PEDANTIC",
-    "COMPUTE_32F_FAST_TF32",
-    "COMPUTE_32F_FAST_16F",
-    "COMPUTE_32F_FAST_16BF",
-)
+    "COMPUTE_32F", "COMPUTE_32F_PEDANTIC", "COMPUTE_32F_FAST_TF32", "COMPUTE_32F_FAST_16F", "COMPUTE_32F_FAST_16BF",
+)  # fmt: skip
 #: `cublasMath_t`.
-MATH_MODES = {
-    "handle, DEFAULT_MATH": 0,
-    "handle, PEDANTIC_MATH": 2,
-    "handle, TF32_TENSOR_OP_MATH": 3,
-}
+MATH_MODES = {"DEFAULT_MATH": 0, "PEDANTIC_MATH": 2, "TF32_TENSOR_OP_MATH": 3}
 
 _SIDE, _INNER = 512, 1024
 #: Beyond float16, within bfloat16 and TF32.
@@ -55,54 +48,50 @@ def expected(value: str | None, what: str) -> str | None:
 
     0 forbids TF32; without the variable only a compute type or a math mode that allows less than float32 may give less.
     """
-    if "PEDANTIC" in what or (value is None and what in ("COMPUTE_32F", "handle, DEFAULT_MATH")):
-        return "float32"
-    if value == "0" and ("TF32" in what or what in ("COMPUTE_32F", "handle, DEFAULT_MATH")):
-        return "float32"
-    return None
+    is_plain = what in ("COMPUTE_32F", "handle, DEFAULT_MATH")
+    forbids_tf32 = value == "0" and (is_plain or "TF32" in what)
+    return "float32" if "PEDANTIC" in what or forbids_tf32 or (is_plain and value is None) else None
 
 
 def probe(seed: int) -> list[dict[str, Any]]:
     """Return what each compute type and math mode does in this process."""
-    from gpu.raw import LtProduct, told
-
     rng = np.random.default_rng(seed)
-    a = rng.standard_normal((_SIDE, _INNER)).astype(np.float32)
-    b = rng.standard_normal((_INNER, _SIDE)).astype(np.float32)
+    a, b = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((_SIDE, _INNER), (_INNER, _SIDE))
+    )
     exact = a.astype(np.float64) @ b.astype(np.float64)
+
+    def judged(result: Any) -> dict[str, Any]:
+        error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+        return {"relative_error": error, "level": level(error)}
 
     def compute_type(name: str) -> dict[str, Any]:
         product, large = (
-            LtProduct(x, b, compute=name, out_dtype="float32")
+            raw.LtProduct(x, b, compute=name, out_dtype="float32")
             for x in (a, a * np.float32(_BEYOND_FLOAT16))
         )
         (algorithm,) = product.algorithms(1)
         beyond = bool(np.isfinite(large.run(algorithm)).all())
-        row = _row(name, product.run(algorithm), exact)
-        return {**row, "beyond_float16": beyond, **told(algorithm)}
+        told = {"beyond_float16": beyond, **raw.told(algorithm)}
+        return {**judged(product.run(algorithm)), **told}
+
+    def handle(name: str) -> dict[str, Any]:
+        return judged(_sgemm(MATH_MODES[name], a, b))
 
     ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
-    for name, mode in MATH_MODES.items():
-        ways[name] = lambda name=name, mode=mode: _row(name, _sgemm(mode, a, b), exact)
+    ways |= {f"handle, {name}": functools.partial(handle, name) for name in MATH_MODES}
     rows = []
-    for name, way in ways.items():
+    for what, way in ways.items():
         try:
-            rows.append(way())
+            rows.append({"what": what, **way()})
         except Exception as error:  # noqa: BLE001 - one that is refused is an answer
-            rows.append({"what": name, "error_text": short(error)})
+            rows.append({"what": what, "error_text": short(error)})
     return rows
-
-
-def _row(what: str, result: Any, exact: Any) -> dict[str, Any]:
-    error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-    return {"what": what, "relative_error": error, "level": level(error)}
 
 
 def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
     """Return a product by `cublasSgemm` on a handle in a math mode."""
-    from gpu import raw
-    from lowprec.backends.cuda.libraries import libraries
-
     cublas = libraries().cublas
     handle = cublas.create()
     cublas.set_stream(handle, raw.STREAM)

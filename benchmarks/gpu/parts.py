@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import common
 
@@ -39,6 +40,8 @@ MEASUREMENTS = {
 TESTS_S = 100
 #: Set to what stands behind a part's name, and to nothing elsewhere.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,22 @@ class Part:
         self.rows.append({**values, "ok": ok})
         self.save()
 
+    @contextlib.contextmanager
+    def attempt(self, *, ok: bool | None = False, **words: Any) -> Iterator[None]:
+        """Keep what goes wrong inside as a row with these words and the `error`, and go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - one row that fails does not end the part
+            self.row(ok=ok, **words, error=short(error))
+
+    def in_time(self, cases: Iterable[Case], options: Options) -> Iterator[Case]:
+        """Yield cases until the time is over; the fact `stopped_at` is the first one that is left out."""
+        for case in cases:
+            if options.left() < 0:
+                self.fact("stopped_at", case)
+                return
+            yield case
+
     def finish(self) -> None:
         """Say that nothing is left to do."""
         self.complete = True
@@ -82,6 +101,11 @@ class Part:
         """Write the file."""
         found = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
         common.write_json(self.path, common.plain(found))
+
+
+def short(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -129,34 +153,24 @@ def execute(
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _kill(process)
+            # What it started may outlive it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
     result = {**not_run(""), "exit": status, "elapsed_s": round(time.monotonic() - begin, 2)}
     errors = [f"stopped after {limit_s:.0f} s"] if status is None else []
     try:
         result |= reader()
-    except ValueError as problem:
-        errors.append(str(problem))
-    else:
         if not result["complete"] and status is not None:
             errors.append("it ended before it was done")
+    except ValueError as problem:
+        errors.append(str(problem))
     if errors and status:
         errors.insert(0, f"exit status {status}")
-    return {**result, "error": "; ".join(errors), "output": tail(log) if errors else []}
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its group: what it started may outlive it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-    process.wait()
-
-
-def tail(log: Path) -> list[str]:
-    """Return the last lines of a log."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    return [line[:300] for line in text.splitlines()[-_KEPT_LINES:]]
+    output = [line[:300] for line in text.splitlines()[-_KEPT_LINES:]] if errors else []
+    return {**result, "error": "; ".join(errors), "output": output}
 
 
 def state(result: Mapping[str, Any]) -> str:
@@ -165,7 +179,6 @@ def state(result: Mapping[str, Any]) -> str:
         return f"not run: {result['not_run']}"
     judged = [row["ok"] for row in result["rows"] if row["ok"] is not None]
     failed = judged.count(False)
-    words = f"{len(result['rows'])} rows, " + (
-        f"{failed} of {len(judged)} FAILED" if failed else "all well"
-    )
+    verdict = f"{failed} of {len(judged)} FAILED" if failed else "all well"
+    words = f"{len(result['rows'])} rows, {verdict}"
     return f"{result['error']}; {words}" if result["error"] else words

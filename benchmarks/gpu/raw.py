@@ -12,21 +12,16 @@ from typing import Any
 import numpy as np
 
 from gpu import libraries as own
-from lowprec.backends.cuda import bindings, driver
+from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.formats import dtype_from_name
+from lowprec.formats import ComputeType, dtype_from_name
 
-#: `cublasComputeType_t`.
+#: `cublasComputeType_t`, those included that lowprec does not use.
 COMPUTE = {
-    "COMPUTE_16F": 64,
-    "COMPUTE_32F": 68,
-    "COMPUTE_32F_PEDANTIC": 69,
-    "COMPUTE_64F": 70,
-    "COMPUTE_32I": 72,
+    **{kind.name: kind.value for kind in ComputeType},
     "COMPUTE_32F_FAST_16F": 74,
     "COMPUTE_32F_FAST_16BF": 75,
-    "COMPUTE_32F_FAST_TF32": 77,
 }
 
 #: The legacy default stream.
@@ -39,17 +34,17 @@ FULL_REDUCTIONS = ("INPLACE", "COMPUTE_TYPE")
 def upload(array: Any) -> int:
     """Return the address of a copy on the device."""
     array = np.ascontiguousarray(array)
-    address = driver.allocate(max(array.nbytes, 1))
-    driver.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
-    driver.synchronize_stream(STREAM)
+    address = runtime.allocate(max(array.nbytes, 1))
+    runtime.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
+    runtime.synchronize_stream(STREAM)
     return address
 
 
 def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a copy in host memory."""
     array = np.empty(shape, dtype)
-    driver.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
-    driver.synchronize_stream(STREAM)
+    runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
+    runtime.synchronize_stream(STREAM)
     return array
 
 
@@ -61,7 +56,7 @@ def handle() -> int:
 
 @functools.cache
 def _workspace() -> int:
-    return driver.allocate(WORKSPACE_BYTES)
+    return runtime.allocate(WORKSPACE_BYTES)
 
 
 class LtProduct:
@@ -76,8 +71,8 @@ class LtProduct:
         a: Any,
         b: Any,
         *,
-        compute: str,
-        out_dtype: str,
+        compute: str = "COMPUTE_32F",
+        out_dtype: str = "float32",
         scale_dtype: str = "float32",
         epilogue: str = "DEFAULT",
         bias: Any = None,
@@ -88,9 +83,10 @@ class LtProduct:
         self.shape = (m, n)
         self.out_dtype = own.numpy_dtype(out_dtype)
         self.scale_dtype = own.numpy_dtype(scale_dtype)
+        self.nbytes = m * n * self.out_dtype.itemsize
         self._first = upload(b.T if inner_contiguous else b)
         self._second = upload(a)
-        self._d = driver.allocate(m * n * self.out_dtype.itemsize)
+        self._d = runtime.allocate(m * n * self.out_dtype.itemsize)
         attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
         attributes["EPILOGUE"] = int(getattr(libraries().cublas_lt.Epilogue, epilogue))
         if bias is not None:
@@ -101,7 +97,7 @@ class LtProduct:
         operation = bindings.matmul_descriptor(COMPUTE[compute], _cuda(scale_dtype), attributes)
         rows, cols = (k, n) if inner_contiguous else (n, k)
         result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
-        self.product = bindings.Product(
+        self.product = bindings.MatmulDescriptors(
             operation,
             bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
             bindings.matrix_layout(_cuda(a.dtype.name), k, m, k, (1, 0)),
@@ -140,14 +136,9 @@ class LtProduct:
         # Every element must be written: what is not shows as NaN, or as -1 in integers.
         poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None
         filled = np.full(self.shape, np.nan) if poison is None else poison
-        driver.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
+        runtime.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
         return download(self._d, self.shape, self.out_dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the result."""
-        return self.shape[0] * self.shape[1] * self.out_dtype.itemsize
 
 
 def _cuda(name: str) -> int:
@@ -157,14 +148,6 @@ def _cuda(name: str) -> int:
 def told(algorithm: Algorithm) -> dict[str, Any]:
     """Return what cuBLASLt tells of an algorithm."""
     info = bindings.describe_algorithm(algorithm)
-    return {
-        "id": info.id,
-        "tile": info.tile,
-        "stages": info.stages,
-        "split_k": info.split_k,
-        "reduction": info.reduction,
-        "units": info.units,
-        "input": info.input_type,
-        "accumulator": info.accumulator,
-        "tensor_cores": info.uses_tensor_cores,
-    }
+    names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
+    found = {name: getattr(info, name) for name in names}
+    return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from gpu.libraries import short
 from gpu.parts import Options, Part
+from gpu.raw import LtProduct, told
 
 #: Bits of a float32's mantissa that TF32 has no room for.
 DROPPED = 13
@@ -66,26 +67,20 @@ def classify(given: Any, returned: Any) -> dict[str, Any]:
 
 def run(part: Part, options: Options) -> None:
     """Look at both operands, in every inner dimension."""
-    from gpu.raw import LtProduct, told
-
     values = patterns(options.seed)
-    for k in INNER:
-        for side in ("a", "b"):
-            for compute in ("COMPUTE_32F_FAST_TF32", "COMPUTE_32F"):
-                words = {"k": k, "operand": side, "compute_type": compute}
-                a, b = operands(values, k, side)
-                try:
-                    product = LtProduct(a, b, compute=compute, out_dtype="float32")
-                    (algorithm,) = product.algorithms(1)
-                    result = product.run(algorithm)
-                except Exception as error:  # noqa: BLE001 - one that is refused is an answer
-                    part.row(**words, error=short(error))
-                    continue
-                returned = result[:, 0] if side == "a" else result[0]
-                found = classify(values, np.ascontiguousarray(returned))
-                # COMPUTE_32F rounds nothing; what FAST_TF32 does is the question.
-                ok = found["rule"] == "not rounded" if compute == "COMPUTE_32F" else None
-                part.row(ok=ok, **words, **found, **told(algorithm))
+    computes = ("COMPUTE_32F_FAST_TF32", "COMPUTE_32F")
+    for k, side, compute in product(INNER, ("a", "b"), computes):
+        words = {"k": k, "operand": side, "compute_type": compute}
+        # One that is refused is an answer.
+        with part.attempt(ok=None, **words):
+            bare = LtProduct(*operands(values, k, side), compute=compute, out_dtype="float32")
+            (algorithm,) = bare.algorithms(1)
+            result = bare.run(algorithm)
+            returned = np.ascontiguousarray(result[:, 0] if side == "a" else result[0])
+            found = classify(values, returned)
+            # COMPUTE_32F rounds nothing; what FAST_TF32 does is the question.
+            ok = found["rule"] == "not rounded" if compute == "COMPUTE_32F" else None
+            part.row(ok=ok, **words, **found, **told(algorithm))
 
 
 def operands(values: Any, k: int, side: str) -> tuple[Any, Any]:

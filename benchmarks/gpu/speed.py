@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import timing
 
+import lowprec
 from gpu import clock, libraries
 from gpu.clock import Contest, Variant
-from gpu.parts import Options, Part
+from gpu.parts import Options, Part, short
 
 SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
-QUICK_SIZES = (256,)
 #: Sizes of kinds about which nothing is claimed.
 EXTRA_SIZES = (8192, 2048, 512)
 
@@ -55,39 +57,36 @@ KINDS = {
     "float32 times a vector": Kind("float32", "fp32", "ieee", "COMPUTE_32F", vector=True),
 }
 CLAIMED = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
-CONVERTING = ("float32 bf16", "float32 fp16")
+CONVERTING = "float32 bf16"
 
 
 @contextlib.contextmanager
-def torch_switches(torch: Any, precision: str, *, reduced: bool = False) -> Iterator[None]:
-    """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits; put both back."""
-    matmul = torch.backends.cuda.matmul
-    names = {
-        "fp32_precision": precision,
-        "allow_bf16_reduced_precision_reduction": reduced,
-        "allow_fp16_reduced_precision_reduction": reduced,
-    }
-    if not hasattr(matmul, "fp32_precision"):
-        names["allow_tf32"] = names.pop("fp32_precision") == "tf32"
-    before = {name: getattr(matmul, name) for name in names}
+def switched(
+    read: Callable[[str], Any], write: Callable[[str, Any], None], wanted: Mapping[str, Any]
+) -> Iterator[None]:
+    """Set a library's switches and put them back."""
+    before = {name: read(name) for name in wanted}
     try:
-        for name, value in names.items():
-            setattr(matmul, name, value)
+        for name, value in wanted.items():
+            write(name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(matmul, name, value)
+            write(name, value)
 
 
-@contextlib.contextmanager
-def cupy_switches(cupy: Any, precision: str) -> Iterator[None]:
-    """Set CuPy's compute type for float32 (1: its default, 7: TF32) and put it back."""
-    before = cupy._core.get_compute_type("f")
-    cupy._core.set_compute_type("f", 7 if precision == "tf32" else 1)
-    try:
-        yield
-    finally:
-        cupy._core.set_compute_type("f", before)
+def torch_switches(torch: Any, precision: str, reduced: bool) -> AbstractContextManager[None]:
+    """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    wanted = {
+        "allow_bf16_reduced_precision_reduction": reduced,
+        "allow_fp16_reduced_precision_reduction": reduced,
+    }
+    if hasattr(matmul, "fp32_precision"):
+        wanted["fp32_precision"] = precision
+    else:
+        wanted["allow_tf32"] = precision == "tf32"
+    return switched(functools.partial(getattr, matmul), functools.partial(setattr, matmul), wanted)
 
 
 def sets_of(n: int, itemsize: int) -> int:
@@ -108,13 +107,8 @@ class Operands:
         self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda"
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        dtype = getattr(torch, kind.dtype)
-        drawn = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
         self.a, self.b = (
-            [
-                torch.randn(shape, generator=generator, device=device, dtype=drawn).to(dtype)
-                for _ in range(sets)
-            ]
+            [libraries.normal(torch, generator, shape, kind.dtype) for _ in range(sets)]
             for shape in ((n, n), (n,) if kind.vector else (n, n))
         )
         self.sets = sets
@@ -125,36 +119,26 @@ class Operands:
         return lambda number: function(a[number], b[number])
 
 
-def variants(lowprec: Any, torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
+def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
     """Return what is compared; lowprec is the first."""
-    mode = kind.mode
+    bind = operands.bind
 
-    def switches() -> Any:
-        return torch_switches(torch, kind.precision)
+    def switches(*, reduced: bool = False) -> Any:
+        return torch_switches(torch, kind.precision, reduced)
 
     found = {
-        "lowprec": Variant(operands.bind(lambda a, b: lowprec.matmul(a, b, math_mode=mode))),
-        "torch": Variant(operands.bind(torch.matmul), switches),
+        "lowprec": Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode=kind.mode))),
+        "torch": Variant(bind(torch.matmul), switches),
     }
     if kind.dtype in ("bfloat16", "float16"):
-        found["torch, reduced sums"] = Variant(
-            operands.bind(torch.matmul),
-            lambda: torch_switches(torch, kind.precision, reduced=True),
-        )
-    if mode in ("bf16", "fp16"):
-        short = torch.bfloat16 if mode == "bf16" else torch.float16
-        found["lowprec tf32"] = Variant(
-            operands.bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32"))
-        )
-        found["torch, converted"] = Variant(
-            operands.bind(lambda a, b: (a.to(short) @ b.to(short)).float())
-        )
+        reduced = Variant(bind(torch.matmul), lambda: switches(reduced=True))
+        found["torch, reduced sums"] = reduced
+    if kind.mode in ("bf16", "fp16"):
+        to = torch.bfloat16 if kind.mode == "bf16" else torch.float16
+        tf32 = bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32"))
+        found["lowprec tf32"] = Variant(tf32)
+        found["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
         return found
-    return {**found, **_others(kind, operands)}
-
-
-def _others(kind: Kind, operands: Operands) -> dict[str, Variant]:
-    found = {}
     cupy, advanced = (libraries.optional(n) for n in ("cupy", "nvmath.linalg.advanced"))
     if cupy is not None:
         found["cupy"] = _cupy(cupy, kind, operands)
@@ -162,9 +146,7 @@ def _others(kind: Kind, operands: Operands) -> dict[str, Variant]:
         wishes = {}
         if kind.compute:
             wishes = {"compute_type": advanced.MatmulComputeType[kind.compute]}
-        found["nvmath"] = Variant(
-            operands.bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes)))
-        )
+        found["nvmath"] = Variant(bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes))))
     return found
 
 
@@ -176,7 +158,9 @@ def _cupy(cupy: Any, kind: Kind, operands: Operands) -> Variant:
             shared.extend([cupy.from_dlpack(x) for x in side] for side in (operands.a, operands.b))
         return cupy.matmul(shared[0][number], shared[1][number])
 
-    return Variant(call, lambda: cupy_switches(cupy, kind.precision))
+    # CuPy's compute type for float32, by its own numbers: the default, or TF32.
+    core, wanted = cupy._core, {"f": 7 if kind.precision == "tf32" else 1}
+    return Variant(call, lambda: switched(core.get_compute_type, core.set_compute_type, wanted))
 
 
 def relative_error(torch: Any, result: Any, a: Any, b: Any) -> float:
@@ -193,36 +177,31 @@ def row(kind_name: str, n: int, tuned: bool, found: Contest) -> dict[str, Any]:
     """Return a contest as a row of the report."""
     kind = KINDS[kind_name]
     flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
-    medians = {name: timing.summary(taken) for name, taken in found.device_s.items()}
-    own = medians.get("lowprec")
-    eager = {name: timing.summary(taken)["median"] for name, taken in found.eager_s.items()}
+    seconds = {name: timing.summary(taken) for name, taken in found.device_s.items()}
     return {
         "kind": kind_name,
         "n": n,
         "tuned": tuned,
-        "seconds": medians,
-        "eager_s": eager,
+        "seconds": seconds,
+        "eager_s": {name: timing.summary(s)["median"] for name, s in found.eager_s.items()},
         "host_s": found.host_s,
         "speed": found.speed("lowprec"),
-        "tflops": flops / own["median"] / 1e12 if own else None,
+        "tflops": flops / seconds["lowprec"]["median"] / 1e12 if "lowprec" in seconds else None,
         "errors": found.errors,
     }
 
 
 def measure(
-    lowprec: Any, torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock
+    torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock
 ) -> tuple[dict[str, Any], Operands]:
     """Return the row of one kind and size without autotuning, and its operands."""
     kind = KINDS[kind_name]
-    device = "cuda" if isinstance(ticks, clock.EventClock) else "cpu"
-    itemsize = getattr(torch, kind.dtype).itemsize
-    sets = sets_of(n, itemsize) if device == "cuda" else 2
-    operands = Operands(torch, kind, n, sets, seed, device)
+    sets = sets_of(n, getattr(torch, kind.dtype).itemsize) if ticks.device == "cuda" else 2
+    operands = Operands(torch, kind, n, sets, seed, ticks.device)
     a, b = operands.a[0], operands.b[0]
     error = relative_error(torch, lowprec.matmul(a, b, math_mode=kind.mode), a, b)
-    found = clock.contest(
-        variants(lowprec, torch, kind, operands), ticks, sets=sets, budget_s=0.6, seed=seed
-    )
+    compared = variants(torch, kind, operands)
+    found = clock.contest(compared, ticks, sets=sets, budget_s=0.6, seed=seed)
     # False for NaN, too.
     fine = bool(error <= kind.tolerance) and "lowprec" not in found.errors
     made = {**row(kind_name, n, False, found), "relative_error": error, "sets": sets, "ok": fine}
@@ -241,24 +220,18 @@ def candidates_of(median_ms: float) -> int:
 
 
 def tune(
-    lowprec: Any, torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock
+    torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock
 ) -> dict[str, Any]:
     """Return the row of the same products after autotuning, beside torch alone."""
-    from lowprec.tuning import autotune
-
     kind = KINDS[first["kind"]]
     asked = candidates_of(first["seconds"]["lowprec"]["median"] * 1e3)
-    tuning = autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=asked)
-    both = {
-        name: variant
-        for name, variant in variants(lowprec, torch, kind, operands).items()
-        if name in ("lowprec", "torch")
-    }
+    tuning = lowprec.autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=asked)
+    compared = variants(torch, kind, operands)
+    both = {name: compared[name] for name in ("lowprec", "torch")}
     found = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
-    made = row(first["kind"], first["n"], True, found)
     taken = tuning.timed[0] if tuning.timed else None
     return {
-        **made,
+        **row(first["kind"], first["n"], True, found),
         "candidates": asked,
         "found": len(tuning.timed),
         "taken": None if taken is None else {"rank": taken.rank, "algorithm": taken.algorithm},
@@ -267,39 +240,33 @@ def tune(
     }
 
 
-def schedule(*, quick: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield kind, size, and whether to tune, what is claimed first."""
-    sizes = QUICK_SIZES if quick else SIZES
+def schedule(*, quick: bool) -> list[tuple[str, int, bool]]:
+    """Return kinds, sizes, and whether to tune, what is claimed first."""
+    sizes, extra = (SIZES[-1:], SIZES[-1:]) if quick else (SIZES, EXTRA_SIZES)
+    tunes: dict[tuple[str, int], bool] = {}
     for n in sizes:
-        for name in CLAIMED:
-            yield name, n, n >= 1024 or quick
+        tunes |= {(name, n): n >= 1024 or quick for name in CLAIMED}
         if n == 8192 or quick:
-            yield CONVERTING[0], n, False
+            tunes[CONVERTING, n] = False
     for name in KINDS:
-        if name not in CLAIMED:
-            for n in sizes if quick else EXTRA_SIZES:
-                if (name, n) not in ((CONVERTING[0], 8192), (CONVERTING[0], QUICK_SIZES[0])):
-                    yield name, n, False
+        for n in extra:
+            tunes.setdefault((name, n), False)
+    return [(name, n, tuned) for (name, n), tuned in tunes.items()]
 
 
 def run(part: Part, options: Options) -> None:
     """Measure all kinds and sizes."""
     import torch
 
-    import lowprec
-
     ticks = clock.EventClock(torch)
     part.fact("rotated_bytes", _ROTATED_BYTES)
-    for name, n, tunes in schedule(quick=options.quick):
-        if options.left() < 0:
-            part.fact("stopped_at", f"{name}, {n}")
-            break
+    for name, n, tunes in part.in_time(schedule(quick=options.quick), options):
         try:
-            first, operands = measure(lowprec, torch, name, n, options.seed, ticks)
+            first, operands = measure(torch, name, n, options.seed, ticks)
             part.row(**first)
             if tunes and "lowprec" in first["seconds"]:
-                part.row(**tune(lowprec, torch, first, operands, ticks))
+                part.row(**tune(torch, first, operands, ticks))
         except Exception as error:  # noqa: BLE001 - one kind that fails is one row
-            part.row(ok=False, kind=name, n=n, tuned=None, errors={"all": libraries.short(error)})
+            part.row(ok=False, kind=name, n=n, tuned=None, errors={"all": short(error)})
         operands = None
         torch.cuda.empty_cache()

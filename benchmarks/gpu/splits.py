@@ -7,13 +7,13 @@ all of them one after the other, the smallest first. A chunk is a part of the in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import timing
 
-from gpu import clock, libraries
+import lowprec
+from gpu import clock
 from gpu.parts import Options, Part
 from gpu.speed import relative_error
 
@@ -28,8 +28,7 @@ SIZES = (1024, 4096, 16384)
 DISTRIBUTIONS = ("normal", "uniform")
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How one product is computed."""
 
     scheme: str
@@ -51,7 +50,7 @@ def split(torch: Any, x: Any, scheme: str) -> list[Any]:
     return terms
 
 
-def multiply(lowprec: Any, torch: Any, way: Way, first: list[Any], second: list[Any]) -> Any:
+def multiply(torch: Any, way: Way, first: list[Any], second: list[Any]) -> Any:
     """Return the product of split operands.
 
     A call that joins terms cannot scale them apart: the second terms of float16 are then scaled back, exactly unless
@@ -62,9 +61,8 @@ def multiply(lowprec: Any, torch: Any, way: Way, first: list[Any], second: list[
     chunk = way.chunk or k
     if way.joined and shift:
         first, second = ([x[0], x[1] * 2.0**-shift] for x in (first, second))
-    out = torch.zeros(
-        (first[0].shape[0], second[0].shape[1]), dtype=torch.float32, device=first[0].device
-    )
+    shape = first[0].shape[0], second[0].shape[1]
+    out = torch.zeros(shape, dtype=torch.float32, device=first[0].device)
     for begin in range(0, k, chunk):
         part = slice(begin, begin + chunk)
         if way.joined:
@@ -73,55 +71,50 @@ def multiply(lowprec: Any, torch: Any, way: Way, first: list[Any], second: list[
             lowprec.matmul(x, y, c=out, beta=1.0, out=out)
             continue
         for i, j in pairs:
-            lowprec.matmul(
-                first[i][:, part], second[j][part], c=out, beta=1.0, out=out, alpha=2.0 ** (-shift * (i + j))
-            )  # fmt: skip
+            x, y, alpha = first[i][:, part], second[j][part], 2.0 ** (-shift * (i + j))
+            lowprec.matmul(x, y, alpha=alpha, c=out, beta=1.0, out=out)
     return out
 
 
-def ways(*, quick: bool) -> list[Way]:
-    """Return all ways."""
-    chunks = CHUNKS[:1] if quick else CHUNKS
-    return [Way(*x) for x in product(SCHEMES, chunks, (False, True))]
-
-
 def measure(
-    lowprec: Any, torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock
+    torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock
 ) -> list[dict[str, Any]]:
     """Return one row per way for square operands: the error; for normal numbers the speed, too."""
-    device = "cuda" if isinstance(ticks, clock.EventClock) else "cpu"
-    generator = torch.Generator(device).manual_seed(options.seed)
+    generator = torch.Generator(ticks.device).manual_seed(options.seed)
     draw = torch.randn if distribution == "normal" else torch.rand
-    a, b = (draw((n, n), generator=generator, device=device) for _ in range(2))
+    a, b = (draw((n, n), generator=generator, device=ticks.device) for _ in range(2))
 
     def terms(scheme: str) -> list[list[Any]]:
         return [split(torch, x, scheme) for x in (a, b)]
 
     def whole(way: Way) -> Any:
-        return multiply(lowprec, torch, way, *terms(way.scheme))
+        return multiply(torch, way, *terms(way.scheme))
 
-    def error(result: Any) -> float:
-        return relative_error(torch, result, a, b)
+    def fp32(_: int = 0) -> Any:
+        return lowprec.matmul(a, b, math_mode="fp32")
 
-    tried = ways(quick=options.quick)
-    variants = {str(way): clock.Variant(lambda _, way=way: whole(way)) for way in tried}
-    for scheme in SCHEMES:
-        variants[scheme] = clock.Variant(lambda _, scheme=scheme: terms(scheme))
-    variants["fp32"] = clock.Variant(lambda _: lowprec.matmul(a, b, math_mode="fp32"))
+    ways = [
+        Way(*x) for x in product(SCHEMES, CHUNKS[:1] if options.quick else CHUNKS, (False, True))
+    ]
     found = clock.Contest()
     if distribution == "normal":
+        calls = {str(way): lambda _, way=way: whole(way) for way in ways}
+        calls |= {scheme: lambda _, scheme=scheme: terms(scheme) for scheme in SCHEMES}
+        variants = {name: clock.Variant(call) for name, call in {**calls, "fp32": fp32}.items()}
         found = clock.contest(variants, ticks, sets=1, rounds=3, budget_s=0.0, seed=options.seed)
     seconds = {name: timing.summary(taken)["median"] for name, taken in found.device_s.items()}
-    fp32_error = error(lowprec.matmul(a, b, math_mode="fp32"))
+    fp32_error = relative_error(torch, fp32(), a, b)
     rows = []
-    for way in tried:
-        row = {**way.__dict__, "n": n, "distribution": distribution, "fp32_error": fp32_error}
+    for way in ways:
+        row = {**way._asdict(), "n": n, "distribution": distribution, "fp32_error": fp32_error}
         if str(way) in seconds:
             row["seconds"] = seconds[str(way)]
             row["share_of_splitting"] = seconds[way.scheme] / seconds[str(way)]
             row["speed_over_fp32"] = found.speed(str(way))["fp32"]
-        why = found.errors.get(str(way))
-        rows.append({**row, "error": why} if why else {**row, "relative_error": error(whole(way))})
+        if why := found.errors.get(str(way)):
+            rows.append({**row, "error": why})
+        else:
+            rows.append({**row, "relative_error": relative_error(torch, whole(way), a, b)})
     return rows
 
 
@@ -129,16 +122,10 @@ def run(part: Part, options: Options) -> None:
     """Measure all ways, sizes and distributions."""
     import torch
 
-    import lowprec
-
     ticks = clock.EventClock(torch)
-    for n, distribution in product(SIZES[:1] if options.quick else SIZES, DISTRIBUTIONS):
-        if options.left() < 0:
-            part.fact("stopped_at", [n, distribution])
-            return
-        try:
-            for row in measure(lowprec, torch, n, distribution, options, ticks):
+    sizes = SIZES[:1] if options.quick else SIZES
+    for n, distribution in part.in_time(product(sizes, DISTRIBUTIONS), options):
+        with part.attempt(n=n, distribution=distribution):
+            for row in measure(torch, n, distribution, options, ticks):
                 part.row(**row)
-        except Exception as error:  # noqa: BLE001 - one size that fails is one row
-            part.row(ok=False, n=n, distribution=distribution, error=libraries.short(error))
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ def modules() -> list[str]:
     """Return the names of the modules that show features; a part of the report each."""
     found = [p for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")]
     # Those of the kernels alone take longest and say least.
-    return sorted((p.stem for p in found), key=lambda name: (name == "test_convert", name))
+    return sorted((p.stem for p in found), key=lambda name: (name == "test_kernels", name))
 
 
 def command(module: str, *, quick: bool) -> list[str]:
@@ -77,6 +77,10 @@ def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         (device,) = [value for name, value in test["shows"] if name == "device"] or ["unknown"]
         for feature in shown:
             by_feature[feature, device][test["kind"]] += 1
+
+    def counted(count: Mapping[str, int]) -> dict[str, int]:
+        return {kind: count[kind] for kind in _KINDS}
+
     kinds = Counter(test["kind"] for test in tests.values())
     failures = [
         {"id": name, "message": test["message"][-_MESSAGE:]}
@@ -84,21 +88,14 @@ def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if test["kind"] == "failed"
     ]
     skips = Counter(test["message"] for test in tests.values() if test["kind"] == "skipped")
-    rows = [
-        {
-            "feature": feature, "device": device, **{kind: count[kind] for kind in _KINDS},
-            "ok": False if count["failed"] else True if count["passed"] else None,
-        }
-        for (feature, device), count in by_feature.items()
-    ]  # fmt: skip
+    rows = []
+    for (feature, device), count in by_feature.items():
+        ok = False if count["failed"] else True if count["passed"] else None
+        rows.append({"feature": feature, "device": device, **counted(count), "ok": ok})
     if failures and not any(row["ok"] is False for row in rows):
-        rows.append({"feature": None, "device": None, **{k: kinds[k] for k in _KINDS}, "ok": False})
-    facts = {
-        "counts": {kind: kinds[kind] for kind in _KINDS},
-        "failures": failures[:_FAILURES],
-        "skips": dict(skips),
-    }
-    return {"complete": complete, "facts": facts, "rows": rows}
+        rows.append({"feature": None, "device": None, **counted(kinds), "ok": False})
+    told = {"counts": counted(kinds), "failures": failures[:_FAILURES], "skips": dict(skips)}
+    return {"complete": complete, "facts": told, "rows": rows}
 
 
 def _message(longrepr: Any) -> str:

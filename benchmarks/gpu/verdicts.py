@@ -14,13 +14,8 @@ Row = Mapping[str, Any]
 #: Extents of the square products that the claims are about.
 SIZES = (1024, 2048, 4096, 8192, 16384)
 
-#: Kind of product in the part `speed`: the claim's words.
-KINDS = {
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32 tf32": "tf32",
-    "float32 fp32": "fp32",
-}
+#: Kinds of product in the part `speed`.
+KINDS = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 
 #: Of torch.matmul's speed: without and with autotuning.
 FLOORS = {False: 0.98, True: 1.0}
@@ -36,8 +31,17 @@ def rows(results: Results, part: str, **where: Any) -> list[Row]:
 
 def claims(results: Results) -> list[dict[str, Any]]:
     """Return all claims with what was measured."""
-    made = [_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS]
-    return [*made, _conversion(results), _host(results), *_shares(results)]
+    gain = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
+    bf16 = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
+    tf32 = bf16[0]["speed"].get("lowprec tf32", {}) if bf16 else {}
+    host = "host time of a small product over torch.matmul's, worst type"
+    ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
+    return [
+        *(_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS),
+        common.claim(gain, tf32.get("median"), CONVERSION_FLOOR),
+        common.claim(host, max(ratios, default=None), HOST_LIMIT, at_most=True),
+        *_shares(results),
+    ]
 
 
 def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
@@ -49,25 +53,12 @@ def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
             if speed:
                 by_size[str(n)] = speed["median"]
     how = "with" if tuned else "without"
-    what = f"{KINDS[kind]}: speed over torch.matmul, worst size, {how} autotuning"
+    what = f"{kind.removeprefix('float32 ')}: speed over torch.matmul, worst size, {how} autotuning"
     complete = set(by_size) == {str(n) for n in SIZES}
     worst = min(by_size.values()) if by_size else None
     # A miss is a miss; that nothing is missed takes all sizes.
     value = worst if complete or (worst is not None and worst < FLOORS[tuned]) else None
     return common.claim(what, value, FLOORS[tuned], by_size=by_size)
-
-
-def _conversion(results: Results) -> dict[str, Any]:
-    what = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
-    found = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
-    value = found[0]["speed"].get("lowprec tf32", {}).get("median") if found else None
-    return common.claim(what, value, CONVERSION_FLOOR)
-
-
-def _host(results: Results) -> dict[str, Any]:
-    what = "host time of a small product over torch.matmul's, worst type"
-    ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
-    return common.claim(what, max(ratios, default=None), HOST_LIMIT, at_most=True)
 
 
 def _shares(results: Results) -> Iterable[dict[str, Any]]:

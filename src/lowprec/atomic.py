@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["write_file"]
-
 #: Of a name in a folder, so that what is added to it fits into the 255 bytes that file systems allow.
 _LONGEST_PREFIX = 40
 

@@ -11,12 +11,10 @@ from typing import Any
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.executors import look_up
 from lowprec.modes import MathMode, ResolvedMode
-from lowprec.prepared import look_up
-from lowprec.request import PLAIN, Request, check_devices, make_request, scale_view, spec_of
-from lowprec.selection import mode_within
-
-__all__ = ["matmul"]
+from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
+from lowprec.tolerance import mode_within
 
 
 def matmul(
@@ -99,53 +97,40 @@ def matmul(
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
-        request = make_request(
-            alpha,
-            beta,
-            activation,
-            out_dtype,
-            out=None if out is None else library_of(out).writable_view(out),
-            c=None if c is None else library_of(c).view(c),
-            bias=None if bias is None else library_of(bias).view(bias),
-            has_c=c is not None,
-            scale_a=scale_view(scale_a),
-            scale_b=scale_view(scale_b),
-        )
-    resolved = (
-        policy.resolve(math_mode) if rtol is None else _within(rtol, math_mode, x, y, request)
-    )
-    prepared = look_up(resolved, x, y, request)
-    execute, target = prepared.execute, request.out
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    if rtol is None:
+        resolved = policy.resolve(math_mode)
+    else:
+        check_devices(request.views(x, y))
+        problem = request.problem(spec_of(x), spec_of(y))
+        resolved, _ = mode_within(rtol, math_mode, problem, x.device)
+    found = look_up(resolved, x, y, request)
+    execute, target = found.execute, request.out
     if target is None:
-        target = library.allocate(prepared.out_shape, prepared.out_dtype, x.device, a)
-    elif request.must_go_aside(x, y):
-        execute = _aside(resolved, x, y, request, target)
+        target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+    else:
+        if request.needs_staging(x, y):
+            execute = _out_of_place(resolved, x, y, request, target)
+        library_of(out).mark_written(out)
     if x.device is CPU:
         execute(request.arguments(x, y, target))
     else:
-        streams.run(execute, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
-    return library.finish(target.owner, a, b, c, bias) if out is None else out
+        arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
+        streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    return library.wrap(target.owner, a, b, c, bias) if out is None else out
 
 
-def _aside(
+def _out_of_place(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
 ) -> Executor:
     """Return what computes into new memory and then writes ``out``, which shares memory with what is read."""
     device, backend = x.device, backend_of(x.device)
-    dtype = backend.aside_dtype(target.dtype)
-    prepared = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
+    dtype = backend.staging_dtype(target.dtype)
+    staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
 
     def execute(arguments: Arguments) -> None:
-        result = backend.allocate(prepared.out_shape, prepared.out_dtype, device, arguments.stream)
-        prepared.execute(arguments._replace(out=result))
+        result = backend.allocate(staged.out_shape, staged.out_dtype, device, arguments.stream)
+        staged.execute(arguments._replace(out=result))
         backend.copy(result, target, arguments.stream)
 
     return execute
-
-
-def _within(
-    rtol: float, math_mode: str | MathMode | None, x: ArrayView, y: ArrayView, request: Request
-) -> ResolvedMode:
-    check_devices(request.views(x, y))
-    problem = request.problem(spec_of(x), spec_of(y))
-    return mode_within(rtol, math_mode, problem, x.device)[0]

@@ -158,7 +158,6 @@ class DType(Enum):
         self.compute_type = compute_type
         self._accumulator = accumulator
         self._results = results
-        self._hash = hash(label)
 
     @property
     def accumulator(self) -> DType:
@@ -175,9 +174,8 @@ class DType(Enum):
         """Whether a math mode acts on it: float32 and complex64."""
         return self.format is _SINGLE
 
-    # Enum hashes its name at every call; plan keys hold several members, so the hash is kept.
-    def __hash__(self) -> int:
-        return self._hash
+    # Members are single objects. Enum would hash the name, in Python, and each call looks several up.
+    __hash__ = object.__hash__
 
     @property
     def itemsize(self) -> int:

@@ -7,23 +7,20 @@ imported for it: of the libraries, those in ``sys.modules`` are asked and the ot
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
-import os
 import platform
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lowprec._version import __version__
-from lowprec.backends.cpu import amx, cpuinfo, mkl, threads
+from lowprec.arrays import CPU
+from lowprec.backends import backend_of
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
-from lowprec.policy.frameworks import SwitchRow, disagreements, switch_rows
-
-__all__ = ["info"]
+from lowprec.policy.frameworks import disagreements, switch_rows
 
 #: Libraries that matter here: module, distributions that may bring it, what it is for.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -36,10 +33,6 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("cupy", ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "arrays"),
 )
 
-_TILE_SETS = ("amx_tile", "amx_bf16", "amx_int8")
-_BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
-
-_X86_64 = ("x86_64", "AMD64")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -70,9 +63,7 @@ def info() -> dict[str, Any]:
     >>> found["mode"]["name"], found["devices"][0]["device"]
     ('fp32', 'cpu')
     """
-    libraries = _libraries()
-    status = {entry["name"]: entry["status"] for entry in libraries}
-    obstacle = amx.obstacle()
+    cpu = backend_of(CPU).info()
     mode = _mode()
     gpu, gpus = _gpus()
     switches = switch_rows()
@@ -80,64 +71,24 @@ def info() -> dict[str, Any]:
         "version": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "devices": [_cpu(tiles=not obstacle), *gpus],
+        "devices": [*cpu["devices"], *gpus],
         "gpu": gpu,
-        "libraries": libraries,
-        "blas": _blas(),
+        "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
+        "blas": cpu["blas"],
         "mode": mode,
         "available_modes": [str(m) for m in available_modes()],
         "environment": [_variable(row) for row in environment.rows()],
-        "frameworks": [_switch(row) for row in switches],
+        "frameworks": [dataclasses.asdict(row) for row in switches],
         "warnings": [
             *environment.problems(),
             *disagreements(switches),
-            *_costs(status, obstacle),
+            *cpu["warnings"],
             *_unused_gpu(gpu),
         ],
     }
 
 
-# -- devices --------------------------------------------------------------------------------------
-
-
-def _cpu(tiles: bool) -> dict[str, Any]:
-    flags = cpuinfo.cpu_flags()
-    return {
-        "device": "cpu",
-        "name": cpuinfo.cpu_name(),
-        "cores": os.cpu_count(),
-        "affinity": _affinity(),
-        "threads": threads.num_threads(),
-        "instruction_sets": [
-            {
-                "name": name,
-                "present": name in flags,
-                "used": used if name in flags else False,
-                "by": by,
-            }
-            for name, used, by in _instruction_sets(tiles)
-        ],
-    }
-
-
-def _instruction_sets(tiles: bool) -> list[tuple[str, bool | None, str]]:
-    """Return the instruction sets that matter for products, whether lowprec uses them, and who does."""
-    by_tiles = "lowprec's tile kernels" if tiles else ""
-    return [
-        ("avx2", None, _BLAS_CHOOSES),
-        ("avx512f", None, _BLAS_CHOOSES),
-        ("avx512_bf16", tiles, by_tiles),
-        ("avx512_fp16", False, ""),
-        *((name, tiles, by_tiles) for name in _TILE_SETS),
-    ]
-
-
-def _affinity() -> int | None:
-    """Return how many CPUs this process may use; None where the system cannot tell."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        return os.cpu_count()
+# -- GPUs -----------------------------------------------------------------------------------------
 
 
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -151,11 +102,10 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if backend is None and driver is None and not _opens_driver():
         return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        facts = importlib.import_module("lowprec.backends.cuda.facts")
-        found = {**nothing, **facts.versions(), "used": True, "reason": None}
-        return found, facts.devices()
+        found = importlib.import_module("lowprec.backends.cuda").info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
+    return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
 
 
 def _opens_driver() -> bool:
@@ -178,21 +128,14 @@ def _driver() -> str | None:
 # -- libraries ------------------------------------------------------------------------------------
 
 
-def _libraries() -> list[dict[str, Any]]:
-    return [_library(*entry) for entry in _LIBRARIES]
-
-
-def _library(name: str, distributions: tuple[str, ...], role: str) -> dict[str, Any]:
+def _library(
+    name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]
+) -> dict[str, Any]:
+    """Return a library's row; what is no Python module counts as loaded where a backend has opened it."""
     module = sys.modules.get(name)
     version = getattr(module, "__version__", None) or _installed_version(distributions)
-    detail = None
-    if name == "mkl":
-        # MKL is no Python module: lowprec opens the library itself.
-        opened = mkl.mkl()
-        loaded = opened is not None
-        detail = None if opened is None else opened.version
-    else:
-        loaded = module is not None
+    detail = opened.get(name)
+    loaded = detail is not None if name in opened else module is not None
     status = "loaded" if loaded else "missing" if version is None else "installed"
     version = None if version is None else str(version)
     return {"name": name, "version": version, "status": status, "role": role, "detail": detail}
@@ -208,13 +151,6 @@ def _installed_version(distributions: tuple[str, ...]) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _blas() -> dict[str, Any]:
-    """Return which BLAS NumPy was built with."""
-    config: Any = np.show_config(mode="dicts")
-    blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
-    return {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
 
 
 # -- policy ---------------------------------------------------------------------------------------
@@ -244,38 +180,6 @@ def _variable(row: environment.VariableRow) -> dict[str, Any]:
         "legal": row.legal,
         "problem": row.problem,
     }
-
-
-def _switch(row: SwitchRow) -> dict[str, Any]:
-    return {
-        "library": row.library,
-        "switch": row.switch,
-        "value": row.value,
-        "tier": row.tier,
-        "problem": row.problem,
-    }
-
-
-# -- warnings -------------------------------------------------------------------------------------
-
-
-def _costs(status: dict[str, str], obstacle: str) -> list[str]:
-    """Return what this machine or installation lacks, and what that costs."""
-    warnings = []
-    if obstacle:
-        warnings.append(
-            f"{obstacle}: modes round the operands and multiply in FP32, which is not faster than fp32"
-        )
-    if status["mkl"] != "loaded" and platform.machine() in _X86_64:
-        why = (
-            "is not installed"
-            if status["mkl"] == "missing"
-            else "is installed but cannot be opened"
-        )
-        warnings.append(
-            f'MKL {why} (pip install "lowprec[cpu]"): products that do not run on tile units are left to NumPy\'s BLAS'
-        )
-    return warnings
 
 
 def _unused_gpu(gpu: dict[str, Any]) -> list[str]:

@@ -11,25 +11,12 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple
 
-from lowprec.arrays import ArrayView, library_of, may_overlap
+from lowprec.arrays import CPU, ArrayView, library_of, may_overlap
 from lowprec.backends import Arguments
 from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
-
-__all__ = [
-    "PLAIN",
-    "Request",
-    "ShapeDtype",
-    "check_devices",
-    "check_scalars",
-    "check_sizes",
-    "is_description",
-    "make_request",
-    "parse_dtype",
-    "scale_view",
-    "spec_of",
-]
+from lowprec.strides import contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +73,27 @@ def parse_dtype(dtype: Any) -> DType:
     return dtype_from_name(str(name).removeprefix("torch."))
 
 
-def is_description(x: Any) -> bool:
+def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
+    """Return the view of an array; with ``describing`` also of a description, as if it were contiguous."""
+    if describing and _is_description(x):
+        if not isinstance(x, ShapeDtype):
+            x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
+        strides = contiguous_strides(x.shape)
+        return ArrayView(parse_dtype(x.dtype), x.shape, strides, CPU, None, False, None)
+    library = library_of(x)
+    return library.writable_view(x) if writable else library.view(x)
+
+
+def _is_description(x: Any) -> bool:
     """Whether ``x`` only describes an array: shape and dtype, no memory."""
     if isinstance(x, tuple):
         return len(x) == 2
     return not hasattr(x, "__dlpack__") and hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def spec_of(x: Any) -> OperandSpec:
-    """Return shape, strides and element type of a view, or of a description as if it were contiguous."""
-    if isinstance(x, ArrayView):
-        return OperandSpec(x.dtype, x.shape, x.strides)
-    if not isinstance(x, ShapeDtype):
-        x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
-    return OperandSpec.contiguous(parse_dtype(x.dtype), x.shape)
+def spec_of(x: ArrayView) -> OperandSpec:
+    """Return what planning knows of a view: shape, strides and element type."""
+    return OperandSpec(x.dtype, x.shape, x.strides)
 
 
 class Request(NamedTuple):
@@ -127,13 +121,10 @@ class Request(NamedTuple):
             None if v is None else (v.device, v.dtype, v.shape, v.strides)
             for v in (self.out, self.c, self.bias)
         )
-        scales = type(self.scale_a), type(self.scale_b)
-        return (*specs, self._factors, self.activation, self.out_dtype, scales)
-
-    @property
-    def _factors(self) -> tuple[bool, bool, bool]:
         is_complex = isinstance(self.alpha, complex) or isinstance(self.beta, complex)
-        return self.alpha != 1, self.beta != 0, is_complex
+        factors = self.alpha != 1, self.beta != 0, is_complex
+        scales = type(self.scale_a), type(self.scale_b)
+        return (*specs, *factors, self.activation, self.out_dtype, *scales)
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
@@ -156,8 +147,8 @@ class Request(NamedTuple):
             a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream
         )
 
-    def must_go_aside(self, a: ArrayView, b: ArrayView) -> bool:
-        """Whether writing ``out`` could change what is still to be read, so that it must be computed aside."""
+    def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
+        """Whether writing ``out`` could change what is still to be read, so that the result is staged elsewhere."""
         out, c = self.out, self.c
         if out is None:
             return False
@@ -175,72 +166,64 @@ class Request(NamedTuple):
 PLAIN = Request()
 
 
-def make_request(
+def bind(
+    out: Any,
+    c: Any,
     alpha: Any,
     beta: Any,
+    bias: Any,
     activation: Any,
     out_dtype: Any,
+    scale_a: Any,
+    scale_b: Any,
     *,
-    out: ArrayView | None,
-    c: ArrayView | None,
-    bias: ArrayView | None,
-    has_c: bool,
-    scale_a: Any = None,
-    scale_b: Any = None,
+    describing: bool = False,
 ) -> Request:
-    """Check the keyword arguments of ``matmul``.
+    """Check the keyword arguments of ``matmul``, given as the caller passed them.
 
     Parameters
     ----------
-    alpha, beta, activation, out_dtype
-        As the caller passed them.
-    out, c, bias : ArrayView or None
-    has_c : bool
-        Whether the caller gave a ``c``, if only a description.
-    scale_a, scale_b : number, ArrayView or None
+    describing : bool
+        Whether ``out``, ``c`` and ``bias`` may be descriptions.
 
     Raises
     ------
-    DTypeError, UnsupportedError
+    ArrayError, DTypeError, UnsupportedError
         If one is not what it should be.
     ShapeError
         If ``beta`` has nothing to multiply.
     """
-    alpha, beta = _scalar("alpha", alpha), _scalar("beta", beta)
-    if beta != 0 and not has_c:
-        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
-    return Request(
-        out=out,
-        c=c,
-        bias=bias,
-        alpha=alpha,
-        beta=beta,
+    request = Request(
+        out=None if out is None else view_of(out, writable=True, describing=describing),
+        c=None if c is None else view_of(c, describing=describing),
+        bias=None if bias is None else view_of(bias, describing=describing),
+        alpha=_scalar("alpha", alpha),
+        beta=_scalar("beta", beta),
         activation=parse_activation(activation),
         out_dtype=None if out_dtype is None else parse_dtype(out_dtype),
         scale_a=_scale("scale_a", scale_a),
         scale_b=_scale("scale_b", scale_b),
     )
-
-
-def scale_view(scale: Any) -> Any:
-    """Return the view of a scale that is an array, and any other value as it is."""
-    return library_of(scale).view(scale) if hasattr(scale, "__dlpack__") else scale
+    if request.beta != 0 and c is None:
+        raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
+    return request
 
 
 def _scale(name: str, value: Any) -> ArrayView | float | None:
     """Return a scale of an FP8 operand: a number, or one float32 in the memory of the device."""
     if value is None:
         return None
-    if not isinstance(value, ArrayView):
+    if not hasattr(value, "__dlpack__"):
         number = _scalar(name, value)
         if isinstance(number, complex):
             raise DTypeError(f"{name} must be real, got {number}")
         return number
-    if value.dtype is not DType.FLOAT32 or value.size != 1:
+    view = view_of(value)
+    if view.dtype is not DType.FLOAT32 or view.size != 1:
         raise DTypeError(
-            f"{name} must be a number or one float32, got {value.dtype} of shape {value.shape}"
+            f"{name} must be a number or one float32, got {view.dtype} of shape {view.shape}"
         )
-    return value
+    return view
 
 
 def _scalar(name: str, value: Any) -> complex:
@@ -272,13 +255,13 @@ def check_scalars(request: Request, compute_dtype: DType) -> None:
 
 
 def check_devices(views: dict[str, ArrayView]) -> None:
-    """Raise if the arrays of a call, by their names, do not lie on one device."""
-    first = next(iter(views), "")
-    for name, view in views.items():
-        if view.device != views[first].device:
+    """Raise if the arrays of a call, by their names, do not lie on one device; descriptions lie on none."""
+    devices = {name: view.device for name, view in views.items() if not view.is_description}
+    first = next(iter(devices), "")
+    for name, device in devices.items():
+        if device != devices[first]:
             raise DeviceError(
-                f"{first} is on {views[first].device} and {name} on {view.device}; "
-                "move one of them to the other's device"
+                f"{first} is on {devices[first]} and {name} on {device}; move one of them to the other's device"
             )
 
 

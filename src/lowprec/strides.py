@@ -28,6 +28,23 @@ def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
+def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return the steps from the element with all indices zero to the first and to the last in memory.
+
+    Examples
+    --------
+    >>> reach((4, 3), (-3, 1))
+    (-9, 2)
+    """
+    first = last = 0
+    for extent, stride in zip(shape, strides, strict=True):
+        if stride < 0:
+            first += stride * (extent - 1)
+        else:
+            last += stride * (extent - 1)
+    return first, last
+
+
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two indices of a view may name one element, so that the view cannot be written.
 

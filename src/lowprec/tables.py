@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
-__all__ = ["Table", "html", "plain_text"]
-
 _GAP = 2
 
 

@@ -9,23 +9,21 @@ from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import library_of
-from lowprec.backends import Arguments, Timed, backend_of
+from lowprec.backends import AlgorithmTiming, Arguments, backend_of
 from lowprec.errors import UnsupportedError, quoted
+from lowprec.executors import look_up
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
-from lowprec.prepared import look_up
-from lowprec.request import make_request, scale_view
+from lowprec.request import bind
 from lowprec.tables import Table, plain_text
-
-__all__ = ["MOST_CANDIDATES", "Tuning", "autotune"]
 
 #: cuBLASLt seldom has more that differ.
 MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class AutotuneResult:
     """What :func:`autotune` found; ``print`` shows it as a table.
 
     Parameters
@@ -33,7 +31,7 @@ class Tuning:
     product : str
         Element types and shapes.
     device : str
-    timed : tuple of Timed
+    timed : tuple of AlgorithmTiming
         The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the
         library's own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where the device leaves
         nothing to choose.
@@ -41,7 +39,7 @@ class Tuning:
 
     product: str
     device: str
-    timed: tuple[Timed, ...]
+    timed: tuple[AlgorithmTiming, ...]
 
     @property
     def speedup(self) -> float:
@@ -84,7 +82,7 @@ def autotune(
     scale_b: Any = None,
     candidates: int = 32,
     progress: Callable[[int, int], None] | None = None,
-) -> Tuning:
+) -> AutotuneResult:
     """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
 
     The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
@@ -102,7 +100,7 @@ def autotune(
 
     Returns
     -------
-    Tuning
+    AutotuneResult
 
     Raises
     ------
@@ -130,33 +128,24 @@ def autotune(
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)
-    request = make_request(
-        alpha,
-        beta,
-        activation,
-        out_dtype,
-        out=None if out is None else library_of(out).writable_view(out),
-        c=None if c is None else library_of(c).view(c),
-        bias=None if bias is None else library_of(bias).view(bias),
-        has_c=c is not None,
-        scale_a=scale_view(scale_a),
-        scale_b=scale_view(scale_b),
-    )
-    prepared = look_up(policy.resolve(math_mode), x, y, request, observed=False)
-    plan, backend = prepared.plan, backend_of(x.device)
-    timed: list[Timed] = []
+    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
+    backend = backend_of(x.device)
+    timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        found = backend.tune(prepared.execute, arguments, candidates=candidates, progress=progress)
-        timed.extend(found)
+        timed.extend(
+            backend.tune(found.execute, arguments, candidates=candidates, progress=progress)
+        )
 
+    stream = library.current_stream(x.device) or 0
     target = request.out
     if target is None:
-        stream = library.current_stream(x.device) or 0
-        target = backend.allocate(prepared.out_shape, prepared.out_dtype, x.device, stream)
+        target = backend.allocate(found.out_shape, found.out_dtype, x.device, stream)
+    arguments = request.arguments(x, y, target, stream)
     if x.device.is_host:
-        measure(request.arguments(x, y, target))
+        measure(arguments)
     else:
-        streams.run(measure, request, x, y, target, (a, b, out, c, bias, scale_a, scale_b))
-    device = f"{plan.capabilities.device}: {plan.capabilities.name}"
-    return Tuning(title(plan), device, tuple(timed))
+        streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    able = found.plan.capabilities
+    return AutotuneResult(title(found.plan), f"{able.device}: {able.name}", tuple(timed))

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from cpu_units import needs_amx
-from lowprec.backends.cpu import amx, threads
+from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 
 pytestmark = needs_amx
 

@@ -21,7 +21,8 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import amx, buffers, cpuinfo, mkl, threads
+from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from programs import posix
 
 needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
@@ -88,7 +89,8 @@ def test_an_exception_at_any_instruction_waits_for_the_helpers(meet: bool) -> No
         assert not any(work.inside for work in works)
         count += 1
     assert count > 100
-    assert sum(work.helped.is_set() for work in works) > 20
+    if meet:
+        assert sum(work.helped.is_set() for work in works) > 20
     assert a_helper_comes()
 
 

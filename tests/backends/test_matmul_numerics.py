@@ -17,7 +17,7 @@ import pytest
 
 import lowprec
 import oracles
-from machines import MACHINES, numpy_alone, on
+from machines import MACHINES, on
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -604,13 +604,13 @@ def test_around_the_sizes_of_tiles(mode: str, extent: int, rng: np.random.Genera
 @named("size", ["small", "tiles", "ragged"])
 @named("dtype", [*SINGLE, *HALF], ids=dtype_name)
 def test_numpy_alone_computes_the_same(
-    mode: str, size: str, dtype: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    mode: str, size: str, dtype: Any, rng: np.random.Generator
 ) -> None:
     a, b = operands(wide, dtype, rng, size)
     out_dtype = None if dtype in SINGLE else "float32"
     fast = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
-    numpy_alone(monkeypatch)
-    plain = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
+    with on("NumPy alone"):
+        plain = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
     # Each is within the bound of accumulating the same rounded operands, so they differ by at most twice that.
     x, y = oracles.round_to(a, mode), oracles.round_to(b, mode)
     allowed = 2 * oracles.accumulation_bound(x, y, mode)

@@ -19,8 +19,8 @@ import pytest
 import lowprec
 import oracles
 from lowprec import formats
-from lowprec.backends.cpu.convert import round_float32
 from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.rounding import round_float32
 from machines import MACHINES, on
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -182,7 +182,7 @@ def page(nbytes: int) -> tuple[Any, int]:
 
 def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]:
     """Return lanes x k packed: per part the bfloat16 values as float32, (parts, lanes, k); and whether it declined."""
-    from lowprec.backends.cpu import native, packing
+    from lowprec.backends.cpu.amx import native, packing
 
     scheme = packing.SCHEMES[x.dtype.name, rounding]
     lanes, k = x.shape
@@ -238,8 +238,9 @@ def test_packing_loses_no_nan(
 def test_writing_a_block_loses_no_nan(
     dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
 ) -> None:
-    from lowprec.backends.cpu import amx, epilogue, native
-    from lowprec.backends.cpu import job as J
+    from lowprec.backends.cpu.amx import epilogue, native
+    from lowprec.backends.cpu.amx import job as J
+    from lowprec.backends.cpu.amx import tile_gemm as amx
 
     block = oracles.random_matrix(rng, (32, 32), np.float32)
     nans = oracles.nans(np.float32)

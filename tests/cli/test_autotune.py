@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowprec.backends import Timed
+from lowprec.backends import AlgorithmTiming
 from lowprec.formats import DType
-from lowprec.tuning import Tuning
+from lowprec.tuning import AutotuneResult
 
 Command = Callable[..., Any]
 
@@ -20,7 +20,11 @@ Command = Callable[..., Any]
 module = importlib.import_module("lowprec.cli.commands.autotune")
 
 WORDS = ("autotune", "--shapes", "32x16", "16x8")
-TIMED = (Timed(2, 0.5, "id 66"), Timed(1, 0.75, "id 7"), Timed(0, 1.0, "id 21"))
+TIMED = (
+    AlgorithmTiming(2, 0.5, "id 66"),
+    AlgorithmTiming(1, 0.75, "id 7"),
+    AlgorithmTiming(0, 1.0, "id 21"),
+)
 
 
 def _gpu(**facts: Any) -> Callable[[], dict[str, Any]]:
@@ -33,11 +37,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]
     """A machine with a GPU, as far as the command can tell: host arrays, and measurements that are given."""
     calls: list[tuple[Any, Any, dict[str, Any]]] = []
 
-    def tune(a: Any, b: Any, **options: Any) -> Tuning:
+    def tune(a: Any, b: Any, **options: Any) -> AutotuneResult:
         calls.append((a, b, options))
         for done in (1, 30, 65, 65):
             options["progress"](done, 65)
-        return Tuning("a product", "cuda:0: NVIDIA Something", TIMED)
+        return AutotuneResult("a product", "cuda:0: NVIDIA Something", TIMED)
 
     monkeypatch.setattr(module, "info", _gpu(used=True))
     make = lambda shape, element, rng: module.operand(rng, shape, element)  # noqa: E731
@@ -178,7 +182,7 @@ def test_a_device_without_a_choice_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        module.tuning, "autotune", lambda a, b, **_: Tuning("a product", "cuda:0", ())
+        module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ())
     )
     assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.cli import files
 from lowprec.cli.errors import CommandError
 from lowprec.formats import DType
@@ -44,7 +45,7 @@ def test_read_keeps_column_major_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3FN])
 def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
-    saved = np.array([[1.0, -2.0], [0.5, 3.0]]).astype(files.numpy_dtype(dtype))
+    saved = np.array([[1.0, -2.0], [0.5, 3.0]]).astype(NUMPY_DTYPES[dtype])
     path = str(tmp_path / "a.npy")
     np.save(path, saved)
     read = files.read_array(path, dtype)

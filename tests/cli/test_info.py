@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import amx, cpuinfo
+from lowprec.backends.cpu import cpuinfo
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.cli import main
 from lowprec.policy import environment
+from lowprec.policy.frameworks import SwitchRow
 
-#: The module whose names the tests replace.
+#: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")
+cpu_module = importlib.import_module("lowprec.backends.cpu.info")
 info = module.info
 
 FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
@@ -128,8 +131,8 @@ def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx, "_request_permission", lambda: True)
     monkeypatch.setattr(amx.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
-    monkeypatch.setattr(module.mkl, "mkl", lambda: None)
-    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu_module.mkl, "mkl", lambda: None)
+    monkeypatch.setattr(cpu_module.platform, "machine", lambda: "x86_64")
 
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -166,8 +169,8 @@ def test_the_command_shows_the_switches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = (
-        module.SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
-        module.SwitchRow("cupy", None, None, "process", "OSError: no driver"),
+        SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
+        SwitchRow("cupy", None, None, "process", "OSError: no driver"),
     )
     monkeypatch.setattr(module, "switch_rows", lambda: rows)
     assert main(["info"]) == 0

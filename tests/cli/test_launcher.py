@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lowprec.cli import launcher
 from lowprec.cli.commands import run as run_command
+from lowprec.cli.commands.run import launcher
 from programs import GUARD, TF32, posix, start, write
 
-REPLACE = launcher._replace
+REPLACE = os.execve
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace(*what: object) -> None:
         raise AssertionError("the process of the tests is not to become another program")
 
-    monkeypatch.setattr(launcher, "_replace", replace)
+    monkeypatch.setattr(os, "execve", replace)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
@@ -228,7 +228,7 @@ def test_interpreter_options(words: str, options: str) -> None:
 def test_an_interpreter_that_cannot_be_started(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_replace", REPLACE)
+    monkeypatch.setattr(os, "execve", REPLACE)
     monkeypatch.setattr(launcher, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))
     assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"
@@ -237,7 +237,7 @@ def test_an_interpreter_that_cannot_be_started(
 def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_WAYS", {os.name: launcher.wait_for})
+    monkeypatch.setattr(launcher, "_REPLACES", False)
     assert command("run", *TF32, write("import sys; sys.exit(7)")).code == 7
 
 
@@ -245,7 +245,7 @@ def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
 def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -> None:
     child = "import os, signal, time; time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5)"
     code = (
-        "import os, sys; from lowprec.cli.launcher import wait_for\n"
+        "import os, sys; from lowprec.cli.commands.run.launcher import wait_for\n"
         f"sys.exit(wait_for([sys.executable, '-c', {child + '; os._exit(9)'!r}], os.environ))"
     )
     assert start("-c", code) == (9, "", "")

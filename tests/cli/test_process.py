@@ -201,8 +201,9 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # From within, where the moment is known: a signal sent from outside may come while Python starts.
     code = (
         "import os, signal, sys\n"
-        "from lowprec.cli import files, main\n"
-        "files.read_array = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from lowprec.cli import main\n"
+        "from lowprec.cli.commands import plan\n"
+        "plan.read_array = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(main(['plan', 'A.npy', 'B.npy']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ if HAS_BINDINGS:
     import device_fixture
     import device_libraries
     import software_cuda
-    from lowprec import prepared
+    from lowprec import executors
     from lowprec.arrays import libraries
     from lowprec.backends import cuda
 else:
@@ -44,7 +44,7 @@ def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def cheap_collections(kept_kernels: None) -> Iterator[None]:
     """What is there already is no garbage, and need not be looked at whenever a test of the module collects."""
     gc.collect()
@@ -61,13 +61,13 @@ def _left(software: software_cuda.Software) -> dict[str, int]:
 def software() -> Iterator[device_fixture.SoftwareGpu]:
     """The software CUDA; at the end nothing may have been done wrong, and nothing may be left."""
     found = software_cuda.install()
-    prepared._prepared.clear()
+    executors.forget()
     try:
         yield device_fixture.SoftwareGpu(found)
         found.drain()
         faults = list(found.faults)
     finally:
-        prepared._prepared.clear()
+        executors.forget()
         cuda.reset()
         if _left(found).keys() - {"streams"}:
             # Something may hold itself; a collection takes too long to make one after each test.

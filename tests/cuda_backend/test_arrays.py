@@ -23,7 +23,7 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.dlpack import export, view_of_capsule
 from lowprec.arrays.view import memory_at
 from lowprec.backends import Arguments
-from lowprec.backends.cuda import driver, memory
+from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.errors import BackendError
 from lowprec.formats import DType
@@ -39,30 +39,30 @@ GARBAGE = np.full(N, -1, np.float32)
 class Gpu:
     """Two software GPUs with streams of their own for the libraries."""
 
-    def __init__(self, runtime: Runtime, recorder: Recorder) -> None:
-        self.runtime = runtime
+    def __init__(self, software: Runtime, recorder: Recorder) -> None:
+        self.runtime = software
         self.recorder = recorder
-        self.first = driver.create_stream()
-        self.second = driver.create_stream()
+        self.first = runtime.create_stream()
+        self.second = runtime.create_stream()
 
     def write(self, address: int, values: np.ndarray, stream: int) -> None:
         """Queue the writing of values, as they are now."""
-        driver.copy_async(address, values.ctypes.data, values.nbytes, stream)
+        runtime.copy_async(address, values.ctypes.data, values.nbytes, stream)
 
     def read(self, address: int, stream: int, count: int = N) -> np.ndarray:
         """What a reader on a stream finds, when nothing runs that it does not wait for."""
         values = np.zeros(count, np.float32)
-        driver.copy_async(values.ctypes.data, address, values.nbytes, stream)
+        runtime.copy_async(values.ctypes.data, address, values.nbytes, stream)
         return values
 
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     recorder = Recorder()
-    runtime = Runtime(recorder, [DeviceModel(), DeviceModel()])
-    before = use(Libraries(None, None, runtime, None))
-    yield Gpu(runtime, recorder)
-    runtime.drain()
+    software = Runtime(recorder, [DeviceModel(), DeviceModel()])
+    before = use(Libraries(None, None, software, None))
+    yield Gpu(software, recorder)
+    software.drain()
     memory.release()
     faults = list(recorder.faults)
     use(before)
@@ -90,7 +90,7 @@ class Foreign:
 
     def __init__(self, gpu: Gpu, values: np.ndarray, stream: int) -> None:
         self.stream = stream
-        self.address = driver.allocate(values.nbytes)
+        self.address = runtime.allocate(values.nbytes)
         self.tenancy = Tenancy(gpu, self.address, stream)
         self.shape = values.shape
         gpu.write(self.address, values, stream)
@@ -100,10 +100,10 @@ class Foreign:
 
     def __dlpack__(self, *, stream: int, max_version: Any = None) -> object:
         if stream != self.stream:
-            event = driver.create_event()
-            driver.record_event(event, self.stream)
-            driver.wait_event(stream, event)
-            driver.destroy_event(event)
+            event = runtime.create_event()
+            runtime.record_event(event, self.stream)
+            runtime.wait_event(stream, event)
+            runtime.destroy_event(event)
         elements = np.ndarray(self.shape, np.float32, memory_at(self.address, self.tenancy))
         return export(elements, DType.FLOAT32, max_version, device=GPU)
 
@@ -123,14 +123,11 @@ class StreamedLibrary(Library):
     def view(self, array: Any) -> ArrayView:
         return ArrayView(DType.FLOAT32, array.shape, (1,), GPU, array.tenancy, False, array.address)
 
-    def empty(self, *_: Any) -> Any:
+    def allocate(self, *_: Any) -> Any:
         raise AssertionError("results are allocated by the tests")
 
     def current_stream(self, device: Device) -> int:
         return self.stream
-
-    def describe(self) -> dict[str, str]:
-        return {"name": self.name}
 
 
 @pytest.fixture
@@ -143,8 +140,8 @@ def streamed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> StreamedLibrary:
 def join_both(arguments: Arguments) -> None:
     """Stands for a product: the result is a, then b."""
     a, b, out, stream = arguments.a, arguments.b, arguments.out, arguments.stream
-    driver.copy_async(out.address, a.address, a.nbytes, stream)
-    driver.copy_async(out.address + a.nbytes, b.address, b.nbytes, stream)
+    runtime.copy_async(out.address, a.address, a.nbytes, stream)
+    runtime.copy_async(out.address + a.nbytes, b.address, b.nbytes, stream)
 
 
 def run(a: Any, b: Any, execute: Any = join_both) -> tuple[DeviceArray, int]:
@@ -152,7 +149,8 @@ def run(a: Any, b: Any, execute: Any = join_both) -> tuple[DeviceArray, int]:
     x, y = (library_of(array).view(array) for array in (a, b))
     stream = library_of(a).current_stream(GPU) or 0
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, stream)
-    streams.run(execute, PLAIN, x, y, result.view(), (a, b, None, None, None, None, None))
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
+    streams.run(execute, arguments, library_of(a), (a, b, None, None, None, None, None))
     return result, stream
 
 
@@ -189,7 +187,7 @@ def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second, copy=True, max_version=(1, 0)))
     gpu.write(address_of(array), numbers(9), producer)
-    driver.synchronize_stream(producer)
+    runtime.synchronize_stream(producer)
     assert view.copied
     np.testing.assert_array_equal(gpu.read(view.address, gpu.second), numbers(5))
 
@@ -209,25 +207,25 @@ def test_memory_that_a_consumer_has_had_is_not_written_under_it(gpu: Gpu) -> Non
     array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second))
-    target = driver.allocate(view.nbytes)
-    driver.copy_async(target, view.address, view.nbytes, gpu.second)  # queued, not run
+    target = runtime.allocate(view.nbytes)
+    runtime.copy_async(target, view.address, view.nbytes, gpu.second)  # queued, not run
     del array, view
     gc.collect()
     again = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(again), GARBAGE, producer)
-    driver.synchronize_stream(producer)
+    runtime.synchronize_stream(producer)
     np.testing.assert_array_equal(gpu.read(target, gpu.second), numbers(5))
 
 
 def test_memory_is_reused_in_the_order_of_its_stream(gpu: Gpu) -> None:
     producer = memory.own_stream(GPU)
-    target = driver.allocate(2 * GARBAGE.nbytes)
+    target = runtime.allocate(2 * GARBAGE.nbytes)
     addresses = set()
     for n in range(2):
         array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
         addresses.add(address_of(array))
         gpu.write(address_of(array), numbers(100 * n), producer)
-        driver.copy_async(target + n * GARBAGE.nbytes, address_of(array), GARBAGE.nbytes, producer)
+        runtime.copy_async(target + n * GARBAGE.nbytes, address_of(array), GARBAGE.nbytes, producer)
         del array
     assert len(addresses) == 1
     both = np.concatenate([numbers(0), numbers(100)])
@@ -245,8 +243,8 @@ def test_operands_known_only_by_dlpack_are_held_until_they_were_read(gpu: Gpu) -
     del a, b  # their libraries give the memory away as soon as nobody holds it
     gc.collect()
     memory.release_finished()
-    driver.synchronize_stream(first)
-    driver.synchronize_stream(second)
+    runtime.synchronize_stream(first)
+    runtime.synchronize_stream(second)
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(address_of(result), stream, 2 * N), both)
 
@@ -257,7 +255,7 @@ def test_held_operands_are_let_go_when_they_were_read(gpu: Gpu) -> None:
     result, stream = run(a, a)
     del a
     gc.collect()
-    driver.synchronize_stream(stream)
+    runtime.synchronize_stream(stream)
     memory.release_finished()
     np.testing.assert_array_equal(gpu.read(address, gpu.first), GARBAGE)
     assert result.shape == (2 * N,)
@@ -280,7 +278,7 @@ def test_another_librarys_stream_waits_afterwards(gpu: Gpu, streamed: StreamedLi
     result, stream = run(a, b)
     # Whoever owns b may write it now, on the stream of its library.
     gpu.write(address_of(b), GARBAGE, 1)
-    driver.synchronize_stream(1)
+    runtime.synchronize_stream(1)
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(address_of(result), stream, 2 * N), both)
 
@@ -314,7 +312,7 @@ def test_a_product_that_fails_half_way_has_read_what_it_read(
         run(a, b, fails)
     del b
     gc.collect()
-    driver.synchronize_stream(gpu.second)
+    runtime.synchronize_stream(gpu.second)
     (out,) = kept
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(out.address, gpu.first, 2 * N), both)
@@ -337,7 +335,9 @@ def test_the_calls_that_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
     gpu.recorder.calls.clear()
     arrays = (a, b, None, None, None, None, None)
-    streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+    stream = library_of(a).current_stream(GPU) or 0
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
+    streams.run(join_both, arguments, library_of(a), arrays)
     assert len(gpu.recorder.calls) == CALLS[kind], gpu.recorder.calls
 
 
@@ -352,16 +352,17 @@ def test_any_call_may_fail(
     stream = library_of(a).current_stream(GPU) or 0
     arrays = (a, b, None, None, None, None, None)
     both = np.concatenate([numbers(0), numbers(100)])
+    arguments = PLAIN.arguments(x, y, result.view(), stream)
     with gpu.recorder.fail("*", at=at) as failure:
         try:
-            streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+            streams.run(join_both, arguments, library_of(a), arrays)
             raised = False
         except BackendError:
             raised = True
     assert failure.happened
-    del arrays, b, y
+    del arguments, arrays, b, y
     gc.collect()
-    driver.synchronize_stream(gpu.second)
+    runtime.synchronize_stream(gpu.second)
     found = gpu.read(address_of(result), stream, 2 * N)
     if raised:
         # Each half was read in time, or never.
@@ -381,11 +382,12 @@ def test_a_captured_product_can_be_run_again(gpu: Gpu, streamed: StreamedLibrary
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
     arrays = (a, b, None, None, None, None, None)
     x, y = streamed.view(a), streamed.view(b)
-    driver.synchronize_stream(gpu.first)
+    runtime.synchronize_stream(gpu.first)
     gpu.runtime.begin_capture(gpu.first)
     scratch = memory.allocate(100, GPU, gpu.first)
     scratch_address = scratch.address
-    streams.run(join_both, PLAIN, x, y, result.view(), arrays)
+    arguments = PLAIN.arguments(x, y, result.view(), gpu.first)
+    streams.run(join_both, arguments, streamed, arrays)
     del scratch
     graph = gpu.runtime.end_capture(gpu.first)
     assert memory.allocate(100, GPU, gpu.first).address != scratch_address

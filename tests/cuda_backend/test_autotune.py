@@ -12,7 +12,7 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import prepared
+from lowprec import executors
 from lowprec.backends import cuda
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
@@ -29,7 +29,7 @@ def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def restart() -> None:
     """What a new process would not know."""
-    prepared._prepared.clear()
+    executors.forget()
     cuda.reset()
 
 
@@ -201,7 +201,7 @@ def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
 
 def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     x = software.put(A)
-    prepared._prepared.clear()
+    executors.forget()
     lowprec.plan(x, x)
     # The third call is the second candidate's first.
     with software.failing_call("cublas_lt.matmul", at=3):

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowprec.backends.cuda import compiling, convert, disk, finish, libraries
-from lowprec.backends.cuda.convert import Packing
-from lowprec.backends.cuda.finish import Finish
+from lowprec.backends.cuda import compiling, disk, libraries
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
+from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
-from lowprec.planning import MatrixStack
+from lowprec.planning import Activation, MatrixStack, OperandSpec
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 
@@ -110,7 +110,7 @@ def forget() -> None:
 
 
 def kernel(**definitions: str | int) -> Any:
-    return compiling.kernel("finish", "finish.cu", definitions, 0)
+    return compiling.kernel("epilogue", "epilogue.cu", definitions, 0)
 
 
 # -- the real compiler ----------------------------------------------------------------------------
@@ -120,17 +120,18 @@ PACKINGS = [
     Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.BFLOAT16, 64, 64),
     Packing(MatrixStack.of(D.INT8, 64, 64, 1, 64), D.INT8, 64, 64),
     Packing(MatrixStack.of(D.COMPLEX128, 64, 64, 1, 64), D.COMPLEX128, 64, 64),
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, "rows"),
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, "rows"),
-    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, "rows", "rotated"),
-    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, "none", "rotated"),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, True),
+    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, True),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, True, "rotated"),
+    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, False, "rotated"),
 ]
 _MATRIX = {dtype: MatrixStack.of(dtype, 64, 64, 64, 1) for dtype in D}
-FINISHES = [
-    Finish(D.FLOAT32, 64, 64, 64, 64, _MATRIX[D.FLOAT16], _MATRIX[D.FLOAT16], D.FLOAT16, 1, "gelu", True),
-    Finish(D.FLOAT64, 64, 64, 64, 64, _MATRIX[D.FLOAT64], _MATRIX[D.FLOAT64], D.FLOAT64, 1, "gelu"),
-    Finish(D.COMPLEX64, 64, 64, 64, 64, _MATRIX[D.COMPLEX64], _MATRIX[D.COMPLEX64], None, 0, None, True),
-    Finish(D.INT32, 64, 64, 64, 64, _MATRIX[D.INT32], None, D.INT8, 1, "relu"),
+_BIAS = {dtype: OperandSpec(dtype, (64,), (1,)) for dtype in D}
+EPILOGUES = [
+    Epilogue(D.FLOAT32, 64, _MATRIX[D.FLOAT16], _MATRIX[D.FLOAT16], _BIAS[D.FLOAT16], Activation.GELU, True),
+    Epilogue(D.FLOAT64, 64, _MATRIX[D.FLOAT64], _MATRIX[D.FLOAT64], _BIAS[D.FLOAT64], Activation.GELU),
+    Epilogue(D.COMPLEX64, 64, _MATRIX[D.COMPLEX64], _MATRIX[D.COMPLEX64], None, None, True),
+    Epilogue(D.INT32, 64, _MATRIX[D.INT32], None, _BIAS[D.INT8], Activation.RELU),
 ]  # fmt: skip
 
 
@@ -139,10 +140,10 @@ def sources(core: Compiler) -> list[str]:
     forget()
     for packing in PACKINGS:
         for pointer in (1 << 12, 1 << 12 | 1):
-            convert.pack(packing, 0)(pointer, pointer, pointer, 1)
-    for spec in FINISHES:
+            prepare_packing(packing, 0)(pointer, pointer, pointer, 1)
+    for spec in EPILOGUES:
         for pointer in (1 << 12, 1 << 12 | 1):
-            finish.finish(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
+            prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
     return [source for source, _ in core.compiled]
 
 
@@ -170,8 +171,8 @@ def test_nvrtc_compiles_the_kernels(architecture: str, nvrtc: Any, core: Compile
 
 
 def test_what_a_compiler_says_is_passed_on(nvrtc: Any) -> None:
-    with pytest.raises(BackendError, match=r"(?s)finish was not compiled for sm_90.*PRODUCT"):
-        compiling._compiled(nvrtc, "sm_90", "finish", compiling.source_text("finish.cu"))
+    with pytest.raises(BackendError, match=r"(?s)epilogue was not compiled for sm_90.*PRODUCT"):
+        compiling._compiled(nvrtc, "sm_90", "epilogue", compiling.source_text("epilogue.cu"))
 
 
 # -- messages -------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_a_missing_compiler_is_named(core: Compiler) -> None:
     core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
     forget()
     with pytest.raises(
-        BackendError, match=r"(?s)finish was not compiled for sm_90: .*libnvrtc.*pip install"
+        BackendError, match=r"(?s)epilogue was not compiled for sm_90: .*libnvrtc.*pip install"
     ) as caught:
         kernel(A=1)
     assert "line 6" in str(caught.value)
@@ -197,7 +198,7 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
     assert kernel(A=1) is first
     source, options = core.compiled[0]
     assert source.startswith("#define A 1\n")
-    assert "finish(" in source
+    assert "epilogue(" in source
     assert options == {"arch": "sm_90", "std": "c++17", "fma": False}
     assert kernel(A=2) is not first
     assert len(core.compiled) == 2
@@ -230,7 +231,7 @@ def test_threads_that_start_together_compile_once(core: Compiler) -> None:
 def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     forget()
     source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
-    convert.pack(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
+    prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, (grid, block), (name, _), *arguments = core.launched[0]
     assert stream.__cuda_stream__() == (0, 77)
     assert (name, grid, block) == ("pack_elements", (1,), (256,))
@@ -241,12 +242,12 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
     forget()
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
-    convert.pack(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
+    prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
-    finish.finish(Finish(D.FLOAT32, 5, 7, 7, 5, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
-    packs, finishes = core.launched
-    assert packs[2][0] == "pack_groups"
-    assert packs[5:7] == finishes[5:7] == (1, 105)
+    prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
+    packed, epilogue = core.launched
+    assert packed[2][0] == "pack_groups"
+    assert packed[5:7] == epilogue[5:7] == (1, 105)
 
 
 # -- the cache on disk ----------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
     _, code = kernel(A=1)
     assert [path.parent.name for path in files(cache)] == ["kernels"]
     forget()
-    assert kernel(A=1) == ("finish", code)
+    assert kernel(A=1) == ("epilogue", code)
     assert len(core.compiled) == 1
     assert core.loaded == [code, code]
 
@@ -289,7 +290,7 @@ def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path)
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-1], "empty": b"", "flipped": data[:-1] + b"?"}[damage])
     forget()
-    with pytest.warns(LowprecWarning, match="finish_sm_90.*it is damaged; it is kept as"):
+    with pytest.warns(LowprecWarning, match="epilogue_sm_90.*it is damaged; it is kept as"):
         kernel(A=1)
     assert len(core.compiled) == 2
     assert files(cache) == [path, path.with_name(path.name + ".damaged")]
@@ -305,7 +306,7 @@ def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Pa
     core.refuses = (old,)
     forget()
     with pytest.warns(LowprecWarning, match="the driver does not load it: CUDA_ERROR_INVALID"):
-        assert kernel(A=1) == ("finish", code)
+        assert kernel(A=1) == ("epilogue", code)
     assert len(core.compiled) == 2
 
 
@@ -339,21 +340,6 @@ def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
     assert [path.name for path in files(cache)] == ["x.json.damaged"]
     disk.write_json("x.json", {"a": 1})
     assert disk.read_json("x.json") == {"a": 1}
-
-
-def test_a_write_that_fails_leaves_the_old_file(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk.write_bytes("x", b"old")
-
-    def fails(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.os, "replace", fails)
-    with pytest.warns(LowprecWarning, match="No space left"):
-        disk.write_bytes("x", b"new")
-    assert disk.read_bytes("x") == b"old"
-    assert [path.name for path in files(cache)] == ["x"]
 
 
 WRITER = """
@@ -407,5 +393,5 @@ def test_code_that_others_can_change_is_not_loaded(core: Compiler, cache: Path) 
     path.chmod(0o666)
     forget()
     with pytest.warns(LowprecWarning, match="others than you can write to it"):
-        assert kernel(A=1) == ("finish", code)
+        assert kernel(A=1) == ("epilogue", code)
     assert core.loaded == [code, code]

@@ -21,7 +21,7 @@ import oracles
 from device_fixture import Gpu, has_real_gpu
 from device_libraries import OnlyDLPack, StreamedLibrary
 from lowprec.backends import cuda
-from lowprec.backends.cuda import driver
+from lowprec.backends.cuda import runtime
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -44,7 +44,9 @@ TRUE = oracles.product(A, B)
 @every_mode
 def test_operands_that_are_still_being_written(library: StreamedLibrary, mode: str) -> None:
     with library.stream():
-        found = lowprec.matmul(library.late(A), library.late(B), math_mode=mode)
+        a = library.late(A)
+        found = lowprec.matmul(a, library.late(B), math_mode=mode)
+        assert type(found) is type(a)
         np.testing.assert_array_equal(library.get(found), TRUE)
 
 
@@ -119,17 +121,19 @@ def test_arrays_known_by_dlpack_alone(library: StreamedLibrary, mode: str) -> No
     with library.stream():
         a, b = OnlyDLPack(library.late(A)), OnlyDLPack(library.late(B))
         found = lowprec.matmul(a, b, math_mode=mode)
+        assert found.device == (2, 0)
         np.testing.assert_array_equal(library.adopt(found), TRUE)
 
 
 @pytest.mark.feature("several devices")
 @every_mode
 def test_a_device_that_is_not_current(gpu: Gpu, mode: str) -> None:
-    if driver.device_count() < 2:
+    if runtime.device_count() < 2:
         pytest.skip("there is one device")
     found = lowprec.matmul(gpu.put(A, 1), gpu.put(B, 1), math_mode=mode)
+    assert found.__dlpack_device__() == (2, 1)
     np.testing.assert_array_equal(gpu.get(found), TRUE)
-    assert driver.current_device() == 0
+    assert runtime.current_device() == 0
     with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cuda:1"):
         lowprec.matmul(gpu.put(A), gpu.put(B, 1))
 
@@ -217,6 +221,7 @@ def test_a_profile_takes_times_by_events(gpu: Gpu, rng: np.random.Generator) -> 
     assert full.elapsed_ms is not None
     assert full.elapsed_ms > 0
     assert (full.units_used, fast.units_used) == (False, True)
+    assert "tile" in str(fast.algorithm)
 
 
 @pytest.mark.feature("`autotune`, and its choice on disk")

@@ -14,13 +14,11 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import prepared
+from lowprec import executors
 from lowprec.backends import cuda
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
-
-pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
@@ -32,8 +30,8 @@ STACK = draw(4, 3, 2, 16, 16).swapaxes(0, 1)
 TRUE = oracles.product(A, B)
 
 
-class Route(NamedTuple):
-    """A product that goes one way through the backend: its arrays, their device, the call, and what it gives."""
+class Case(NamedTuple):
+    """A product that uses certain parts of the backend: its arrays, their device, the call, and what it gives."""
 
     arrays: tuple[Any, ...]
     call: Callable[..., Any]
@@ -52,60 +50,60 @@ def fused(x: Any, y: Any, bias: Any, c: Any) -> Any:
     return lowprec.matmul(x, y, bias=bias, activation="relu", c=c, beta=2.0)
 
 
-ROUTES = {
-    "as they lie": Route((A, B), plain, TRUE),
-    "fused epilogue": Route((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
-    "rounded": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
-    "scaled, made aside": Route((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
-    "several calls": Route((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
-    "int8": Route((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
-    "no inner dimension": Route(
+CASES = {
+    "as they lie": Case((A, B), plain, TRUE),
+    "fused epilogue": Case((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
+    "rounded": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
+    "scaled, staged": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
+    "several calls": Case((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
+    "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
+    "no inner dimension": Case(
         (A[:, :0], B[:0], BIAS),
         lambda x, y, z: lowprec.matmul(x, y, bias=z),
         np.broadcast_to(BIAS, (16, 16)),
     ),
-    "another device": Route((A, B), plain, TRUE, device=1),
-    "out over an operand": Route((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
+    "another device": Case((A, B), plain, TRUE, device=1),
+    "out over an operand": Case((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
 }
 
 
 def start_anew() -> None:
     """Forget prepared products, and give back all that the backend keeps."""
-    prepared._prepared.clear()
+    executors.forget()
     gc.collect()  # an exception and its frames may hold each other
     cuda.reset()
 
 
-def right(gpu: Gpu, found: Any, route: Route) -> bool:
-    return np.array_equal(oracles.widen(gpu.get(found)), route.true)
+def right(gpu: Gpu, found: Any, case: Case) -> bool:
+    return np.array_equal(oracles.widen(gpu.get(found)), case.true)
 
 
-def run(gpu: Gpu, route: Route) -> None:
+def run(gpu: Gpu, case: Case) -> None:
     """Run a product, which must be right."""
-    assert right(gpu, route.call(*route.put(gpu)), route)
+    assert right(gpu, case.call(*case.put(gpu)), case)
 
 
-def run_with_a_fault(gpu: Gpu, route: Route, position: int) -> tuple[bool, str]:
+def run_with_a_fault(gpu: Gpu, case: Case, position: int) -> tuple[bool, str]:
     """Run a product of which one call fails.
 
     Return whether it came to that call, and what was said; if nothing was, the product must be right.
     """
-    arrays = route.put(gpu)
+    arrays = case.put(gpu)
     with gpu.failing(position) as fault:
         try:
-            found, said = route.call(*arrays), ""
+            found, said = case.call(*arrays), ""
         except lowprec.LowprecError as error:
             found, said = None, f"{type(error).__name__}: {error}"
     gpu.forgive()
-    assert said or right(gpu, found, route)
+    assert said or right(gpu, found, case)
     return fault.happened, said
 
 
-def each_call_fails(gpu: Gpu, route: Route, check: Callable[[str], None]) -> None:
+def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
     """Make a product's first call fail, then its second, and so on to the last; check after each."""
     failures = 0
     for position in count(1):
-        happened, said = run_with_a_fault(gpu, route, position)
+        happened, said = run_with_a_fault(gpu, case, position)
         if not happened:
             break
         failures += bool(said)
@@ -114,27 +112,27 @@ def each_call_fails(gpu: Gpu, route: Route, check: Callable[[str], None]) -> Non
     assert failures >= (position - 1) * 2 // 3 > 1
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_call_may_fail(software: Gpu, name: str) -> None:
-    route = ROUTES[name]
-    run(software, route)  # compiles the kernels
+    case = CASES[name]
+    run(software, case)  # compiles the kernels
     start_anew()
     empty = software.live()
 
     def check(when: str) -> None:
         # The very next call is right, and nothing of either is left.
-        run(software, route)
+        run(software, case)
         start_anew()
         assert software.live() == empty, when
 
-    each_call_fails(software, route, check)
+    each_call_fails(software, case, check)
 
 
-@pytest.mark.parametrize("name", ["as they lie", "fused epilogue", "scaled, made aside"])
+@pytest.mark.parametrize("name", ["as they lie", "fused epilogue", "scaled, staged"])
 def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None:
-    route = ROUTES[name]
-    run(software, route)
-    each_call_fails(software, route, lambda when: run(software, route))
+    case = CASES[name]
+    run(software, case)
+    each_call_fails(software, case, lambda when: run(software, case))
 
 
 def test_errors_name_the_product(software: Gpu) -> None:
@@ -146,7 +144,7 @@ def test_errors_name_the_product(software: Gpu) -> None:
             match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @",
         ),
     ):
-        run(software, ROUTES["as they lie"])
+        run(software, CASES["as they lie"])
     software.forgive()
     with (
         software.failing_call("cublas_lt.matmul", status=14),
@@ -154,13 +152,13 @@ def test_errors_name_the_product(software: Gpu) -> None:
             lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"
         ),
     ):
-        run(software, ROUTES["as they lie"])
+        run(software, CASES["as they lie"])
     software.forgive()
     with (
         software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
         pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for int8"),
     ):
-        run(software, ROUTES["int8"])
+        run(software, CASES["int8"])
     software.forgive()
 
 
@@ -180,7 +178,7 @@ def test_what_no_algorithm_fuses_is_done_by_a_kernel(software: Gpu, keywords: An
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, **arrays)), true)
     with software.failing_call("matmul_algo_get_heuristic", status=15):
         told = dict(lowprec.plan(x, y, **arrays).algorithm)
-    assert "made aside" in told["fallback"]
+    assert "staged" in told["fallback"]
     assert "fallback" not in dict(lowprec.plan(x, y, **arrays).algorithm)
 
 

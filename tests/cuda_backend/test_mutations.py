@@ -7,7 +7,7 @@ lda and ldb exchanged                  a view inside a larger array
 a transpose dropped or added           square operands that are no symmetric matrices
 the operands not exchanged             square operands that are no symmetric matrices
 a wrong batch stride                   a batch
-the walk through a batch cut short     a batch without one step
+a batch cut short                      a batch without one stride
 a wrong compute type                   full FP32's error bound; cuBLASLt's table of types
 a wrong scale type                     cuBLASLt's table of types
 bias on the wrong axis                 a column-major result with a bias
@@ -22,7 +22,6 @@ a scale's exponent not taken back      float32 operands in ``fp16``
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,8 +33,8 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import prepared
-from lowprec.backends.cuda import invocation, staging
+from lowprec import executors
+from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import lowering, planner
 from lowprec.planning.calls import CublasLtCall
@@ -162,11 +161,6 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 }
 
 
-def forget_plans() -> None:
-    planner.plan_gemm.cache_clear()
-    prepared._prepared.clear()
-
-
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lower = planner.lower
     monkeypatch.setattr(planner, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
@@ -192,16 +186,12 @@ def sums_in_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promised_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowprec.backends.cuda import prepared as routes
-
-    monkeypatch.setattr(routes, "alignment_of", lambda *addresses: 256)
+    monkeypatch.setattr(executor, "alignment_of", lambda *addresses: 256)
 
 
 def exponents_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = staging.Staging._finish_spec
-    monkeypatch.setattr(
-        staging.Staging, "_finish_spec", lambda self: dataclasses.replace(make(self), scaled=False)
-    )
+    make = staging.epilogue
+    monkeypatch.setattr(staging, "epilogue", lambda *x: replace(make(*x), scaled=False))
 
 
 #: Mistakes elsewhere.
@@ -217,9 +207,9 @@ ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.fixture(autouse=True)
 def plans_of_this_test() -> Any:
     """No plan of another test is used, and none of this one's is left over."""
-    forget_plans()
+    executors.forget()
     yield
-    forget_plans()
+    executors.forget()
 
 
 def noticed(gpu: Gpu) -> list[str]:

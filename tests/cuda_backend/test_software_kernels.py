@@ -236,7 +236,7 @@ def test_cupys_arrays(cuda: Software, device: int) -> None:
             array = cupy.asarray(numbers)
             view = library.view(array.T)
             current = library.current_stream(view.device)
-            made = library.empty((2, 3), DType.BFLOAT16, view.device)
+            made = library.allocate((2, 3), DType.BFLOAT16, view.device, array).owner
         assert library.current_stream(view.device) == LEGACY
     assert current == own.ptr
     assert (view.device.index, view.shape, view.strides) == (device, (4, 3), (1, 4))

@@ -13,7 +13,7 @@ import pytest
 
 import lowprec
 import software_cuda as software
-from lowprec import prepared
+from lowprec import executors
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends import cuda as backend
@@ -21,9 +21,7 @@ from lowprec.backends import cuda as backend
 ORDERS = ["lazy", "all", 0, 1, 2, 3]
 A = np.random.default_rng(0).integers(-3, 4, (16, 24)).astype(np.float32)
 B = np.random.default_rng(1).integers(-3, 4, (24, 32)).astype(np.float32)
-pytestmark = pytest.mark.usefixtures("cheap_collections")
-
-MODES = ["fp32", "bf16", "fp16"]  # as they lie; rewritten first; rewritten, and made aside
+MODES = ["fp32", "bf16", "fp16"]  # as they lie; packed; packed, and the product staged
 
 Array = np.ndarray[Any, Any]
 
@@ -36,10 +34,10 @@ def cuda(
         pytest.skip("g++ is not installed")
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     made = software.install(order=request.param)
-    prepared._prepared.clear()
+    executors.forget()
     yield made
     made.drain()
-    prepared._prepared.clear()
+    executors.forget()
     backend.reset()
     gc.collect()
     made.drain()

@@ -19,7 +19,7 @@ import pytest
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
-from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of, loaded_libraries
+from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
@@ -78,20 +78,17 @@ def test_every_dtype_goes_out_without_a_copy(xp: ArrayNamespace, dtype: DType) -
     expected = sample(dtype)
     like = xp.asarray(sample(DType.FLOAT32))
     library = library_of(like)
-    for buffer in (
-        library.empty((5, 3), dtype, CPU, like),
-        library.allocate((5, 3), dtype, CPU, like).owner,
-    ):
-        view = library.writable_view(buffer)
-        assert (view.dtype, view.shape, view.strides) == (dtype, (5, 3), (3, 1))
-        view.ndarray()[...] = expected
-        address = view.address
-        result = library.finish(buffer, like)
-        assert isinstance(result, xp.result_type)
-        assert pointer(result) == address
-        back = xp.to_numpy(result)
-        assert back.dtype == expected.dtype
-        assert back.tobytes() == expected.tobytes()
+    view = library.allocate((5, 3), dtype, CPU, like)
+    assert (view.dtype, view.shape, view.strides) == (dtype, (5, 3), (3, 1))
+    assert not view.read_only
+    view.ndarray()[...] = expected
+    address = view.address
+    result = library.wrap(view.owner, like)
+    assert isinstance(result, xp.result_type)
+    assert pointer(result) == address
+    back = xp.to_numpy(result)
+    assert back.dtype == expected.dtype
+    assert back.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4), (7,), (2, 1, 3)])
@@ -103,7 +100,7 @@ def test_degenerate_shapes_both_ways(xp: ArrayNamespace, shape: tuple[int, ...])
     assert view.ndarray().tobytes() == sample(DType.FLOAT32, shape).tobytes()
     new = library.allocate(shape, DType.BFLOAT16, CPU, array)
     new.ndarray()[...] = sample(DType.BFLOAT16, shape)
-    result = library.finish(new.owner, array)
+    result = library.wrap(new.owner, array)
     assert xp.to_numpy(result).tobytes() == sample(DType.BFLOAT16, shape).tobytes()
 
 
@@ -172,13 +169,6 @@ def test_memory_maps_are_plain_arrays(tmp_path: Any) -> None:
     np.testing.assert_array_equal(view.ndarray(), sample(DType.FLOAT32))
 
 
-def test_loaded_libraries_describe_themselves(torch: Any, jax: Any) -> None:
-    described = {d["name"]: d["version"] for d in (x.describe() for x in loaded_libraries())}
-    assert described["numpy"] == np.__version__
-    assert described["torch"] == str(torch.__version__)
-    assert described["jax"] == jax.__version__
-
-
 # --- torch
 
 
@@ -196,12 +186,22 @@ def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> 
 
 
 def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
-    saved = torch.ones(3)
-    x = torch.ones(3, requires_grad=True)
+    saved = torch.ones(3, 3)
+    x = torch.ones(3, 3, requires_grad=True)
     y = (x * saved).sum()
-    library_of(saved).writable_view(saved).ndarray()[...] = 5
+    lowprec.matmul(x.detach(), x.detach(), out=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@pytest.mark.parametrize("tell", [lowprec.plan, lowprec.autotune], ids=["plan", "autotune"])
+def test_what_writes_no_out_leaves_saved_tensors_usable(torch: Any, tell: Any) -> None:
+    a, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+    saved = torch.full((3, 3), 2.0)
+    product = (w * saved).sum()
+    tell(a, a, out=saved)
+    product.backward()
+    assert torch.equal(w.grad, saved)
 
 
 def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
@@ -274,12 +274,6 @@ def test_torch_devices_are_reported_truthfully(torch: Any) -> None:
     assert (view.device, view.address, view.strides) == (Device(2, 1), 4096, (3, 1))
 
 
-def test_torch_empty_without_like(torch: Any) -> None:
-    library = library_of(torch.ones(1))
-    made = library.empty((2, 3), DType.BFLOAT16, CPU)
-    assert (made.dtype, made.shape, made.device.type) == (torch.bfloat16, (2, 3), "cpu")
-
-
 # --- jax
 
 
@@ -307,9 +301,9 @@ def test_jax_deleted_arrays_and_keys_are_refused(jax: Any) -> None:
 def test_jax_64_bit_results_need_64_bit_jax(jax: Any) -> None:
     like = jax.numpy.ones(3, jax.numpy.float32)
     with jax.enable_x64(False), pytest.raises(DTypeError, match="64-bit types switched off"):
-        library_of(like).empty((2,), DType.FLOAT64, CPU, like)
+        library_of(like).allocate((2,), DType.FLOAT64, CPU, like)
     with pytest.raises(DeviceError, match="the result would be on rocm:0"):
-        library_of(like).empty((2,), DType.FLOAT32, Device(10, 0), like)
+        library_of(like).allocate((2,), DType.FLOAT32, Device(10, 0), like)
 
 
 def test_jax_other_layouts_are_read_right(jax: Any) -> None:
@@ -396,7 +390,7 @@ one = jax.device_put(np.ones((4, 2), np.float32), second)
 library = library_of(one)
 view = library.allocate((4, 2), DType.FLOAT32, library.view(one).device, one)
 view.ndarray()[...] = 3
-result = library.finish(view.owner, one)
+result = library.wrap(view.owner, one)
 assert result.device == one.device and float((result + one).sum()) == 32
 
 free = jax.numpy.ones((2, 2), np.float32)
@@ -900,16 +894,14 @@ def test_round_trips_leave_memory_flat(xp: ArrayNamespace) -> None:
         for _ in range(count):
             view = library.allocate((64, 64), DType.BFLOAT16, CPU, array)
             library.view(array).ndarray()
-            library.finish(view.owner, array)
+            library.wrap(view.owner, array)
 
-    rounds = 5
-    count = 20_000 if xp.name == "jax" else 100_000
     round_trips(2_000)
     resident = []
-    for _ in range(rounds + 1):
+    for _ in range(6):
         gc.collect()
         resident.append(resident_bytes())
-        round_trips(count // rounds)
+        round_trips(4_000)
     # A leak grows in every round, an allocator's pools do not. A capsule (100 bytes) lost per
     # round trip would be 400 kB a round or more, a buffer 32 MB.
     growth = [after - before for before, after in itertools.pairwise(resident)]

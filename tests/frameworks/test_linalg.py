@@ -32,6 +32,8 @@ Array = NDArray[Any]
 single = pytest.mark.parametrize("dtype", ["float32", "complex64"])
 batches = pytest.mark.parametrize("batch", [(), (3,), (2, 1)], ids=str)
 
+FUNCTIONS = sorted(routes.ROUTES)
+
 #: SciPy computes these for NumPy's arrays, and so for those that are known only by DLPack.
 SCIPYS = ("expm", "cdist")
 
@@ -447,7 +449,7 @@ def ready(function: str, xp: ArrayNamespace) -> bool:
     return (function, xp.name) not in routes.LACKING
 
 
-@pytest.mark.parametrize("function", routes.FUNCTIONS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespace) -> None:
     if not ready(function, xp):
         with pytest.raises(lowprec.UnsupportedError, match=f"{xp.name} has no {function}; take"):
@@ -463,7 +465,7 @@ def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("function", [f for f in routes.FUNCTIONS if f not in SCIPYS])
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in SCIPYS])
 def test_wide_types_are_the_librarys_own_result(
     function: str, dtype: str, xp: ArrayNamespace
 ) -> None:
@@ -480,14 +482,14 @@ def test_wide_types_are_the_librarys_own_result(
         np.testing.assert_array_equal(xp.to_numpy(got), host.to_numpy(want))
 
 
-@pytest.mark.parametrize("function", routes.FUNCTIONS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_library_is_called_inside_the_guard(
     function: str, xp: ArrayNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ready(function, xp):
         return
     library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
-    route = routes.ROUTES[function, library]
+    route = routes.ROUTES[function][library]
     routes.find(function, library)  # loads the module
     module = sys.modules[route.module]
     original: Callable[..., Any] = getattr(module, route.name)
@@ -625,7 +627,7 @@ def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("function", routes.FUNCTIONS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) -> None:
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = tuple(x.astype(narrow) for x in operands(function))
@@ -832,15 +834,20 @@ def test_cuda_memory_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    wanted = {(f, library) for f in routes.FUNCTIONS for library in routes.LIBRARIES}
-    assert set(routes.ROUTES).isdisjoint(routes.LACKING)
-    assert set(routes.ROUTES) | set(routes.LACKING) == wanted
-    assert set(routes.FUNCTIONS) == {n for n in linalg.__all__ if n[0].islower()}
+    wanted = {(f, library) for f in FUNCTIONS for library in routes.LIBRARIES}
+    found = {(f, library) for f, row in routes.ROUTES.items() for library in row}
+    assert found.isdisjoint(routes.LACKING)
+    assert found | set(routes.LACKING) == wanted
+    assert set(FUNCTIONS) == {n for n in linalg.__all__ if n[0].islower()}
 
 
-@pytest.mark.parametrize("function", routes.FUNCTIONS)
-def test_every_function_documents_its_parameters(function: str) -> None:
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_documents_its_parameters_and_who_works(function: str) -> None:
     text = inspect.getdoc(getattr(linalg, function)) or ""
     assert ">>> " in text
     for parameter in inspect.signature(getattr(linalg, function)).parameters:
         assert f"\n{parameter} : " in text, f"{function} does not say what {parameter} is"
+    for error in ("ArrayError", "DTypeError", "UnsupportedError"):
+        assert error in text[text.index("Raises\n---") : text.index("See Also\n---")]
+    for route in routes.ROUTES[function].values():
+        assert str(route) in text[text.index("See Also\n---") : text.index("Examples\n---")]

@@ -25,7 +25,7 @@ PACKAGE = Path(lowprec.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
 #: Read it too: the start-up hook runs in programs that may never import lowprec.
-OTHER_READERS = {"cli/startup/sitecustomize.py"}
+OTHER_READERS = {"cli/commands/run/startup/sitecustomize.py"}
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60

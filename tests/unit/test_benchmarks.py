@@ -180,7 +180,7 @@ def test_a_variant_without_a_kernel_is_left_out(
 
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
-    operands = bench.Operands((1, 8, 8, 8), ["float32"], 1, 0)
+    operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
     wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
     with pytest.raises(RuntimeError, match="wrong is wrong"):
         bench._checked(wrong, operands, rng)

@@ -20,7 +20,14 @@ import pytest
 from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
-from lowprec.policy import environment, fp32_guard, frameworks, get_math_mode, math_mode, scopes
+from lowprec.policy import (
+    entries,
+    environment,
+    fp32_guard,
+    frameworks,
+    get_math_mode,
+    math_mode,
+)
 from lowprec.policy.protocol import Tier
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
@@ -99,10 +106,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         made.append(library)
         return library
 
-    before = scopes._scopes.get()
+    before = entries.innermost.get()
     yield make
     # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
-    scopes._scopes.set(before)
+    entries.innermost.set(before)
     assert [library.name for library in made if not library.is_as_before] == []
 
 
@@ -464,8 +471,7 @@ def test_a_child_that_is_forked_while_another_thread_changes_switches(load: Load
         go.set()
         _, status = os.waitpid(child, 0)
         assert status == 0
-        guard = entering.result()
-        guard._give_back(guard._open[0])
+        pool.submit(entering.result().__exit__).result()
 
 
 def test_sixteen_threads_overlap_at_random(load: Load) -> None:
@@ -500,7 +506,7 @@ def test_sixteen_threads_overlap_at_random(load: Load) -> None:
     finally:
         sys.setswitchinterval(before)
     assert process.is_as_before
-    assert guard._open == []
+    assert not entries.held
 
 
 # -- math_mode(..., frameworks=True) --------------------------------------------------------------
@@ -577,8 +583,7 @@ def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(load: Load) -> None:
         assert library.is_full
         mode.__exit__()
         assert library.is_full, "the other thread's guard is open"
-        held = guard._open[0]
-        pool.submit(guard._give_back, held).result()
+        pool.submit(guard.__exit__).result()
     assert library.is_as_before
 
 

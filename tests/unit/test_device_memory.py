@@ -289,14 +289,12 @@ def test_a_device_that_is_not_told_is_a_refusal() -> None:
 def test_results_known_only_by_dlpack_stay_on_the_device(memory: Memory) -> None:
     producer = Producer(sample(DType.FLOAT32), (2, 1))
     library = library_of(producer)
-    for view in (
-        library.allocate((5, 3), DType.BFLOAT16, GPU, producer),
-        library.view(library.empty((5, 3), DType.BFLOAT16, GPU, producer)),
-    ):
-        assert (view.device, view.strides, view.dtype) == (GPU, (3, 1), DType.BFLOAT16)
-        result = library.finish(view.owner, producer)
-        assert type(result) is DeviceArray
-        assert result.stream == library.current_stream(GPU) == 1
+    view = library.allocate((5, 3), DType.BFLOAT16, GPU, producer)
+    assert (view.device, view.strides, view.dtype) == (GPU, (3, 1), DType.BFLOAT16)
+    result = library.wrap(view.owner, producer)
+    assert type(result) is DeviceArray
+    assert result.stream == library.current_stream(GPU) == 1
+    assert library.view(result).owner is result
     assert memory.orders() == []
 
 
@@ -362,9 +360,9 @@ def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:
     """By a stand-in for JAX on a GPU: what it is handed, and for which stream it is made ready."""
     jax = gpu_jax()
     library = JaxLibrary(jax)
-    view = library.allocate((5, 3), DType.FLOAT32, GPU)
+    view = library.allocate((5, 3), DType.FLOAT32, GPU, None)
     assert memory.calls == [("allocate", 60, GPU, OWN_STREAM + 1)]
-    assert library.finish(view.owner) == "a jax.Array"
+    assert library.wrap(view.owner) == "a jax.Array"
     ((exported, keywords, capsule),) = jax.adopted
     assert exported.__dlpack_device__() == (2, 1)
     assert keywords == {}
@@ -375,5 +373,5 @@ def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:
 def test_jax_64_bit_results_on_a_gpu_need_64_bit_jax(memory: Memory) -> None:
     """By a stand-in for JAX on a GPU: the check is lowprec's."""
     with pytest.raises(DTypeError, match="64-bit types switched off"):
-        JaxLibrary(gpu_jax()).allocate((5, 3), DType.FLOAT64, GPU)
+        JaxLibrary(gpu_jax()).allocate((5, 3), DType.FLOAT64, GPU, None)
     assert memory.calls == []

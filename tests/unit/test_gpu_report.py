@@ -218,7 +218,7 @@ def test_all_limits_fit_into_the_whole(load: Load) -> None:
     limits, parts = load("gpu_report").limits(), load("gpu.parts")
     names = list(limits)
     assert names[0] == "device"
-    assert {"test_products", "test_device", "test_convert", "test_cublas_handle"} <= set(names)
+    assert {"test_products", "test_device", "test_kernels", "test_cublas_handle"} <= set(names)
     assert parts.TOTAL_S < 480
     # What the claims are about ends in time if the tests take half of what they may.
     first = [limits[name] for name in names[: names.index("speed") + 1] if "test_" not in name]
@@ -644,12 +644,11 @@ def torch() -> Any:
 def test_split_products(
     load: Load, torch: Any, distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lowprec
 
     splits, clock = load("gpu.splits"), load("gpu.clock")
     monkeypatch.setattr(splits, "CHUNKS", (48, None))
     options = load("gpu.parts").Options(quick=False, seed=0)
-    found = splits.measure(lowprec, torch, 128, distribution, options, clock.HostClock())
+    found = splits.measure(torch, 128, distribution, options, clock.HostClock())
     assert len(found) == len(splits.SCHEMES) * len(splits.CHUNKS) * 2
     # Two terms of bfloat16 leave up to 2^-17 of an element out, the others 2^-22; FP32 sums cost up to 128 * 2^-24. The
     # errors are as random as the products, so that both sums grow alike.
@@ -667,7 +666,7 @@ def test_speed_rows(load: Load, torch: Any, kind: str) -> None:
     import lowprec
 
     speed, clock = load("gpu.speed"), load("gpu.clock")
-    row, operands = speed.measure(lowprec, torch, kind, 64, 0, clock.HostClock())
+    row, operands = speed.measure(torch, kind, 64, 0, clock.HostClock())
     assert row["ok"] is True, row
     assert row["speed"]["torch"]["median"] > 0
     assert row["tflops"] > 0

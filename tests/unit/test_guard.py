@@ -144,6 +144,13 @@ def test_wrap_carries_the_guard_into_a_worker() -> None:
         assert pool.submit(get_math_mode).result() is BF16
 
 
+def test_wrap_carries_a_mode_into_a_worker() -> None:
+    with ThreadPoolExecutor(1) as pool, math_mode("tf32") as mode:
+        assert pool.submit(get_math_mode).result() is BF16
+        assert pool.submit(mode.wrap(get_math_mode)).result() is TF32
+        assert pool.submit(get_math_mode).result() is BF16
+
+
 def test_a_decorated_function() -> None:
     @fp32_guard()
     def mode(depth: int) -> list[MathMode]:

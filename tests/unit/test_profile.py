@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
 import itertools
 import json
 import os
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -19,15 +20,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
 import machines
 from cpu_units import needs_amx
-from lowprec import prepared
-from lowprec.backends import Arguments, Ran, cpu
-from lowprec.planning import plan_gemm
+from lowprec import executors, policy
+from lowprec.arrays import library_of
+from lowprec.backends import Arguments, ExecutionInfo, cpu
+from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import nvtx, units
-from lowprec.request import Request, spec_of
+from lowprec.request import PLAIN, Request, parse_dtype
+from programs import posix, start
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
 B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
@@ -36,7 +38,7 @@ B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
 @pytest.fixture(autouse=True)
 def nobody_listens_afterwards() -> Iterator[None]:
     yield
-    assert prepared._observer is None
+    assert executors._observer is None
 
 
 # -- what is recorded -----------------------------------------------------------------------------
@@ -158,34 +160,32 @@ def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
     assert (aside.batch_count, aside.out_shape) == (1, (4, 4))
 
 
+@pytest.mark.usefixtures("fresh_executors")
 def test_copies_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = machines.BARE
     monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
-    monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((8, 8), np.float32)[::2, ::2], np.ones((4, 4), np.float32))
     assert prof.records[0].copies == ("a: BLAS cannot express its strides",)
 
 
 def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
+    x, y = library_of(A).view(A), library_of(B).view(B)
     expected = lowprec.matmul(A, B)
-    cached = dict(prepared._prepared)
+    cached = executors.look_up(policy.resolve(), x, y, PLAIN)
     with lowprec.profile():
         observed = lowprec.matmul(A, B)
     assert np.array_equal(expected, observed)
-    assert cached
-    assert prepared._prepared == cached
+    assert executors.look_up(policy.resolve(), x, y, PLAIN) is cached
 
 
 def test_what_only_wants_the_executor_is_not_observed() -> None:
-    from lowprec import policy
-    from lowprec.arrays import library_of
-
     x, y = library_of(A).view(A), library_of(B).view(B)
     with lowprec.profile() as prof:
-        plain = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
-        again = prepared.look_up(policy.resolve(), x, y, Request(), observed=False)
-        plain.execute(Request().arguments(x, y, library_of(A).allocate((6, 5), x.dtype, x.device)))
+        plain = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
+        again = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
+        out = library_of(A).allocate((6, 5), x.dtype, x.device, A)
+        plain.execute(Request().arguments(x, y, out))
     assert plain is again
     assert len(prof) == 0
 
@@ -198,7 +198,7 @@ class Broken(RuntimeError):
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(plan: Any) -> Any:
         def execute(arguments: Arguments) -> None:
             raise Broken("the library gave up")
@@ -206,7 +206,6 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         return execute
 
     monkeypatch.setattr(cpu, "prepare", prepare)
-    monkeypatch.setattr(prepared, "_prepared", {})
 
 
 @pytest.mark.usefixtures("broken")
@@ -364,8 +363,16 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
     """Stand in for the nvtx package and return what it was told; None closes a range."""
     calls: list[str | None] = []
     package: Any = ModuleType("nvtx")
-    package.push_range = lambda message, domain: calls.append(message)
-    package.pop_range = lambda domain: calls.append(None)
+
+    @contextlib.contextmanager
+    def annotate(message: str, *, domain: str) -> Iterator[None]:
+        calls.append(message)
+        try:
+            yield
+        finally:
+            calls.append(None)
+
+    package.annotate = annotate
     monkeypatch.setitem(sys.modules, "nvtx", package)
     nvtx._package.cache_clear()
     yield calls
@@ -392,8 +399,8 @@ def test_nvtx_ranges_end_with_an_error(pushed: list[str | None]) -> None:
 
 
 def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
-    view = lowprec.ShapeDtype((64, 64), dtype)
-    problem = Request().problem(spec_of(view), spec_of(view))
+    operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
+    problem = PLAIN.problem(operand, operand)
     found = machines.gpu(capability)
     return plan_gemm(problem, found, lowprec.MathMode(mode))
 
@@ -441,11 +448,11 @@ def test_a_fallback_from_tile_units_is_seen(value: float, used: bool) -> None:
     assert ("fell back" in prof.records[1].units_reason) is not used
 
 
+@pytest.mark.usefixtures("fresh_executors")
 def test_the_share_of_the_peak_is_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = (("float32", 2.0), ("bfloat16", 4.0))
     known = dataclasses.replace(machines.BARE, peak_tflops=peaks)
     monkeypatch.setattr(cpu, "capabilities", lambda device: known)
-    monkeypatch.setattr(prepared, "_prepared", {})
     with lowprec.profile() as prof:
         lowprec.matmul(A, B)
         lowprec.matmul(A, B, math_mode="bf16")
@@ -490,7 +497,9 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
         return made[-1]
 
     monkeypatch.setattr(cpu, "stopwatch", start)
-    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(None, "algorithm 13"))
+    monkeypatch.setattr(
+        cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13")
+    )
     return made
 
 
@@ -619,7 +628,7 @@ def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> No
     words = (
         "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     )
-    monkeypatch.setattr(cpu, "ran", lambda plan, execute: Ran(True, words))
+    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
     _, heading, row, *_ = str(prof).splitlines()
@@ -713,6 +722,142 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"a": [None, [1.5, None]]}
 
 
+# -- signals and fork -----------------------------------------------------------------------------
+
+#: A host whose products run on after the call, and a deadlock that ends with the stacks of all threads.
+PROGRAM = """
+import collections, faulthandler, os, signal, sys, threading, time
+import numpy as np
+import lowprec
+from lowprec.backends import cpu
+
+faulthandler.dump_traceback_later(30, exit=True)
+A = np.ones((8, 8), np.float32)
+while_read = lambda: None
+
+class Watch:
+    stream = 7
+
+    def stop(self):
+        pass
+
+    def elapsed_ms(self):
+        while_read()
+        return 2.0
+
+cpu.stopwatch = lambda arguments: Watch()
+prof = lowprec.profile("whole")
+"""
+
+
+def run(program: str) -> None:
+    done = start("-W", "ignore::DeprecationWarning", "-c", PROGRAM + dedent(program))
+    assert done.err == ""
+    assert done.code == 0
+
+
+@posix
+def test_a_signal_handler_may_profile_and_read_wherever_it_strikes() -> None:
+    run(
+        """
+        began = time.perf_counter()
+        struck = collections.Counter()
+
+        def handler(number, frame):
+            before = len(prof)
+            with prof, lowprec.profile() as inner:
+                with prof.range("handler"):
+                    lowprec.matmul(A, A)
+            assert (len(prof) - before, len(inner)) == (1, 1)
+            # Now and then it leaves the reading to what it interrupts.
+            if where == "records" and sum(struck.values()) % 2:
+                return
+            assert {r.elapsed_ms for r in (*prof.records, *inner.records)} == {2.0}
+            assert prof.records[-1].label.endswith("handler")
+            assert prof.ranges[-1].name == prof.records[-1].label
+            assert 0 < prof.wall_ms <= 1e3 * (time.perf_counter() - began)
+
+        def trace(frame, event, argument):
+            global where
+            if "profiling" not in frame.f_code.co_filename:
+                return None
+            line = where, _ = frame.f_code.co_name, frame.f_lineno
+            if event == "line" and struck[line] < 3:
+                struck[line] += 1
+                signal.raise_signal(signal.SIGUSR1)
+            return trace
+
+        signal.signal(signal.SIGUSR1, handler)
+        sys.settrace(trace)
+        for _ in range(2):
+            with prof:
+                with prof.range("step"):
+                    lowprec.matmul(A, A)
+                prof.totals()
+        sys.settrace(None)
+
+        names = {name for name, _ in struck}
+        assert {"__enter__", "__exit__", "range", "records", "record", "totals", "_execute"} <= names
+        records = prof.records
+        assert [r.index for r in records] == list(range(len(prof)))
+        assert [r.label for r in records].count("step") == 2
+        lowprec.matmul(A, A)
+        assert len(prof) == len(records), "somebody listens still"
+        """
+    )
+
+
+@posix
+def test_a_signal_handler_may_read_what_is_being_read() -> None:
+    run(
+        """
+        with prof:
+            lowprec.matmul(A, A)
+        seen = []
+
+        def handler(number, frame):
+            global while_read
+            while_read = lambda: None
+            seen.extend(prof.records)
+
+        signal.signal(signal.SIGUSR1, handler)
+        while_read = lambda: signal.raise_signal(signal.SIGUSR1)
+        (record,) = prof.records
+        assert seen == [record] and seen[0] is record and record.elapsed_ms == 2.0
+        """
+    )
+
+
+@posix
+def test_a_child_may_go_on_where_another_thread_was_reading() -> None:
+    run(
+        """
+        with prof:
+            lowprec.matmul(A, A)
+        parent, reading, go = os.getpid(), threading.Event(), threading.Event()
+
+        def while_read():
+            if os.getpid() == parent:
+                reading.set()
+                go.wait()
+
+        thread = threading.Thread(target=lambda: prof.records)
+        thread.start()
+        reading.wait()
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # ends a deadlock
+            with prof:
+                lowprec.matmul(A, A)
+            os._exit([r.elapsed_ms for r in prof.records] != [2.0, 2.0])
+        _, status = os.waitpid(child, 0)
+        go.set()
+        thread.join()
+        assert status == 0 and len(prof.records) == 1
+        """
+    )
+
+
 # -- import ---------------------------------------------------------------------------------------
 
 
@@ -723,35 +868,3 @@ def test_import_loads_no_profiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
-
-
-# -- interrupts -----------------------------------------------------------------------------------
-
-
-def test_a_handler_that_profiles_at_any_line() -> None:
-    a = np.ones((3, 3), np.float32)
-    open_profiles: list[lowprec.profile] = []
-
-    def use() -> None:
-        with lowprec.profile() as prof:
-            open_profiles.append(prof)
-            lowprec.matmul(a, a)
-            assert prof.wall_ms > 0
-            assert 1 <= len(open_profiles[0].records) <= 2
-        open_profiles.remove(prof)
-
-    use()
-    at = 0
-    while interrupts.strike(use, at, use):
-        at += 1
-    assert at > 100
-    assert prepared._observer is None
-
-
-def test_a_profile_that_an_interrupt_keeps_open_ends_with_its_last_user() -> None:
-    prof = lowprec.profile()
-    prof.__enter__()
-    assert prepared._observer is not None
-    del prof
-    gc.collect()
-    assert prepared._observer is None

@@ -63,14 +63,11 @@ class StandIn(Library):
         steps = tuple(s // values.itemsize for s in values.strides)
         return ArrayView(F32, values.shape, steps, GPU, array, False, values.ctypes.data)
 
-    def empty(self, shape: Any, dtype: DType, device: Device, like: Any = None) -> Array:
-        return self.cls(np.full(shape, np.nan, np.float32), "result")
+    def allocate(self, shape: Any, dtype: DType, device: Device, like: Any) -> ArrayView:
+        return self.view(self.cls(np.full(shape, np.nan, np.float32), "result"))
 
     def current_stream(self, device: Device) -> int:
         return self.stream
-
-    def describe(self) -> dict[str, str]:
-        return {"name": self.name}
 
 
 ALPHA, BETA, KEEPER = StandIn(Alpha, 11), StandIn(Beta, 22), StandIn(Keeper, 33, keeps_owners=True)
@@ -125,7 +122,9 @@ def run(diary: Diary, a: Array, b: Array, **others: Any) -> None:
     x, y = (libraries.library_of(operand).view(operand) for operand in (a, b))
     request = Request(**views)
     given = tuple(others.get(name) for name in ("out", "c", "bias", "scale_a", "scale_b"))
-    streams.run(diary.execute, request, x, y, request.out or x, (a, b, *given))
+    library = libraries.library_of(a)
+    arguments = request.arguments(x, y, request.out or x, library.current_stream(GPU) or 0)
+    streams.run(diary.execute, arguments, library, (a, b, *given))
 
 
 # -- run ------------------------------------------------------------------------------------------
@@ -220,7 +219,8 @@ def test_another_librarys_arrays_need_a_provider(
 def test_plain_requests_have_nothing_to_join(diary: Diary) -> None:
     a = array(Alpha)
     x = ALPHA.view(a)
-    streams.run(diary.execute, PLAIN, x, x, x, (a, a, None, None, None, None, None))
+    arguments = PLAIN.arguments(x, x, x, 11)
+    streams.run(diary.execute, arguments, ALPHA, (a, a, None, None, None, None, None))
     assert diary.entries == [("execute", 11)]
 
 
@@ -245,7 +245,7 @@ class HostBackend:
 
         return execute
 
-    def aside_dtype(self, dtype: DType) -> DType:
+    def staging_dtype(self, dtype: DType) -> DType:
         return dtype
 
     def allocate(self, shape: Any, dtype: DType, device: Device, stream: int) -> ArrayView:
@@ -266,15 +266,12 @@ def _on_host(x: Any) -> Any:
 
 
 @pytest.fixture
-def backend(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
-    from lowprec import prepared
-
+def backend(diary: Diary, fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
     stand_in = HostBackend(diary)
     original = registry._backend
     monkeypatch.setattr(
         registry, "_backend", lambda kind: stand_in if kind == GPU.type else original(kind)
     )
-    monkeypatch.setattr(prepared, "_prepared", {})
     return stand_in
 
 

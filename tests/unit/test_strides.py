@@ -10,7 +10,7 @@ import pytest
 from lowprec.arrays import CPU, library_of
 from lowprec.formats import DType
 from lowprec.planning import OperandSpec
-from lowprec.strides import contiguous_strides, overlaps_itself
+from lowprec.strides import contiguous_strides, overlaps_itself, reach
 
 SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
 
@@ -26,7 +26,7 @@ def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions() -> 
 def test_views_and_plans_agree_on_the_strides_of_a_new_array() -> None:
     numpy = library_of(np.empty(0))
     for shape in SHAPES:
-        view = numpy.allocate(shape, DType.FLOAT32, CPU)
+        view = numpy.allocate(shape, DType.FLOAT32, CPU, None)
         assert view.strides == OperandSpec.contiguous(DType.FLOAT32, shape).strides, shape
 
 
@@ -34,6 +34,18 @@ def test_contiguous_strides_are_pytorchs() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     for shape in SHAPES:
         assert contiguous_strides(shape) == torch.empty(shape).stride(), shape
+
+
+def test_reach_is_that_of_numpys_views(rng: np.random.Generator) -> None:
+    base = np.empty((4, 5, 6), np.int8)
+    first = base.ctypes.data
+    for _ in range(100):
+        steps = [slice(None, None, int(s)) for s in rng.choice([-3, -2, -1, 1, 2, 3], 3)]
+        view = base[tuple(steps)].transpose(rng.permutation(3))
+        low, high = np.lib.array_utils.byte_bounds(view)
+        origin = view.ctypes.data
+        assert reach(view.shape, view.strides) == (low - origin, high - 1 - origin)
+        assert first <= low < high <= first + base.nbytes
 
 
 def test_overlaps_itself_against_a_count(rng: np.random.Generator) -> None:

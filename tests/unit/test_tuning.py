@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends import Timed
-from lowprec.tuning import Tuning
+from lowprec.backends import AlgorithmTiming
+from lowprec.tuning import AutotuneResult
 
 A = np.ones((8, 8), np.float32)
 
@@ -43,9 +43,9 @@ def test_mistakes_are_those_of_matmul() -> None:
 
 
 def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own() -> None:
-    found = Tuning(
-        "a product", "cuda:0: a GPU", (Timed(3, 0.8, "id 9"), Timed(0, 1.0, "id 1"), Timed(1, 2.0, "id 2"))
-    )  # fmt: skip
+    ranked = ((3, 0.8, "id 9"), (0, 1.0, "id 1"), (1, 2.0, "id 2"))
+    timed = tuple(AlgorithmTiming(*row) for row in ranked)
+    found = AutotuneResult("a product", "cuda:0: a GPU", timed)
     assert found.speedup == pytest.approx(1.25)
     lines = str(found).splitlines()
     assert lines[0] == "a product on cuda:0: a GPU"

@@ -223,7 +223,7 @@ def test_interleaved_columns_do_not_overlap() -> None:
 
 def test_overlap_elsewhere_than_on_the_host_is_by_extent() -> None:
     def on(device: Device, address: int) -> ArrayView:
-        return ArrayView(DType.FLOAT32, (4, 2), (4, 1), device, None, False, address)
+        return ArrayView(DType.FLOAT32, (4, 2), (4, 1), device, "its owner", False, address)
 
     gpu = Device(2, 0)
     assert may_overlap(on(gpu, 4096), on(gpu, 4096 + 8))
@@ -231,12 +231,12 @@ def test_overlap_elsewhere_than_on_the_host_is_by_extent() -> None:
     assert not may_overlap(on(gpu, 4096), on(Device(2, 1), 4096))
 
 
-def test_allocate_and_finish() -> None:
+def test_allocate_and_wrap() -> None:
     numpy_library = library_of(np.zeros(1))
-    view = numpy_library.allocate((2, 3), DType.BFLOAT16, CPU)
+    view = numpy_library.allocate((2, 3), DType.BFLOAT16, CPU, None)
     assert view.strides == (3, 1)
     assert view.ndarray().dtype == NUMPY_DTYPES[DType.BFLOAT16]
-    assert numpy_library.finish(view.owner) is view.owner
-    scalar = numpy_library.finish(np.full((), 2.5, np.float32))
+    assert numpy_library.wrap(view.owner) is view.owner
+    scalar = numpy_library.wrap(np.full((), 2.5, np.float32))
     assert type(scalar) is np.float32
     assert scalar == 2.5

@@ -1,7 +1,8 @@
 """Arrays in and out: views of any library's arrays, and results handed back as arrays of that library."""
 
+from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray
-from lowprec.arrays.libraries import Library, library_name, library_of, loaded_libraries
+from lowprec.arrays.libraries import library_name, library_of
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap
 
 __all__ = [
@@ -13,6 +14,5 @@ __all__ = [
     "Library",
     "library_name",
     "library_of",
-    "loaded_libraries",
     "may_overlap",
 ]

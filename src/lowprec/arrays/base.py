@@ -10,15 +10,13 @@ from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.strides import contiguous_strides, overlaps_itself
 
-__all__ = ["Library", "check_writable"]
-
 
 class Library(ABC):
     """One array library: how to see its arrays, to make new ones and to hand them back.
 
-    A result passes through three calls: ``allocate`` (or ``empty``) makes a buffer, the backend fills it, and
-    ``finish`` turns it into the array that the caller gets. The buffer is the array itself, except where the
-    library's arrays are immutable (JAX) or the library is known only by DLPack.
+    A result passes through three calls: ``allocate`` makes a buffer, the backend fills it, and ``wrap`` turns it into
+    the array that the caller gets. The buffer is the array itself, except where the library's arrays are immutable
+    (JAX) or the library is known only by DLPack.
     """
 
     #: The library's name, as its module is called.
@@ -54,7 +52,7 @@ class Library(ABC):
         return self.view(array)
 
     def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of an array that will be written: an ``out``, or a buffer from :meth:`empty`.
+        """Return the view of an array that will be written, an ``out``.
 
         Raises
         ------
@@ -65,26 +63,19 @@ class Library(ABC):
         check_writable(view)
         return view
 
-    @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
-        """Return a new row-major buffer that :meth:`writable_view` and :meth:`finish` accept.
+    def mark_written(self, array: Any) -> None:  # noqa: B027 - most libraries need not know
+        """Tell the library that an array is about to be written."""
 
-        Parameters
-        ----------
-        shape : tuple of int
-        dtype : DType
-        device : Device
-        like : array or None
-            The operand whose library, device and placement the result takes.
+    @abstractmethod
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of a new row-major buffer, its ``owner``, which :meth:`wrap` accepts.
+
+        ``like`` is an array of this library on the device, whose placement the result takes.
         """
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> ArrayView:
-        """Return the writable view of a new buffer; its ``owner`` is the buffer."""
-        return self.writable_view(self.empty(shape, dtype, device, like))
-
-    def finish(self, buffer: Any, *operands: Any) -> Any:
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the array of this library that a filled buffer has become, without a copy.
 
         Parameters
@@ -102,10 +93,6 @@ class Library(ABC):
         wherever it takes a stream.
         """
         return None
-
-    @abstractmethod
-    def describe(self) -> dict[str, str]:
-        """Return name and version, and what else belongs into a report."""
 
     def __repr__(self) -> str:
         return f"<{self.name} arrays>"

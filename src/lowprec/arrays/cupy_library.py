@@ -9,25 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device
+from lowprec.arrays.view import FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 
-__all__ = ["CupyLibrary"]
-
 _CUDA = 2
 _ROCM = 10
-_DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
 
 
 class CupyLibrary(Library):
-    """CuPy: arrays on a GPU.
-
-    Parameters
-    ----------
-    cupy : module
-        The module that the caller has imported.
-    """
+    """CuPy: arrays on a GPU."""
 
     name = "cupy"
 
@@ -42,7 +33,7 @@ class CupyLibrary(Library):
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of a CuPy array."""
-        dtype = _DTYPES.get(array.dtype)
+        dtype = FROM_NUMPY.get(array.dtype)
         if dtype is None:
             dtype = dtype_from_name(array.dtype.name)
             raise ArrayError(
@@ -57,16 +48,14 @@ class CupyLibrary(Library):
         device = Device(self._device_type, int(array.device.id))
         return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
 
-    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
-        """Return a new CuPy array from CuPy's memory pool, ordered on CuPy's current stream."""
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of a new array from CuPy's memory pool, ordered on CuPy's current stream."""
         with self._cupy.cuda.Device(device.index):
-            return self._cupy.empty(shape, NUMPY_DTYPES[dtype])
+            return self.view(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
 
     def current_stream(self, device: Device) -> int | None:
         """Return CuPy's current stream on the device."""
         stream: int = self._cupy.cuda.get_current_stream(device.index).ptr
         return stream or 1
-
-    def describe(self) -> dict[str, str]:
-        """Return CuPy's version."""
-        return {"name": self.name, "version": str(self._cupy.__version__)}

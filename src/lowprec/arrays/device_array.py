@@ -8,17 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.device_memory import Block, provider
-from lowprec.arrays.dlpack import DLPackArray, export
+from lowprec.arrays.device_memory import LEGACY_STREAM, Block, provider
+from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, memory_at
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.strides import contiguous_strides
 
-__all__ = ["DeviceArray"]
-
 _NO_SYNCHRONISATION = -1
-_LEGACY_STREAM = 1
 
 
 class DeviceArray(DLPackArray):
@@ -26,15 +23,7 @@ class DeviceArray(DLPackArray):
 
     A NumPy array stands for shape and type. Its memory is the device's, so nothing on the host may read it.
 
-    Parameters
-    ----------
-    block : Block
-        Memory for the elements, row-major.
-    shape : tuple of int
-    dtype : DType
-    device : Device
-    stream : int
-        On which the elements are written.
+    The elements lie in ``block``, row-major, and are written on ``stream``.
     """
 
     __slots__ = ("_block", "_device", "_stream")
@@ -95,30 +84,21 @@ class DeviceArray(DLPackArray):
             "cupy.asnumpy(cupy.from_dlpack(array))"
         )
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (self._device.type, self._device.index)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        consumer = _consumer(stream)
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(
-                f"the array is on {self._device} and is not exported to device {dl_device}"
-            )
-        exported = self._copy() if copy else self
-        exported._block.share()
-        capsule = export(
-            exported._memory, exported._dtype, max_version, device=self._device, copied=bool(copy)
+    def _consumer(self, stream: Any) -> int:
+        """Return the stream that a consumer names; None means the legacy default stream."""
+        if stream is None:
+            return LEGACY_STREAM
+        if type(stream) is int and (stream > 0 or stream == _NO_SYNCHRONISATION):
+            return stream
+        raise BufferError(
+            f"stream must be None, -1 (no synchronisation), 1 (legacy default), 2 (per-thread default) or a CUDA "
+            f"stream's handle, not {stream!r}"
         )
+
+    def _hand_over(self, consumer: int) -> None:
+        self._block.share()
         if consumer != _NO_SYNCHRONISATION:
             provider(self._device).order(self._stream, consumer, self._device)
-        return capsule
 
     def _copy(self) -> DeviceArray:
         device, stream = self._device, self._stream
@@ -127,15 +107,3 @@ class DeviceArray(DLPackArray):
             self._block.address, twin._block.address, self._memory.nbytes, device, stream
         )
         return twin
-
-
-def _consumer(stream: Any) -> int:
-    """Return the stream that a consumer of DLPack names; None means the legacy default stream."""
-    if stream is None:
-        return _LEGACY_STREAM
-    if type(stream) is int and (stream > 0 or stream == _NO_SYNCHRONISATION):
-        return stream
-    raise BufferError(
-        f"stream must be None, -1 (no synchronisation), 1 (legacy default), 2 (per-thread default) or a CUDA stream's "
-        f"handle, not {stream!r}"
-    )

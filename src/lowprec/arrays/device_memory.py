@@ -2,7 +2,7 @@
 
 torch and CuPy allocate on their own current stream. JAX tells nobody its stream, and what is known only by DLPack has
 no library at all: for these lowprec brings memory and a stream of its own. What is done about that is a backend's
-business, and a backend is above this place: it registers here what it can do, and nothing is imported from it.
+business, a layer above: it registers here what it can do, and nothing is imported from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from lowprec.arrays.view import Device
 from lowprec.errors import DeviceError
 
-__all__ = ["Block", "DeviceMemory", "is_served", "provider", "register"]
+#: CUDA's default stream, as DLPack numbers it.
+LEGACY_STREAM = 1
 
 
 class Block(Protocol):
@@ -57,15 +58,7 @@ _providers: dict[int, DeviceMemory] = {}
 
 
 def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
-    """Make devices known.
-
-    Parameters
-    ----------
-    device_type : int
-        ``DLDeviceType``.
-    load : callable
-        Returns the provider; called with the first device of the type.
-    """
+    """Make devices of a ``DLDeviceType`` known; ``load`` returns their provider, called with the first of them."""
     _providers.pop(device_type, None)
     _loaders[device_type] = load
 

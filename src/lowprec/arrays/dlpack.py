@@ -16,17 +16,16 @@ from __future__ import annotations
 import ctypes
 import operator
 import sys
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
+from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device, HostView
 from lowprec.errors import ArrayError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
-from lowprec.strides import contiguous_strides
-
-__all__ = ["DLPackArray", "device_of", "export", "import_array", "view_of_capsule"]
+from lowprec.strides import contiguous_strides, reach
 
 _LEGACY = b"dltensor"
 _VERSIONED = b"dltensor_versioned"
@@ -140,23 +139,11 @@ def _check_extent(
     shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int
 ) -> None:
     """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
-    nbytes, first, last = itemsize, address, address
-    empty = False
-    for length, stride in zip(shape, strides, strict=True):
-        if length > 1:
-            nbytes *= length
-            reach = stride * itemsize * (length - 1)
-            if reach < 0:
-                first += reach
-            else:
-                last += reach
-        elif length < 0:
-            raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
-        elif not length:
-            empty = True
-    if empty:  # no element is at any stride
-        first = last = address
-    if first < 0 or max(last, nbytes) > sys.maxsize:
+    if shape and min(shape) < 0:
+        raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
+    nbytes = itemsize * (prod(shape) or prod(length or 1 for length in shape))
+    first, last = (0, 0) if 0 in shape else reach(shape, strides)
+    if address + first * itemsize < 0 or max(address + last * itemsize, nbytes) > sys.maxsize:
         raise ArrayError(
             f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
             f"from address {address:#x}"
@@ -253,8 +240,6 @@ def _name(array: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
-
 # Unsigned integers that carry the bits of types that NumPy does not export.
 _CARRIERS: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),
@@ -288,7 +273,7 @@ class DLPackArray:
     __slots__ = ("__weakref__", "_dtype", "_memory")
 
     def __init__(self, memory: NDArray[Any]) -> None:
-        self._dtype = _DTYPES.get(memory.dtype) or dtype_from_name(memory.dtype.name)
+        self._dtype = FROM_NUMPY.get(memory.dtype) or dtype_from_name(memory.dtype.name)
         self._memory = memory
 
     @property
@@ -337,7 +322,7 @@ class DLPackArray:
         return self._memory.astype(wanted)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (CPU.type, CPU.index)
+        return (self.device.type, self.device.index)
 
     def __dlpack__(
         self,
@@ -347,12 +332,24 @@ class DLPackArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> object:
+        device, consumer = self.device, self._consumer(stream)
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"the array is on {device} and is not exported to device {dl_device}")
+        exported = self._copy() if copy else self
+        exported._hand_over(consumer)
+        return export(exported._memory, self._dtype, max_version, device=device, copied=bool(copy))
+
+    def _consumer(self, stream: Any) -> int:
+        """Return the stream that a consumer names; -1 for none."""
         if stream not in (None, -1):
             raise BufferError(f"host memory has no stream; stream must be None, not {stream!r}")
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"the array is on the CPU and is not exported to device {dl_device}")
-        memory = self._memory.copy() if copy else self._memory
-        return export(memory, self._dtype, max_version, copied=bool(copy))
+        return -1
+
+    def _hand_over(self, consumer: int) -> None:
+        """Have a consumer's stream wait for the elements: in host memory they are there."""
+
+    def _copy(self) -> DLPackArray:
+        return DLPackArray(self._memory.copy())
 
 
 def export(
@@ -363,20 +360,10 @@ def export(
     device: Device = CPU,
     copied: bool = False,
 ) -> object:
-    """Return a capsule that holds an array.
+    """Return a capsule that holds an array, of the newest version of DLPack that the consumer reads.
 
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        The elements; they are not touched, so their address may be another device's.
-    dtype : DType
-        Their type.
-    max_version : tuple of int or None
-        The newest version of DLPack that the consumer reads.
-    device : Device
-        Where the elements are.
-    copied : bool
-        Whether the array was copied for this export.
+    The elements are not touched, so that ``memory`` may be at another device's address; ``dtype`` is their true type,
+    and ``copied`` tells whether they were copied for this export.
     """
     carrier = _CARRIERS.get(dtype)
     capsule = _numpy_capsule(memory if carrier is None else memory.view(carrier), max_version)

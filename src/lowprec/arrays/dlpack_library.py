@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import provider
+from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
-from lowprec.arrays.numpy_library import host_empty, host_view
+from lowprec.arrays.numpy_library import NUMPY, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
 
-__all__ = ["DLPACK", "DLPackLibrary"]
-
 _CUDA = 2
-_LEGACY_STREAM = 1
 
 
 class DLPackLibrary(Library):
@@ -36,8 +31,6 @@ class DLPackLibrary(Library):
         Capsules from before DLPack 1.0 do not say whether they may be written; they count as writable.
         """
         kind = type(array)
-        if kind is np.ndarray:
-            return host_view(array)
         if kind is DLPackArray:
             return host_view(array.memory)
         if kind is DeviceArray:
@@ -52,37 +45,25 @@ class DLPackLibrary(Library):
         return view
 
     def _own_view(self, array: DeviceArray) -> ArrayView:
-        if array.stream != _LEGACY_STREAM:
-            provider(array.device).order(array.stream, _LEGACY_STREAM, array.device)
+        if array.stream != LEGACY_STREAM:
+            provider(array.device).order(array.stream, LEGACY_STREAM, array.device)
         return array.view()
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> DLPackArray:
-        """Return a new :class:`DLPackArray`."""
-        if device == CPU:
-            return DLPackArray(host_empty(shape, dtype, device))
-        return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM)
-
     def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
     ) -> ArrayView:
-        """Return the writable view of new memory."""
+        """Return the view of new memory."""
         if device == CPU:
-            return host_view(host_empty(shape, dtype, device))
-        return DeviceArray.empty(shape, dtype, device, _LEGACY_STREAM).view()
+            return NUMPY.allocate(shape, dtype, device, like)
+        return DeviceArray.empty(shape, dtype, device, LEGACY_STREAM).view()
 
-    def finish(self, buffer: Any, *operands: Any) -> Any:
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return a :class:`DLPackArray` on the buffer."""
         return buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
 
     def current_stream(self, device: Device) -> int | None:
         """Return CUDA's legacy default stream, on which the producers have made their data ready."""
-        return _LEGACY_STREAM if device.type == _CUDA else None
-
-    def describe(self) -> dict[str, str]:
-        """Return the name and the DLPack version that is read and written."""
-        return {"name": self.name, "version": "1.0"}
+        return LEGACY_STREAM if device.type == _CUDA else None
 
 
 #: The one instance.

@@ -6,7 +6,9 @@ arrays ready when they come in, and for which JAX's streams wait when a result g
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from math import prod
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +18,9 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.device_memory import is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, data_pointer
+from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType, dtype_from_name
-
-__all__ = ["JaxLibrary"]
 
 # XLA's CPU client adopts memory with this alignment and copies any other.
 _ALIGNMENT = 64
@@ -28,21 +28,15 @@ _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
 
 class JaxLibrary(Library):
-    """JAX: arrays on one device. They are immutable, so they are never an ``out``.
-
-    Parameters
-    ----------
-    jax : module
-        The module that the caller has imported.
-    """
+    """JAX: arrays on one device. They are immutable, so they are never an ``out``."""
 
     name = "jax"
     keeps_owners = True
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax
-        self._devices: dict[Any, bool] = {}
-        self._cpu: Any = None
+        self._is_cpu = functools.cache(_is_cpu)
+        self._first_cpu = functools.cache(lambda: jax.devices("cpu")[0])
 
     def check_type(self, array: Any) -> None:
         """Refuse tracers, which stand for arrays that do not exist yet."""
@@ -54,15 +48,11 @@ class JaxLibrary(Library):
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array, after waiting for it to be computed."""
-        if array.dtype not in _NUMPY_SET:
+        if array.dtype not in FROM_NUMPY:
             dtype_from_name(str(array.dtype))
         try:
-            device = array.device
-            on_cpu = self._devices.get(device)
-            if on_cpu is None:
-                on_cpu = self._learn(device)
             # Shares the memory, and waits for it.
-            host = np.asarray(array) if on_cpu else None
+            host = np.asarray(array) if self._is_cpu(array.device) else None
         except RuntimeError as error:
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
         if host is None:
@@ -72,33 +62,18 @@ class JaxLibrary(Library):
             return host_view(host, "its layout on the device is not row-major")
         return host_view(host)
 
-    def _learn(self, device: Any) -> bool:
-        """Whether the device is a CPU, from then on known; raise if it is a set of devices."""
-        platform = getattr(device, "platform", None)
-        if platform is None:
-            raise ArrayError(
-                f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
-                "jax.devices()[0])"
-            )
-        self._devices[device] = platform == "cpu"
-        return self._devices[device]
-
-    def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of a buffer from :meth:`empty`; refuse JAX arrays."""
-        if type(array) is DeviceArray:
-            return array.view()
-        if type(array) is not np.ndarray:
-            raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
-        return host_view(array)
+    def writable_view(self, array: Any) -> NoReturn:
+        """Refuse JAX arrays."""
+        raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
 
     def current_stream(self, device: Device) -> int | None:
         """Return lowprec's own stream of a GPU."""
         return provider(device).own_stream(device) if is_served(device) else None
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> NDArray[Any] | DeviceArray:
-        """Return memory that JAX can adopt: a NumPy array, or on a GPU an array for :meth:`current_stream`.
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of memory that JAX can adopt: a NumPy array, on a GPU one for :meth:`current_stream`.
 
         Raises
         ------
@@ -114,23 +89,14 @@ class JaxLibrary(Library):
             )
         if device != CPU:
             stream = provider(device).own_stream(device)
-            return DeviceArray.empty(shape, dtype, device, stream)
+            return DeviceArray.empty(shape, dtype, device, stream).view()
         numpy_dtype = NUMPY_DTYPES[dtype]
-        nbytes = numpy_dtype.itemsize
-        for length in shape:
-            nbytes *= length
+        nbytes = prod(shape) * numpy_dtype.itemsize
         raw: NDArray[Any] = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -data_pointer(raw) % _ALIGNMENT
-        buffer: NDArray[Any] = raw[start : start + nbytes].view(numpy_dtype).reshape(shape)
-        return buffer
+        return host_view(raw[start : start + nbytes].view(numpy_dtype).reshape(shape))
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> ArrayView:
-        """Return the writable view of memory that JAX can adopt."""
-        return self.writable_view(self.empty(shape, dtype, device, like))
-
-    def finish(self, buffer: Any, *operands: Any) -> Any:
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the JAX array that adopts a filled buffer, which nobody may write from then on.
 
         As from ``jax.numpy.matmul``, it is committed to the device of the operands that are, and to none where none
@@ -147,14 +113,16 @@ class JaxLibrary(Library):
             result = adopt(DLPackArray(buffer), device=like.device)
         return result if committed or like is None else _uncommitted(result)
 
-    def _first_cpu(self) -> Any:
-        if self._cpu is None:
-            self._cpu = self._jax.devices("cpu")[0]
-        return self._cpu
 
-    def describe(self) -> dict[str, str]:
-        """Return JAX's version."""
-        return {"name": self.name, "version": str(self._jax.__version__)}
+def _is_cpu(device: Any) -> bool:
+    """Whether the device is a CPU; raise if it is a set of devices."""
+    platform: str | None = getattr(device, "platform", None)
+    if platform is None:
+        raise ArrayError(
+            f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
+            "jax.devices()[0])"
+        )
+    return platform == "cpu"
 
 
 def _uncommitted(array: Any) -> Any:
@@ -167,6 +135,3 @@ def _uncommitted(array: Any) -> Any:
         return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
     except (TypeError, AttributeError):
         return array
-
-
-_NUMPY_SET = frozenset(NUMPY_DTYPES.values())

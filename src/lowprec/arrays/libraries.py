@@ -20,8 +20,6 @@ from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
 from lowprec.errors import ArrayError
 
-__all__ = ["Library", "library_name", "library_of", "loaded_libraries"]
-
 # By module name: the class of its arrays, and the adapter, which is imported with the first of them.
 _OPTIONAL = {
     "torch": ("Tensor", "lowprec.arrays.torch_library", "TorchLibrary"),
@@ -136,19 +134,3 @@ def _what(array: Any) -> str:
     kind = type(array)
     name = kind.__qualname__
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
-
-
-def loaded_libraries() -> tuple[Library, ...]:
-    """Return the libraries that lowprec knows by name and that this process has imported.
-
-    Examples
-    --------
-    >>> loaded_libraries()[0].name
-    'numpy'
-    """
-    present = [
-        _instance(name)
-        for name, (class_name, *_) in _OPTIONAL.items()
-        if hasattr(sys.modules.get(name), class_name)
-    ]
-    return (NUMPY, *present)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
-from lowprec.errors import ArrayError, DeviceError
+from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.strides import contiguous_strides
-
-__all__ = ["NUMPY", "NumpyLibrary", "host_empty", "host_view"]
 
 # By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
 # bits of a byte stride that this shift would lose.
@@ -64,15 +61,6 @@ def _view_of_copy(array: NDArray[Any]) -> ArrayView:
     return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)
 
 
-def host_empty(shape: tuple[int, ...], dtype: DType, device: Device) -> NDArray[Any]:
-    """Return a new NumPy array."""
-    if device != CPU:
-        raise DeviceError(
-            f"the result would be on {device}, where only the array's own library allocates"
-        )
-    return np.empty(shape, NUMPY_DTYPES[dtype])
-
-
 class NumpyLibrary(Library):
     """NumPy arrays: read and written in place by their own attributes."""
 
@@ -84,30 +72,16 @@ class NumpyLibrary(Library):
 
     view_another = view
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
-    ) -> NDArray[Any]:
-        """Return a new NumPy array."""
-        return np.empty(shape, NUMPY_DTYPES[dtype])
-
     def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
     ) -> ArrayView:
-        """Return the writable view of a new NumPy array."""
+        """Return the view of a new NumPy array."""
         array = np.empty(shape, NUMPY_DTYPES[dtype])
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
-    def finish(self, buffer: Any, *operands: Any) -> Any:
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
-
-    def describe(self) -> dict[str, str]:
-        """Return the versions of NumPy and ml_dtypes."""
-        return {
-            "name": self.name,
-            "version": np.__version__,
-            "ml_dtypes": ml_dtypes.__version__,
-        }
 
     @staticmethod
     def refuse_subclass(array: NDArray[Any]) -> ArrayError:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from lowprec.errors import ArrayError
 
-__all__ = ["Probes", "probes_of", "refuse_interception", "refuse_tangent"]
-
 
 class Probes(NamedTuple):
     """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each.

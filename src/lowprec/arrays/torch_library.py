@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
@@ -10,8 +11,6 @@ from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.strides import contiguous_strides
-
-__all__ = ["TorchLibrary"]
 
 # torch's device types and DLPack's; those without a memory address (meta, xla, ...) are missing.
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
@@ -29,11 +28,6 @@ class TorchLibrary(Library):
     A tensor that requires grad is refused while gradients are recorded, because the product would silently drop
     out of the graph. Inside ``torch.no_grad()`` or ``torch.inference_mode()`` nothing is lost, and the weights of
     a model are read as ``torch.matmul`` reads them there.
-
-    Parameters
-    ----------
-    torch : module
-        The module that the caller has imported.
     """
 
     name = "torch"
@@ -48,7 +42,7 @@ class TorchLibrary(Library):
         self._device_types = dict(_DEVICE_TYPES)
         if getattr(torch.version, "hip", None):
             self._device_types["cuda"] = _ROCM
-        self._known_devices: dict[Any, Device] = {}
+        self.device_of = functools.cache(self._device_of)
         self._accepted = (torch.Tensor, torch.nn.Parameter)
         # What torch's own compiler calls: 0.1 us, where torch.cuda.current_stream makes an object first.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", self._public_stream)
@@ -93,33 +87,23 @@ class TorchLibrary(Library):
             raise self._without_memory(array) from None
         if not address and 0 not in shape:
             raise self._without_memory(array)
-        device = CPU if array.is_cpu else self._device(array)
+        device = CPU if array.is_cpu else self.device_of(array.device)
+        if device is None:
+            raise self._without_memory(array)
         return ArrayView(dtype, shape, strides, device, array, False, address, copied)
 
-    def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of a tensor that will be written, and tell autograd of the change.
-
-        Autograd then notices that a tensor saved for a backward pass has been overwritten, as after torch's own
-        in-place functions.
-        """
-        view = super().writable_view(array)
+    def mark_written(self, array: Any) -> None:
+        """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""
         self._torch.autograd.graph.increment_version(array)
-        return view
-
-    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None) -> Any:
-        """Return a new tensor on the device of ``like``, from torch's own allocator."""
-        torch_dtype = self._torch_dtypes[dtype]
-        if like is None:
-            return self._torch.empty(shape, dtype=torch_dtype, device=self._torch_device(device))
-        if like.dtype is torch_dtype:
-            return like.new_empty(shape)
-        return like.new_empty(shape, dtype=torch_dtype)
 
     def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any = None
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
     ) -> ArrayView:
-        """Return the writable view of a new tensor."""
-        array = self.empty(shape, dtype, device, like)
+        """Return the view of a new tensor on the device of ``like``, from torch's own allocator."""
+        torch_dtype = self._torch_dtypes[dtype]
+        # To name the type takes longer.
+        same = like.dtype is torch_dtype
+        array = like.new_empty(shape) if same else like.new_empty(shape, dtype=torch_dtype)
         address = array.data_ptr()
         if not address and 0 not in shape:
             raise self._without_memory(array)
@@ -135,32 +119,12 @@ class TorchLibrary(Library):
         stream: int = self._torch.cuda.current_stream(index).cuda_stream
         return stream
 
-    def describe(self) -> dict[str, str]:
-        """Return torch's version and that of its CUDA, if it has one."""
-        cuda = self._torch.version.cuda
-        extra = {"cuda": str(cuda)} if cuda else {}
-        return {"name": self.name, "version": str(self._torch.__version__), **extra}
-
-    def device_of(self, device: Any) -> Device | None:
+    def _device_of(self, device: Any) -> Device | None:
         """Return DLPack's name of a ``torch.device``, None if its memory has no addresses."""
         kind = self._device_types.get(device.type)
         if kind is None:
             return None
         return CPU if kind == CPU.type else Device(kind, device.index or 0)
-
-    def _device(self, array: Any) -> Device:
-        where = array.device
-        device = self._known_devices.get(where)
-        if device is None:
-            device = self.device_of(where)
-            if device is None:
-                raise self._without_memory(array)
-            self._known_devices[where] = device
-        return device
-
-    def _torch_device(self, device: Device) -> Any:
-        names = {number: name for name, number in self._device_types.items()}
-        return self._torch.device(names[device.type], device.index)
 
     def _refuse_dtype(self, array: Any) -> NoReturn:
         if array.is_quantized:

@@ -17,22 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.formats import DType
-
-__all__ = [
-    "CPU",
-    "NUMPY_DTYPES",
-    "ArrayView",
-    "Device",
-    "HostView",
-    "data_pointer",
-    "may_overlap",
-    "memory_at",
-]
+from lowprec.strides import reach
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
     d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType
 }
+
+#: The other way round, in native byte order.
+FROM_NUMPY = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
 
 # ``DLDeviceType`` of dlpack.h: the words that the libraries use for each.
 _DEVICE_NAMES = {
@@ -95,7 +88,7 @@ class ArrayView:
         In elements, not bytes; they may be zero or negative.
     device : Device
     owner : object
-        What keeps the memory alive.
+        What keeps the memory alive; None for the description of an array that has no memory.
     read_only : bool
         Whether the library forbids writing (or does not say that it may be written).
     address : int
@@ -133,6 +126,11 @@ class ArrayView:
         return self._address
 
     @property
+    def is_description(self) -> bool:
+        """Whether there is no memory, and no device, behind the view."""
+        return self.owner is None
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
@@ -162,7 +160,7 @@ class ArrayView:
         # A buffer is addressed from its lowest byte, which negative strides put before the first element.
         below = 0
         if strides and min(strides) < 0:
-            below = sum(s * (n - 1) for s, n in zip(strides, self.shape, strict=True) if s < 0)
+            below = reach(self.shape, self.strides)[0] * itemsize
         memory = memory_at(self.address + below, self.owner)
         array: NDArray[Any] = np.ndarray(self.shape, dtype, memory, -below, strides)
         if self.read_only:
@@ -174,12 +172,7 @@ class ArrayView:
         address = self.address
         if 0 in self.shape:
             return address, address
-        first = last = 0
-        for stride, length in zip(self.strides, self.shape, strict=True):
-            if stride < 0:
-                first += stride * (length - 1)
-            else:
-                last += stride * (length - 1)
+        first, last = reach(self.shape, self.strides)
         itemsize = self.dtype.itemsize
         return address + first * itemsize, address + (last + 1) * itemsize
 
@@ -269,7 +262,7 @@ def may_overlap(a: ArrayView, b: ArrayView) -> bool:
     not overlap), unless the strides are so contrived that NumPy's search gives up. In other memory True means
     that the address ranges overlap.
     """
-    if a.device != b.device:
+    if a.device != b.device or a.is_description or b.is_description:
         return False
     a_first, a_last = a.extent()
     b_first, b_last = b.extent()

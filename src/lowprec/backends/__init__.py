@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from lowprec.backends.execution import Arguments, Backend, Executor, Ran, Stopwatch, Timed
+from lowprec.backends.execution import (
+    AlgorithmTiming,
+    Arguments,
+    Backend,
+    ExecutionInfo,
+    Executor,
+    Stopwatch,
+)
 from lowprec.backends.registry import backend_of
 
-__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed", "backend_of"]
+__all__ = [
+    "AlgorithmTiming",
+    "Arguments",
+    "Backend",
+    "ExecutionInfo",
+    "Executor",
+    "Stopwatch",
+    "backend_of",
+]

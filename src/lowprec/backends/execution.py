@@ -11,8 +11,6 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
-__all__ = ["Arguments", "Backend", "Executor", "Ran", "Stopwatch", "Timed", "resolve"]
-
 
 @functools.cache
 def resolve(name: str) -> Any:
@@ -42,8 +40,8 @@ class Arguments(NamedTuple):
 Executor: TypeAlias = Callable[[Arguments], None]
 
 
-class Ran(NamedTuple):
-    """What a product ran on.
+class ExecutionInfo(NamedTuple):
+    """What a product ran on, as a backend tells it.
 
     Parameters
     ----------
@@ -57,7 +55,7 @@ class Ran(NamedTuple):
     algorithm: str | None = None
 
 
-class Timed(NamedTuple):
+class AlgorithmTiming(NamedTuple):
     """One algorithm of a library, measured.
 
     Parameters
@@ -89,7 +87,7 @@ class Stopwatch(Protocol):
         """Give up: the product failed."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the time, waiting for the product; None where there is none to take. Called once."""
+        """Return the time, waiting for the product; None where there is none to take. Several may ask at once."""
 
 
 class Backend(Protocol):
@@ -106,13 +104,20 @@ class Backend(Protocol):
     ) -> ArrayView:
         """Return a new row-major array of the backend's own, for work on a stream."""
 
-    def aside_dtype(self, dtype: DType) -> DType:
-        """Return the element type in which a result of this type is made that :meth:`copy` will write."""
+    def info(self) -> dict[str, Any]:
+        """Return what ``lowprec.info`` shows, as plain values.
+
+        ``devices`` holds a dict for each device that can compute, ``versions`` those of the libraries behind them,
+        by name.
+        """
+
+    def staging_dtype(self, dtype: DType) -> DType:
+        """Return the element type in which a result of this type is staged, for :meth:`copy` to write."""
 
     def copy(self, source: ArrayView, out: ArrayView, stream: int = 0) -> None:
         """Write the elements of ``source``, row-major, to ``out``, of the same shape and on the same device.
 
-        ``source`` has the type that :meth:`aside_dtype` gives for that of ``out``.
+        ``source`` has the type that :meth:`staging_dtype` gives for that of ``out``.
         """
 
     def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
@@ -125,11 +130,11 @@ class Backend(Protocol):
         *,
         candidates: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[Timed, ...]:
+    ) -> tuple[AlgorithmTiming, ...]:
         """Measure the library's algorithms for a product and keep the fastest; it comes first. Empty for no choice."""
 
     def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
         """Start to take the time of a product; None where it is done when its executor returns."""
 
-    def ran(self, plan: GemmPlan, execute: Executor) -> Ran:
+    def execution_info(self, plan: GemmPlan, execute: Executor) -> ExecutionInfo:
         """Return what this thread's last product ran on, an execution of ``execute``, made from ``plan``."""

@@ -11,8 +11,6 @@ from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
 from lowprec.errors import DeviceError
 
-__all__ = ["backend_of"]
-
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
 
@@ -40,9 +38,9 @@ def backend_of(device: Device) -> Backend:
     return _backend(device.type)
 
 
-def _memory_of(name: str) -> DeviceMemory:
-    return cast(DeviceMemory, importlib.import_module(name))
+def _register_memory(device_type: int, module: str) -> None:
+    register(device_type, lambda: cast(DeviceMemory, importlib.import_module(module)))
 
 
-for _device_type, _name in _MEMORY_MODULES.items():
-    register(_device_type, functools.partial(_memory_of, _name))
+for _device_type, _module in _MEMORY_MODULES.items():
+    _register_memory(_device_type, _module)

@@ -8,15 +8,13 @@ from operator import index
 from typing import Any
 
 from lowprec.arrays import library_of
-from lowprec.checking.accuracy import Array, Errors, Verdict
+from lowprec.checking.accuracy import SINGLE, Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
 from lowprec.errors import DTypeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
-
-_DOUBLE = ("float64", "complex128")
 
 
 def check(
@@ -93,8 +91,8 @@ def _host(x: Any) -> Array:
             "and use lowprec.profile to time products on a GPU"
         )
     array = view.ndarray()
-    if array.dtype.name in _DOUBLE:
-        single = "complex64" if array.dtype.kind == "c" else "float32"
+    single = SINGLE.get(array.dtype.name)
+    if single is not None:
         raise DTypeError(
             f"no mode acts on {array.dtype.name}, and there is no wider reference to compare with; "
             f"check the operands rounded to {single}"

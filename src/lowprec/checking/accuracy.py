@@ -13,9 +13,10 @@ import numpy.typing as npt
 from lowprec.formats import FLOAT32
 from lowprec.planning import GemmPlan
 
-__all__ = ["Array", "Errors", "Reference", "Verdict"]
-
 Array = npt.NDArray[Any]
+
+#: Element types for which there is no wider reference, and what to round them to.
+SINGLE = {"float64": "float32", "complex128": "complex64"}
 
 
 @unique

@@ -13,11 +13,10 @@ from lowprec import dispatch, explain
 from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
 from lowprec.checking.measure import Load, Timing, rotation, take_turns
 from lowprec.modes import MathMode, available_modes
+from lowprec.plain import finite
 from lowprec.planning import GemmPlan
 from lowprec.request import ShapeDtype
 from lowprec.tables import Table, html, plain_text
-
-__all__ = ["Case", "Comparison", "Row", "Variant", "compare", "percent", "seconds", "variants_of"]
 
 Pair = tuple[Array, Array]
 
@@ -27,15 +26,7 @@ _OPTIONAL = ("kernel", "error")
 
 @dataclass(frozen=True)
 class Case:
-    """Operands on which modes are compared.
-
-    Parameters
-    ----------
-    name, words : str
-        For people.
-    sets : list of pairs of numpy.ndarray
-        Operands of one kind that take turns; errors are those of the first pair.
-    """
+    """Operands of one kind that take turns. Errors are those of the first pair."""
 
     name: str
     words: str
@@ -51,15 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply a case's operands.
-
-    Parameters
-    ----------
-    name : str
-    sets : list of pairs of numpy.ndarray
-    mode : MathMode or None
-        None: the operands' element type decides.
-    """
+    """One way to multiply a case's operands: in a mode, or (None) as their element type decides."""
 
     name: str
     sets: list[Pair]
@@ -116,9 +99,9 @@ class Row:
             "spread": self.timing.spread,
             "samples": len(self.timing.samples),
             "speedup": self.speedup,
-            "error": _finite(errors.relative),
-            "scaled_error": _finite(errors.normalised),
-            "bound": _finite(errors.bound),
+            "error": finite(errors.relative),
+            "scaled_error": finite(errors.normalised),
+            "bound": finite(errors.bound),
             "verdict": errors.verdict.name.lower(),
         }
 
@@ -233,10 +216,6 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
 def _number(error: float) -> str:
     return f"{error:.1e}" if math.isfinite(error) else "-"
 
@@ -269,21 +248,10 @@ def compare(
     load: Load,
     step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Return what comes out for each variant.
+    """Return what comes out for each variant; the first is the baseline.
 
-    Parameters
-    ----------
-    case : Case
-    variants : sequence of Variant
-        The baseline first.
-    rounds : int
-        Samples of each one's time.
-    budget : float
-        Seconds after which no new round of samples begins.
-    load : Load
-        From before anything of this ran.
-    step : callable
-        Called with a few words before each of ``len(variants) + rounds`` steps.
+    ``step`` is called with a few words before each of ``len(variants) + rounds`` steps; ``rounds`` and ``budget`` are
+    those of :func:`take_turns`, ``load`` is from before anything of this ran.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

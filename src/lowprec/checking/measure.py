@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["MIN_ROUNDS", "SETTLE", "Load", "Timing", "load", "rotation", "take_turns"]
-
 #: A median of fewer is no median.
 MIN_ROUNDS = 3
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lowprec.cli import signals
 from lowprec.cli.errors import USAGE
 from lowprec.cli.output import flush, note
-from lowprec.cli.parser import parse
+from lowprec.cli.parser import build_parser
 from lowprec.errors import LowprecError
 
 __all__ = ["main"]
@@ -57,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     """Run one command; everything that it may end with is an exit code, but for a defect and a signal."""
     try:
-        code = _finished(argv)
+        try:
+            options = build_parser().parse_args(argv)
+            code = int(options.run(options))
+        except SystemExit as stop:  # argparse, after --help and --version
+            code = int(stop.code or 0)
+        flush()
+        return code
     except KeyboardInterrupt:
         note("lowprec: interrupted")
         return _INTERRUPTED
@@ -67,17 +73,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
     except LowprecError as error:
         return _refuse(str(error))
-    return code
-
-
-def _finished(argv: Sequence[str] | None) -> int:
-    try:
-        arguments = parse(argv)
-        code = int(arguments.run(arguments))
-    except SystemExit as stop:  # argparse, after --help and --version
-        code = int(stop.code or 0)
-    flush()
-    return code
 
 
 def _refuse(message: str) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lowprec.errors import LowprecError
 
-__all__ = ["USAGE", "CommandError"]
-
 #: Exit code after a mistake of the user.
 USAGE = 2
 

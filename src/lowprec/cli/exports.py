@@ -8,16 +8,13 @@ import importlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.checking import Comparison
 from lowprec.checking.measure import Timing
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
-
-__all__ = ["Line", "add_exports", "check_exports", "errors_by_speed", "export", "time_by_size"]
 
 _SUFFIXES = (".png", ".svg")
 
@@ -49,16 +46,7 @@ def check_exports(options: argparse.Namespace) -> None:
 def export(
     options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], draw: Callable[[], Any]
 ) -> None:
-    """Write the files that were asked for.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-    rows : sequence of mapping
-        Of the CSV file, all with the same keys; None becomes an empty cell.
-    draw : callable
-        Returns matplotlib's figure.
-    """
+    """Write the files that were asked for: rows, all with the same keys, and the figure that ``draw`` returns."""
     if options.csv is not None:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
@@ -82,11 +70,11 @@ def export(
 
 def _style(number: int) -> dict[str, Any]:
     """Return how the n-th of several series looks."""
-    hollow = {"markerfacecolor": "none", "markersize": 5 if number % 2 else 7}
     return {
         "marker": _MARKERS[number % len(_MARKERS)],
         "color": _COLOURS[number % len(_COLOURS)],
-        **hollow,
+        "markerfacecolor": "none",
+        "markersize": 5 if number % 2 else 7,
     }
 
 
@@ -135,17 +123,8 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
     return figure
 
 
-@dataclass(frozen=True)
-class Line:
-    """Times of one kind of product.
-
-    Parameters
-    ----------
-    name : str
-    sizes : tuple of int
-    timings : tuple of Timing
-    baseline : bool
-    """
+class Line(NamedTuple):
+    """Times of one kind of product."""
 
     name: str
     sizes: tuple[int, ...]

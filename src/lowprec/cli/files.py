@@ -16,39 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.atomic import write_file
+from lowprec.checking.accuracy import Array
 from lowprec.cli.errors import CommandError
 from lowprec.formats import OPERAND_DTYPES, DType
 
-__all__ = [
-    "Array",
-    "check_output",
-    "numpy_dtype",
-    "read_array",
-    "read_pair",
-    "write_array",
-    "write_output",
-]
-
-Array = npt.NDArray[Any]
-
 #: How an ``.npz`` file begins.
 _ARCHIVE = b"PK\x03\x04"
-
-
-def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return NumPy's dtype of an element type, those of ml_dtypes included.
-
-    Examples
-    --------
-    >>> numpy_dtype(DType.BFLOAT16).itemsize
-    2
-    """
-    return np.dtype(getattr(ml_dtypes, dtype.label, dtype.label))
 
 
 def _reason(error: OSError) -> str:
@@ -58,19 +35,11 @@ def _reason(error: OSError) -> str:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def read_pair(
-    a: str, b: str, dtype: DType | None = None, *, mapped: bool = False
-) -> tuple[Array, Array]:
-    """Return the arrays of two files; see :func:`read_array`."""
-    return read_array(a, dtype, mapped=mapped), read_array(b, dtype, mapped=mapped)
-
-
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
     """Return the array of an ``.npy`` file, in native byte order.
 
     Parameters
     ----------
-    path : str
     dtype : DType, optional
         What the elements shall be. Raw elements (bfloat16 and float8 as NumPy writes them) are taken as this type,
         others are converted to it, rounding to nearest.
@@ -147,7 +116,7 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
 def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
     if array.dtype.kind == "V" and array.dtype.type is np.void:
         return _raw_as(path, array, dtype)
-    if dtype is None or array.dtype == numpy_dtype(dtype):
+    if dtype is None or array.dtype == NUMPY_DTYPES[dtype]:
         return array
     if array.dtype.kind not in "biufc":
         raise CommandError(f"{path} holds {array.dtype}, which is not a number")
@@ -157,7 +126,9 @@ def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
     # What ml_dtypes adds as a kind of void, NumPy writes as one.
-    fitting = [d.label for d in OPERAND_DTYPES if d.itemsize == size and numpy_dtype(d).kind == "V"]
+    fitting = [
+        d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
+    ]
     if not fitting:
         raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
     if dtype is None or dtype.label not in fitting:
@@ -166,7 +137,7 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
             f"{path} holds raw elements of {size} byte{'s' * (size > 1)}, as NumPy stores "
             f"{' and '.join(fitting)}{given}; say which with --dtype {fitting[0]}"
         )
-    return array.view(numpy_dtype(dtype))
+    return array.view(NUMPY_DTYPES[dtype])
 
 
 def _converted(path: str, array: Array, dtype: DType) -> Array:
@@ -175,9 +146,8 @@ def _converted(path: str, array: Array, dtype: DType) -> Array:
         raise CommandError(
             f"{path} holds {array.dtype}; --dtype {dtype} would drop the imaginary part"
         )
-    target = numpy_dtype(dtype)
     with np.errstate(all="ignore"):
-        converted: Array = array.astype(target)
+        converted: Array = array.astype(NUMPY_DTYPES[dtype])
     if dtype is DType.INT8 and not np.array_equal(converted, array):
         raise CommandError(f"{path} holds {array.dtype} values that int8 cannot hold")
     return converted
@@ -187,13 +157,7 @@ def _converted(path: str, array: Array, dtype: DType) -> Array:
 
 
 def check_output(path: str) -> None:
-    """Refuse an output that could not be written, before the time for computing it is spent.
-
-    Raises
-    ------
-    CommandError
-        If the folder is missing or read-only, or the path names something that is not a regular file.
-    """
+    """Refuse an output that could not be written, before the time for computing it is spent."""
     try:
         target = Path(path).resolve()
         if target.exists() and not target.is_file():
@@ -209,18 +173,12 @@ def check_output(path: str) -> None:
 
 
 def write_array(path: str, array: Array) -> None:
-    """Write an ``.npy`` file under exactly this name; see :func:`write_output`."""
+    """Write an ``.npy`` file, as :func:`write_output` does."""
     write_output(path, lambda file: np.save(file, array, allow_pickle=False))
 
 
 def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`.
-
-    Raises
-    ------
-    CommandError
-        If the file cannot be written; then nothing has changed.
-    """
+    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`."""
     check_output(path)
     try:
         write_file(path, write)

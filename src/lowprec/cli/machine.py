@@ -7,8 +7,6 @@ from typing import Any
 from lowprec.checking.measure import Load
 from lowprec.report import info
 
-__all__ = ["conditions", "describe"]
-
 
 def conditions(load: Load) -> dict[str, Any]:
     """Return what a measured time depends on: machine, how busy it was before, threads, versions."""

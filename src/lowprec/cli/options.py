@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""How the values of options are read, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,27 +6,11 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowprec.errors import LowprecError
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
-
-__all__ = [
-    "add_budget",
-    "add_dtype",
-    "add_json",
-    "add_mode",
-    "add_operands",
-    "add_rtol",
-    "add_seed",
-    "count",
-    "did_you_mean",
-    "dtype",
-    "listed",
-    "mode",
-    "shape",
-]
 
 T = TypeVar("T")
 
@@ -44,6 +28,9 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     """
     similar = difflib.get_close_matches(text.lower(), names, n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+# -- values ---------------------------------------------------------------------------------------
 
 
 def mode(text: str) -> MathMode:
@@ -78,23 +65,20 @@ def shape(text: str) -> tuple[int, ...]:
 
 def count(text: str) -> int:
     """Read a number of at least one."""
-    what = "a whole number of at least 1"
-    number = _whole(text, text, what)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return number
+    return _whole(text, text, "a whole number of at least 1", least=1)
 
 
 def _seed(text: str) -> int:
     return _whole(text, text, "a whole number of at least 0")
 
 
-def _whole(word: str, text: str, what: str) -> int:
+def _whole(word: str, text: str, what: str, least: int = 0) -> int:
     """Read a number without a sign, which is a part of the text that a message shows."""
-    if not (word.isascii() and word.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    if len(word) > _MOST_DIGITS:
+    is_number = word.isascii() and word.isdigit()
+    if is_number and len(word) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"a number of {len(word)} digits is too large")
+    if not is_number or int(word) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(word)
 
 
@@ -107,21 +91,54 @@ def _rtol(text: str) -> float:
         ) from None
 
 
+def _budget(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
 def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return the reader of a list with commas.
+    """Return the reader of a list with commas, which takes each value once.
 
     Examples
     --------
-    >>> listed(count)("256,1024")
+    >>> listed(count)("256,1024,256")
     (256, 1024)
     """
+    return lambda text: tuple(dict.fromkeys(read(word.strip()) for word in text.split(",")))
 
-    def read_all(text: str) -> tuple[T, ...]:
-        words = [word.strip() for word in text.split(",")]
-        # In order, each once.
-        return tuple(dict.fromkeys(read(word) for word in words))
 
-    return read_all
+# -- options --------------------------------------------------------------------------------------
+
+#: As argparse takes them.
+_SHARED: dict[str, dict[str, Any]] = {
+    "--mode": {
+        "type": mode,
+        "help": f"math mode for float32 and complex64 operands ({mode_names()}; default: the one in force)",
+    },
+    "--rtol": {
+        "type": _rtol,
+        "metavar": "TOLERANCE",
+        "help": "take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
+    },
+    "--dtype": {
+        "type": dtype,
+        "help": "element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
+    },
+    "--out-dtype": {"type": dtype, "help": "element type of the result"},
+    "--seed": {"type": _seed, "default": 0, "help": "of the random operands (default: 0)"},
+    "--json": {"action": "store_true", "help": "print one JSON document instead"},
+}
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add options that several commands share, by their names."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -135,60 +152,20 @@ def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
         )
 
 
-def add_mode(parser: argparse.ArgumentParser) -> None:
-    """Add ``--mode``."""
+def add_sampling(
+    parser: argparse.ArgumentParser, each: str, rounds: int, whole: str, budget: float
+) -> None:
+    """Add ``--rounds``, of ``each`` thing that is timed, and ``--budget``, of the ``whole`` of them."""
     parser.add_argument(
-        "--mode",
-        type=mode,
-        help=f"math mode for float32 and complex64 operands ({mode_names()}; default: the one in force)",
+        "--rounds",
+        type=count,
+        default=rounds,
+        help=f"samples of each {each}'s time (default: {rounds})",
     )
-
-
-def add_rtol(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rtol``."""
-    parser.add_argument(
-        "--rtol",
-        type=_rtol,
-        metavar="TOLERANCE",
-        help="take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
-    )
-
-
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add ``--dtype``."""
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        help="element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-
-
-def add_seed(parser: argparse.ArgumentParser) -> None:
-    """Add ``--seed``."""
-    parser.add_argument("--seed", type=_seed, default=0, help="of the random operands (default: 0)")
-
-
-def add_budget(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    """Add ``--budget``."""
     parser.add_argument(
         "--budget",
         type=_budget,
-        default=default,
+        default=budget,
         metavar="SECONDS",
-        help=f"begin no new round of samples of a {what} after this, once three are done (default: {default:g})",
+        help=f"begin no new round of samples of a {whole} after this, once three are done (default: {budget:g})",
     )
-
-
-def _budget(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value

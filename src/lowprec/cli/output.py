@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from lowprec.cli.errors import CommandError
+from lowprec.plain import finite
 from lowprec.tables import Table, plain_text
-
-__all__ = [
-    "flush",
-    "note",
-    "print_json",
-    "print_table",
-    "print_text",
-    "progress",
-]
 
 #: Where the other side is no terminal, and tells of no width.
 _PIPE_WIDTH = 120
@@ -84,17 +75,7 @@ def _discard(stream: TextIO) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON document; a number that JSON does not have (Inf, NaN) becomes null."""
-    print_text(json.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value
+    print_text(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
@@ -107,30 +88,15 @@ def note(text: str) -> None:
         _discard(sys.stderr)
 
 
-def seconds(value: float) -> str:
-    """Return a time in the unit that suits it.
-
-    Examples
-    --------
-    >>> seconds(0.00213), seconds(1.5), seconds(8.5e-06)
-    ('2.13 ms', '1.50 s', '8.50 us')
-    """
-    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
-    return f"{value / scale:.3g} {unit}" if value >= 100 * scale else f"{value / scale:.2f} {unit}"
-
-
 @contextlib.contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar on standard error while the block runs, where that is a terminal and rich is installed.
 
-    Yields
-    ------
-    callable
-        To be called with a few words before each of the ``total`` steps.
+    Yields a function to be called with a few words before each of the ``total`` steps.
     """
     console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
-        yield lambda _: None
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -139,9 +105,10 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(description, total=total)
         started = False
 
-        def step(words: str) -> None:
+        def step(*words: str) -> None:
             nonlocal started
-            bar.update(task, description=f"{description}: {words}", advance=int(started))
+            text = f"{description}: {', '.join(words)}"
+            bar.update(task, description=text, advance=int(started))
             started = True
 
         yield step

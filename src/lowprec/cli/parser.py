@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from lowprec._version import __version__
@@ -11,8 +10,6 @@ from lowprec.cli.commands import autotune, bench, check, completion, info, matmu
 from lowprec.cli.errors import USAGE, CommandError
 from lowprec.cli.options import did_you_mean
 from lowprec.cli.output import note, print_text
-
-__all__ = ["COMMANDS", "Command", "Parser", "build_parser", "parse"]
 
 _DESCRIPTION = """\
 Matrix products in the precision you choose, and the truth about which one was used.
@@ -79,21 +76,8 @@ class Parser(argparse.ArgumentParser):
         print_text(message.rstrip("\n"))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed words; ``run`` is the command's function. Without any words, that shows the help.
-
-    Raises
-    ------
-    CommandError
-        If the words are not a command.
-    SystemExit
-        After ``--help`` and ``--version``.
-    """
-    return build_parser().parse_args(argv)
-
-
 def build_parser() -> Parser:
-    """Return the parser of the command line, with all commands."""
+    """Return the parser of the command line; what it parses has the command's ``run``, or one that shows the help."""
     parser = Parser(
         prog="lowprec",
         description=_DESCRIPTION,

@@ -8,20 +8,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Terminated", "end_by", "raised"]
-
 #: Those that exist here; Windows has no SIGHUP.
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Terminated(BaseException):
-    """A signal has told the process to end.
-
-    Parameters
-    ----------
-    number : int
-        Of the signal.
-    """
+    """The signal of this number has told the process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

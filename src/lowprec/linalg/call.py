@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -14,60 +15,32 @@ from lowprec.formats import DType, promote
 from lowprec.linalg import routes
 from lowprec.policy import fp32_guard
 
-__all__ = ["DTYPES", "REAL_DTYPES", "Call"]
-
 #: Element types that LAPACK has.
 REAL_DTYPES = (DType.FLOAT32, DType.FLOAT64)
-DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
-_BY_LABEL = {d.label: d for d in DTYPES}
+_DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
 
 _CUDA = 2  # ``DLDeviceType`` of dlpack.h
 
 
-class Call:
-    """One call: the library that does the work, the operands as it takes them, and the way back.
+def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
+    """Let the library of the operands do the work inside the guard; return what it returns.
 
-    Parameters
-    ----------
-    function : str
-        One of :data:`lowprec.linalg.routes.FUNCTIONS`.
-    *arrays : array
-        The operands, as the caller passed them.
-    dtypes : tuple of DType
-        The element types that the function takes.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        Before any work, if the operands are not such arrays or their library lacks the function.
+    Whatever does not fit is refused before any work. A tolerance ``rtol=None`` becomes that of the Array API.
     """
-
-    def __init__(self, function: str, *arrays: Any, dtypes: tuple[DType, ...] = DTYPES) -> None:
-        library = _common_library(function, arrays)
-        known = library != "dlpack"
-        if not known:
-            library, arrays = _adopted(function, arrays)
-        # CuPy's arrays speak DLPack themselves and stay on their device.
-        self._hand_back = not known and library == "numpy"
-        self._dtype, self._operands = _promoted(function, library, arrays, dtypes)
-        self._work = routes.find(function, library)
-
-    def rtol(self, given: float | None) -> float:
-        """Return the caller's tolerance, or that of the Array API."""
-        if given is not None:
-            return given
-        rows_and_columns = self._operands[0].shape[-2:]
-        return float(np.finfo(self._dtype.label).eps) * max(rows_and_columns, default=0)
-
-    def run(self, **keywords: Any) -> Any:
-        """Let the library do the work inside the guard; return what it returns."""
-        with fp32_guard():
-            result = self._work(*self._operands, **keywords)
-        if not self._hand_back:
-            return result
-        return (
-            tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
-        )
+    library = _common_library(function, arrays)
+    by_dlpack = library == "dlpack"
+    if by_dlpack:
+        library, arrays = _adopted(function, arrays)
+    dtype, arrays = _promoted(function, library, arrays, dtypes)
+    work = routes.find(function, library)
+    routes.check_stacks(function, library, arrays)
+    if keywords.get("rtol", 0) is None:
+        keywords["rtol"] = float(np.finfo(dtype.label).eps) * max(arrays[0].shape[-2:], default=0)
+    with fp32_guard():
+        result = work(*arrays, **keywords)
+    if not by_dlpack or library != "numpy":  # CuPy's arrays speak DLPack themselves
+        return result
+    return tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
 
 
 def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
@@ -84,31 +57,25 @@ def _promoted(
     function: str, library: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]
 ) -> tuple[DType, tuple[Any, ...]]:
     """Return the operands' common element type, and the operands in it."""
-    given = [_dtype_of(x) for x in arrays]
+    by_label = {dtype.label: dtype for dtype in dtypes}
+    given = [str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.") for x in arrays]
     for label in given:
-        if _BY_LABEL.get(label) not in dtypes:
+        if label not in by_label:
             raise DTypeError(
-                f"{function} takes {', '.join(map(str, dtypes))}, got {label}; convert the array first, for "
+                f"{function} takes {', '.join(by_label)}, got {label}; convert the array first, for "
                 "example to float32, and the result back where that is meant"
             )
-    common = _BY_LABEL[given[0]]
-    for label in given[1:]:
-        common = promote(common, _BY_LABEL[label])
+    common = functools.reduce(promote, (by_label[label] for label in given))
     return common, tuple(
-        x if label == common.label else _converted(library, x, common)
+        x if label == common.label else _cast(library, x, common.label)
         for x, label in zip(arrays, given, strict=True)
     )
 
 
-def _dtype_of(array: Any) -> str:
-    dtype = array.dtype
-    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-
-
-def _converted(library: str, array: Any, dtype: DType) -> Any:
+def _cast(library: str, array: Any, label: str) -> Any:
     if library == "torch":
-        return array.to(getattr(sys.modules["torch"], dtype.label))
-    return array.astype(dtype.label)
+        return array.to(getattr(sys.modules["torch"], label))
+    return array.astype(label)
 
 
 # -- arrays that are known only by DLPack ---------------------------------------------------------

@@ -8,35 +8,49 @@ gradients are the library's own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Any, TypeVar
 
 from lowprec.errors import UnsupportedError, quoted
-from lowprec.linalg.call import REAL_DTYPES, Call
+from lowprec.linalg.call import REAL_DTYPES, call
 from lowprec.linalg.results import EighResult, LstsqResult, QRResult, SlogdetResult, SVDResult
-
-__all__ = [
-    "cdist",
-    "cholesky",
-    "det",
-    "eigh",
-    "expm",
-    "inv",
-    "lstsq",
-    "matrix_power",
-    "matrix_rank",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "svd",
-]
+from lowprec.linalg.routes import ROUTES
 
 _QR_MODES = ("reduced", "complete")
+
+_IN_COMMON = """\
+Raises
+------
+ArrayError, DTypeError
+    An operand is no array, of another library than the others, or of an element type that is not taken.
+UnsupportedError
+    The library has no such function, or not for these arguments. Every other error is the library's own.
+
+See Also
+--------
+{routes}
+
+Examples
+--------
+"""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _guarded(function: _Function) -> _Function:
+    """Add to a docstring what it raises, and which functions do the work."""
+    if function.__doc__ is not None:
+        routes = ", ".join(map(str, ROUTES[function.__name__].values()))
+        text = cleandoc(function.__doc__)
+        function.__doc__ = text.replace("Examples\n--------\n", _IN_COMMON.format(routes=routes))
+    return function
 
 
 # -- solving --------------------------------------------------------------------------------------
 
 
+@_guarded
 def solve(a: Any, b: Any, /) -> Any:
     """Return ``x`` with ``a @ x = b``.
 
@@ -51,24 +65,18 @@ def solve(a: Any, b: Any, /) -> Any:
     -------
     array, shape (..., n) or (..., n, k)
 
-    Raises
-    ------
-    ArrayError, DTypeError
-        An operand is no array, of another library, or of another element type.
-    UnsupportedError
-        The library has no such function. Every other error is the library's own.
-
     Examples
     --------
     >>> import numpy as np
     >>> solve(np.array([[2.0, 0.0], [0.0, 4.0]]), np.array([1.0, 1.0]))
     array([0.5 , 0.25])
     """
-    return Call("solve", a, b).run()
+    return call("solve", a, b)
 
 
+@_guarded
 def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
-    """Return the ``x`` of least norm that minimises ``|a @ x - b|``.
+    """Return the ``x`` of least norm that minimises ``|a @ x - b|``, as :class:`LstsqResult`.
 
     Parameters
     ----------
@@ -79,16 +87,6 @@ def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
         Singular values below this fraction of the largest count as zero; ``max(m, n)`` times the machine epsilon by
         default.
 
-    Returns
-    -------
-    LstsqResult
-        ``(solution, residuals, rank, singular_values)``.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`; also where the library takes no stack of matrices and is given one.
-
     Examples
     --------
     >>> import numpy as np
@@ -96,25 +94,16 @@ def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
     >>> x.solution.round(6), int(x.rank)
     (array([2.]), 1)
     """
-    call = Call("lstsq", a, b)
-    return LstsqResult(*call.run(rtol=call.rtol(rtol)))
+    return LstsqResult(*call("lstsq", a, b, rtol=rtol))
 
 
+@_guarded
 def inv(a: Any, /) -> Any:
-    """Return the inverse of square matrices.
+    """Return the inverses of square matrices, shape (..., n, n).
 
     Parameters
     ----------
     a : array, shape (..., n, n)
-
-    Returns
-    -------
-    array, shape (..., n, n)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -123,11 +112,12 @@ def inv(a: Any, /) -> Any:
     array([[0.5 , 0.  ],
            [0.  , 0.25]])
     """
-    return Call("inv", a).run()
+    return call("inv", a)
 
 
+@_guarded
 def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
-    """Return the Moore-Penrose inverse.
+    """Return the Moore-Penrose inverses of matrices, shape (..., n, m).
 
     Parameters
     ----------
@@ -136,15 +126,6 @@ def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
         Singular values below this fraction of the largest count as zero. By default ``max(m, n)`` times the machine
         epsilon, as the Array API has it, in every library (NumPy's own is 1e-15, which counts noise in float32).
 
-    Returns
-    -------
-    array, shape (..., n, m)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
-
     Examples
     --------
     >>> import numpy as np
@@ -152,29 +133,20 @@ def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
     array([[0.5 , 0.  , 0.  ],
            [0.  , 0.  , 0.25]])
     """
-    call = Call("pinv", a)
-    return call.run(rtol=call.rtol(rtol))
+    return call("pinv", a, rtol=rtol)
 
 
 # -- decompositions -------------------------------------------------------------------------------
 
 
+@_guarded
 def cholesky(a: Any, /) -> Any:
-    """Return the lower triangle ``L`` with ``a = L @ L^H``.
+    """Return the lower triangles ``L``, shape (..., n, n), with ``a = L @ L^H``.
 
     Parameters
     ----------
     a : array, shape (..., n, n)
         Hermitian and positive definite.
-
-    Returns
-    -------
-    array, shape (..., n, n)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -183,27 +155,18 @@ def cholesky(a: Any, /) -> Any:
     array([[2., 0.],
            [1., 3.]])
     """
-    return Call("cholesky", a).run()
+    return call("cholesky", a)
 
 
+@_guarded
 def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
-    """Return ``(Q, R)`` with ``a = Q @ R``, ``Q`` of orthonormal columns and ``R`` upper triangular.
+    """Return ``(Q, R)`` with ``a = Q @ R``, as :class:`QRResult`.
 
     Parameters
     ----------
     a : array, shape (..., m, n)
     mode : {"reduced", "complete"}
         Whether ``Q`` has ``min(m, n)`` columns or ``m``.
-
-    Returns
-    -------
-    QRResult
-        ``(Q, R)``.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`; also for another ``mode``.
 
     Examples
     --------
@@ -216,26 +179,17 @@ def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
         raise UnsupportedError(
             f"qr has no mode {quoted(mode)}; choose one of: {', '.join(map(repr, _QR_MODES))}"
         )
-    return QRResult(*Call("qr", a).run(mode=mode))
+    return QRResult(*call("qr", a, mode=mode))
 
 
+@_guarded
 def eigh(a: Any, /) -> EighResult:
-    """Return eigenvalues and eigenvectors of Hermitian matrices.
+    """Return eigenvalues and eigenvectors of Hermitian matrices, as :class:`EighResult`.
 
     Parameters
     ----------
     a : array, shape (..., n, n)
         Hermitian, both triangles: which one is read is the library's choice.
-
-    Returns
-    -------
-    EighResult
-        ``(eigenvalues, eigenvectors)``, the eigenvalues real and ascending.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -243,11 +197,12 @@ def eigh(a: Any, /) -> EighResult:
     >>> eigh(np.array([[2.0, 1.0], [1.0, 2.0]])).eigenvalues.round(6)
     array([1., 3.])
     """
-    return EighResult(*Call("eigh", a).run())
+    return EighResult(*call("eigh", a))
 
 
+@_guarded
 def svd(a: Any, /, *, full_matrices: bool = True) -> SVDResult:
-    """Return ``(U, S, Vh)`` with ``a = U @ diag(S) @ Vh``.
+    """Return ``(U, S, Vh)`` with ``a = U @ diag(S) @ Vh``, as :class:`SVDResult`.
 
     Parameters
     ----------
@@ -255,43 +210,25 @@ def svd(a: Any, /, *, full_matrices: bool = True) -> SVDResult:
     full_matrices : bool
         Whether ``U`` and ``Vh`` are square, or as narrow as ``min(m, n)``.
 
-    Returns
-    -------
-    SVDResult
-        ``(U, S, Vh)``, the singular values real and descending.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
-
     Examples
     --------
     >>> import numpy as np
     >>> svd(np.array([[0.0, 2.0], [1.0, 0.0]])).S.round(6)
     array([2., 1.])
     """
-    return SVDResult(*Call("svd", a).run(full_matrices=full_matrices))
+    return SVDResult(*call("svd", a, full_matrices=full_matrices))
 
 
 # -- numbers of a matrix --------------------------------------------------------------------------
 
 
+@_guarded
 def det(a: Any, /) -> Any:
-    """Return the determinants of square matrices.
+    """Return the determinants of square matrices, shape (...).
 
     Parameters
     ----------
     a : array, shape (..., n, n)
-
-    Returns
-    -------
-    array, shape (...)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -299,25 +236,16 @@ def det(a: Any, /) -> Any:
     >>> float(det(np.array([[2.0, 1.0], [0.0, 3.0]])))
     6.0
     """
-    return Call("det", a).run()
+    return call("det", a)
 
 
+@_guarded
 def slogdet(a: Any, /) -> SlogdetResult:
-    """Return the signs of determinants, and the logarithms of their moduli.
+    """Return the signs of determinants and the logarithms of their moduli, as :class:`SlogdetResult`.
 
     Parameters
     ----------
     a : array, shape (..., n, n)
-
-    Returns
-    -------
-    SlogdetResult
-        ``(sign, logabsdet)``.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -326,11 +254,12 @@ def slogdet(a: Any, /) -> SlogdetResult:
     >>> float(sign), float(logabsdet)
     (-1.0, 0.0)
     """
-    return SlogdetResult(*Call("slogdet", a).run())
+    return SlogdetResult(*call("slogdet", a))
 
 
+@_guarded
 def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
-    """Return how many singular values are above ``rtol`` times the largest.
+    """Return how many singular values are above ``rtol`` times the largest: integers, shape (...).
 
     Parameters
     ----------
@@ -338,43 +267,28 @@ def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
     rtol : float, optional
         ``max(m, n)`` times the machine epsilon by default.
 
-    Returns
-    -------
-    array of integers, shape (...)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
-
     Examples
     --------
     >>> import numpy as np
     >>> int(matrix_rank(np.ones((3, 3))))
     1
     """
-    return Call("matrix_rank", a).run(**({} if rtol is None else {"rtol": rtol}))
+    if rtol is None:
+        return call("matrix_rank", a)
+    return call("matrix_rank", a, rtol=rtol)
 
 
 # -- functions of matrices and points -------------------------------------------------------------
 
 
+@_guarded
 def matrix_power(a: Any, n: int, /) -> Any:
-    """Return square matrices multiplied by themselves; their inverses where ``n`` is negative.
+    """Return square matrices, shape (..., m, m), multiplied by themselves; their inverses where ``n`` is negative.
 
     Parameters
     ----------
     a : array, shape (..., m, m)
     n : int
-
-    Returns
-    -------
-    array, shape (..., m, m)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -383,25 +297,17 @@ def matrix_power(a: Any, n: int, /) -> Any:
     array([[1., 5.],
            [0., 1.]])
     """
-    return Call("matrix_power", a).run(n=n)
+    return call("matrix_power", a, n=n)
 
 
+@_guarded
 def expm(a: Any, /) -> Any:
-    """Return the matrix exponential.
+    """Return the matrix exponentials, shape (..., n, n).
 
     Parameters
     ----------
     a : array, shape (..., n, n)
         CuPy takes a single matrix. For NumPy arrays SciPy does the work, and must be installed.
-
-    Returns
-    -------
-    array, shape (..., n, n)
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`.
 
     Examples
     --------
@@ -410,14 +316,16 @@ def expm(a: Any, /) -> Any:
     tensor([[1., 1.],
             [0., 1.]])
     """
-    return Call("expm", a).run()
+    return call("expm", a)
 
 
+@_guarded
 def cdist(a: Any, b: Any, /) -> Any:
-    """Return the Euclidean distances between the points of two sets.
+    """Return the Euclidean distances, shape (..., m, n), between the points of two sets.
 
     PyTorch works out sets of more than 25 points as ``|x|^2 - 2 x.y + |y|^2``. The error is then that of the squares,
-    so that distances much smaller than the points' norms have few correct digits, even in full FP32.
+    so that distances much smaller than the points' norms have few correct digits, even in full FP32. JAX has no such
+    function; for NumPy arrays SciPy does the work, and must be installed.
 
     Parameters
     ----------
@@ -425,20 +333,10 @@ def cdist(a: Any, b: Any, /) -> Any:
         float32 or float64. One set, without batches, in NumPy and CuPy.
     b : array, shape (..., n, k)
 
-    Returns
-    -------
-    array, shape (..., m, n)
-        Of the operands' common dtype.
-
-    Raises
-    ------
-    ArrayError, DTypeError, UnsupportedError
-        As in :func:`solve`; JAX has no such function, and for NumPy arrays SciPy must be installed.
-
     Examples
     --------
     >>> import torch
     >>> cdist(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[5.]])
     """
-    return Call("cdist", a, b, dtypes=REAL_DTYPES).run()
+    return call("cdist", a, b, dtypes=REAL_DTYPES)

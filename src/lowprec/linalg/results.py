@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult"]
-
 
 class EighResult(NamedTuple):
     """Eigenvalues, ascending, shape (..., n), and the eigenvectors as columns, shape (..., n, n)."""

@@ -1,4 +1,4 @@
-"""Which function of which library does the work: one table, and what differs between the libraries.
+"""Which function of which library does the work: one table, a row for each function.
 
 The caller's library is in ``sys.modules``, because its array exists. What is imported here is a part of it that it
 has not loaded by itself (``jax.scipy.linalg``), or SciPy, where NumPy keeps the functions that it has not.
@@ -10,42 +10,12 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lowprec.arrays import library_name
 from lowprec.errors import UnsupportedError
 
-__all__ = ["FUNCTIONS", "LACKING", "LIBRARIES", "ROUTES", "Route", "find"]
-
 _Function = Callable[..., Any]
-
-#: Where each library keeps its linear algebra.
-LIBRARIES: Mapping[str, str] = MappingProxyType(
-    {
-        "numpy": "numpy.linalg",
-        "torch": "torch.linalg",
-        "jax": "jax.numpy.linalg",
-        "cupy": "cupy.linalg",
-    }
-)
-
-#: Everything that ``lowprec.linalg`` computes.
-FUNCTIONS = (
-    "cdist",
-    "cholesky",
-    "det",
-    "eigh",
-    "expm",
-    "inv",
-    "lstsq",
-    "matrix_power",
-    "matrix_rank",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "svd",
-)
 
 
 class Route(NamedTuple):
@@ -53,17 +23,21 @@ class Route(NamedTuple):
 
     Parameters
     ----------
-    module : str
-        Where it is.
-    name : str
-        What it is called there.
+    module, name : str
+        Where it is, and what it is called there.
     adapt : callable or None
         Called with the function in front of the operands, where it cannot be called as the others are.
+    stacks : bool
+        Whether it takes stacks of matrices.
     """
 
     module: str
     name: str
     adapt: _Function | None = None
+    stacks: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
 
 
 def find(function: str, library: str) -> _Function:
@@ -80,54 +54,36 @@ def find(function: str, library: str) -> _Function:
     >>> find("det", "numpy") is numpy.linalg.det
     True
     """
-    route = ROUTES.get((function, library))
+    route = ROUTES[function].get(library)
     if route is None:
         raise UnsupportedError(f"{library} has no {function}; {LACKING[function, library]}")
     try:
-        module = sys.modules.get(route.module) or importlib.import_module(route.module)
-        found: _Function = getattr(module, route.name)
+        found: _Function = getattr(importlib.import_module(route.module), route.name)
     except ModuleNotFoundError as error:
         package = (error.name or route.module).partition(".")[0]
         raise UnsupportedError(
-            f"{function} of {library} arrays is {route.module}.{route.name}, and {package} is not installed; install "
-            f"it (pip install {package}), or pass an array of another library"
+            f"{function} of {library} arrays is {route}, and {package} is not installed; install it "
+            f"(pip install {package}), or pass an array of another library"
         ) from error
     except AttributeError:
         version = getattr(sys.modules.get(library), "__version__", "")
         raise UnsupportedError(
-            f"{library} {version} has no {route.module}.{route.name}; install a later version, or pass an array of "
-            "another library"
+            f"{library} {version} has no {route}; install a later version, or pass an array of another library"
         ) from None
     return found if route.adapt is None else partial(route.adapt, found)
 
 
-# -- what differs ---------------------------------------------------------------------------------
-
-
-def _no_stacks(library: str, function: str, *arrays: Any) -> None:
-    """Raise where an operand is a stack of matrices and the library's function takes one."""
+def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
+    """Raise where an operand is a stack of matrices and the library's function takes one matrix."""
     for array in arrays:
-        if array.ndim > 2:
+        if array.ndim > 2 and not ROUTES[function][library].stacks:
             raise UnsupportedError(
                 f"{library} has no {function} of stacks of matrices, and an operand has shape {tuple(array.shape)}; "
                 + ("put jax.vmap around it" if library == "jax" else "call it for each matrix")
             )
 
 
-def _one_matrix(library: str, function: str) -> _Function:
-    def adapted(found: _Function, *arrays: Any) -> Any:
-        _no_stacks(library, function, *arrays)
-        return found(*arrays)
-
-    return adapted
-
-
-def _one_lstsq(library: str) -> _Function:
-    def adapted(found: _Function, a: Any, b: Any, *, rtol: float) -> Any:
-        _no_stacks(library, "lstsq", a, b)
-        return found(a, b, rcond=rtol)
-
-    return adapted
+# -- what differs ---------------------------------------------------------------------------------
 
 
 def _as_matrices(a: Any, b: Any) -> Any:
@@ -140,8 +96,12 @@ def _as_matrices(a: Any, b: Any) -> Any:
     return b.reshape((1,) * missing + tuple(b.shape)) if 1 < b.ndim < a.ndim else b
 
 
-def _solve_matrices(found: _Function, a: Any, b: Any) -> Any:
+def _solve(found: _Function, a: Any, b: Any) -> Any:
     return found(a, _as_matrices(a, b))
+
+
+def _rcond(found: _Function, *arrays: Any, rtol: float) -> Any:
+    return found(*arrays, rcond=rtol)
 
 
 def _torch_lstsq(found: _Function, a: Any, b: Any, *, rtol: float) -> Any:
@@ -150,68 +110,70 @@ def _torch_lstsq(found: _Function, a: Any, b: Any, *, rtol: float) -> Any:
     return found(a, _as_matrices(a, b), rcond=rtol, driver=driver)
 
 
+def _rank(found: _Function, a: Any, *, rtol: float | None = None) -> Any:
+    """Take the tolerance relative to the largest singular value: CuPy's is absolute, and JAX's ``rtol`` too."""
+    if rtol is None:
+        return found(a)
+    values = find("svd", library_name(a))(a, compute_uv=False)
+    return (values > rtol * values.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+
 def _scipy_cdist(found: _Function, a: Any, b: Any) -> Any:
     # SciPy computes in float64, whatever it is given, and returns that.
-    _no_stacks("numpy", "cdist", a, b)
     return found(a, b).astype(a.dtype)
-
-
-def _cupy_pinv(found: _Function, a: Any, *, rtol: float) -> Any:
-    return found(a, rcond=rtol)
-
-
-def _rank_by_values(library: str) -> _Function:
-    """Return a ``matrix_rank`` with a tolerance relative to the largest singular value.
-
-    CuPy's tolerance is absolute, and so is JAX's, although it is called ``rtol``.
-    """
-
-    def adapted(found: _Function, a: Any, *, rtol: float | None = None) -> Any:
-        if rtol is None:
-            return found(a)
-        values = find("svd", library)(a, compute_uv=False)
-        return (values > rtol * values.max(axis=-1, keepdims=True)).sum(axis=-1)
-
-    return adapted
 
 
 # -- the table ------------------------------------------------------------------------------------
 
-_ELSEWHERE = {"expm", "cdist"}
+#: Where each library keeps its linear algebra.
+LIBRARIES: Mapping[str, str] = {
+    "numpy": "numpy.linalg",
+    "torch": "torch.linalg",
+    "jax": "jax.numpy.linalg",
+    "cupy": "cupy.linalg",
+}
+
+
+def _row(name: str, **adapt: _Function) -> dict[str, Route]:
+    """Return the row of a function that every library has under this name, in some of them to be adapted."""
+    return {
+        library: Route(module, name, adapt.get(library)) for library, module in LIBRARIES.items()
+    }
+
 
 #: By function and library: where it is.
-ROUTES: Mapping[tuple[str, str], Route] = MappingProxyType(
-    {
-        **{
-            (function, library): Route(module, function)
-            for function in FUNCTIONS
-            if function not in _ELSEWHERE
-            for library, module in LIBRARIES.items()
-        },
-        ("solve", "torch"): Route("torch.linalg", "solve", _solve_matrices),
-        ("solve", "cupy"): Route("cupy.linalg", "solve", _solve_matrices),
-        ("lstsq", "numpy"): Route("numpy.linalg", "lstsq", _one_lstsq("numpy")),
-        ("lstsq", "torch"): Route("torch.linalg", "lstsq", _torch_lstsq),
-        ("lstsq", "jax"): Route("jax.numpy.linalg", "lstsq", _one_lstsq("jax")),
-        ("lstsq", "cupy"): Route("cupy.linalg", "lstsq", _one_lstsq("cupy")),
-        ("pinv", "cupy"): Route("cupy.linalg", "pinv", _cupy_pinv),
-        ("matrix_rank", "jax"): Route("jax.numpy.linalg", "matrix_rank", _rank_by_values("jax")),
-        ("matrix_rank", "cupy"): Route("cupy.linalg", "matrix_rank", _rank_by_values("cupy")),
-        ("expm", "numpy"): Route("scipy.linalg", "expm"),
-        ("expm", "torch"): Route("torch.linalg", "matrix_exp"),
-        ("expm", "jax"): Route("jax.scipy.linalg", "expm"),
-        ("expm", "cupy"): Route("cupyx.scipy.linalg", "expm", _one_matrix("cupy", "expm")),
-        ("cdist", "numpy"): Route("scipy.spatial.distance", "cdist", _scipy_cdist),
-        ("cdist", "torch"): Route("torch", "cdist"),
-        ("cdist", "cupy"): Route(
-            "cupyx.scipy.spatial.distance", "cdist", _one_matrix("cupy", "cdist")
-        ),
-    }
-)
+ROUTES: Mapping[str, Mapping[str, Route]] = {
+    "solve": _row("solve", torch=_solve, cupy=_solve),
+    "lstsq": {
+        "numpy": Route("numpy.linalg", "lstsq", _rcond, stacks=False),
+        "torch": Route("torch.linalg", "lstsq", _torch_lstsq),
+        "jax": Route("jax.numpy.linalg", "lstsq", _rcond, stacks=False),
+        "cupy": Route("cupy.linalg", "lstsq", _rcond, stacks=False),
+    },
+    "inv": _row("inv"),
+    "pinv": _row("pinv", cupy=_rcond),
+    "cholesky": _row("cholesky"),
+    "qr": _row("qr"),
+    "eigh": _row("eigh"),
+    "svd": _row("svd"),
+    "det": _row("det"),
+    "slogdet": _row("slogdet"),
+    "matrix_rank": _row("matrix_rank", jax=_rank, cupy=_rank),
+    "matrix_power": _row("matrix_power"),
+    "expm": {
+        "numpy": Route("scipy.linalg", "expm"),
+        "torch": Route("torch.linalg", "matrix_exp"),
+        "jax": Route("jax.scipy.linalg", "expm"),
+        "cupy": Route("cupyx.scipy.linalg", "expm", stacks=False),
+    },
+    "cdist": {
+        "numpy": Route("scipy.spatial.distance", "cdist", _scipy_cdist, stacks=False),
+        "torch": Route("torch", "cdist"),
+        "cupy": Route("cupyx.scipy.spatial.distance", "cdist", stacks=False),
+    },
+}
 
 #: What a library has not, and the way out.
-LACKING: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        ("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)",
-    }
-)
+LACKING: Mapping[tuple[str, str], str] = {
+    ("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)",
+}

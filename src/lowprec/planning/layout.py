@@ -56,13 +56,13 @@ class MatrixStack:
     rows, cols : int
         Extents of each matrix, as it enters the product.
     row_stride, col_stride : int
-        Steps in elements from one row (column) to the next.
+        Elements from one row (column) to the next.
     batch_shape, batch_strides : tuple of int
         Outermost first, strides in elements; 0 where the matrix is broadcast.
     order : {"row", "col"} or None
         Which of rows and columns lies contiguous; ``None`` where BLAS cannot express the strides.
     leading_dimension : int or None
-        The other step, at least the contiguous extent; ``None`` where BLAS cannot express the strides.
+        The other stride, at least the contiguous extent; ``None`` where BLAS cannot express the strides.
     """
 
     dtype: DType
@@ -101,12 +101,12 @@ class MatrixStack:
 
     @property
     def batch_stride(self) -> int | None:
-        """The one step from each matrix to the next, 0 if all are the same; None if there is no such step."""
+        """Elements from each matrix to the next, 0 if all are the same; None if that differs."""
         return _regular_stride(self.batch_shape, self.batch_strides)
 
     @property
     def op(self) -> Literal["N", "T"]:
-        """``"T"`` for a matrix that a row-major BLAS call takes as a transpose."""
+        """``"T"`` where a row-major BLAS call must transpose what is stored."""
         return "T" if self.order == "col" else "N"
 
     @property
@@ -140,8 +140,8 @@ class GemmLayout:
     a, b, out : MatrixStack
         ``out`` is the caller's, or a new row-major array.
     collapsed : bool
-        Whether the batch became rows: ``b`` is the same matrix for every batch and the rows of ``a`` and of ``out``
-        lie at one regular step, so that one large GEMM replaces many small ones.
+        Whether the batch became rows of one large GEMM: ``b`` is the same matrix throughout the batch, and the rows of
+        all matrices of ``a``, and of ``out``, have one stride.
     """
 
     m: int
@@ -216,28 +216,28 @@ def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
 
 
 def _regular_stride(shape: Shape, strides: Shape) -> int | None:
-    """Return the one step that walks all dimensions in row-major order, or None if there is none.
+    """Return the stride of the one dimension that these dimensions coalesce to, or None if they do not.
 
     Examples
     --------
     >>> _regular_stride((2, 3), (30, 10)), _regular_stride((2, 3), (10, 20)), _regular_stride((), ())
     (10, None, 0)
     """
-    walked = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
-    if not walked or any(n == 0 for n, _ in walked):
+    dimensions = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    if not dimensions or any(n == 0 for n, _ in dimensions):
         return 0
-    for (_, outer), (n, inner) in pairwise(walked):
+    for (_, outer), (n, inner) in pairwise(dimensions):
         if outer != n * inner:
             return None
-    return walked[-1][1]
+    return dimensions[-1][1]
 
 
 def _blas_order(
     rows: int, cols: int, row_stride: int, col_stride: int
 ) -> tuple[Order | None, int | None]:
-    """Return (order, leading dimension), or (None, None) where no BLAS call can name these strides.
+    """Return (order, leading dimension), or (None, None) where BLAS cannot express these strides.
 
-    The stride of a dimension of extent 1 is never stepped, so it may be anything.
+    The stride of a dimension of extent 1 does not matter.
 
     Examples
     --------
@@ -341,9 +341,9 @@ def stacked_layout(
 def addend_layout(
     c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
 ) -> MatrixStack | None:
-    """Return how an array that broadcasts to the result lies over the products of a layout.
+    """Return the matrices of an array that broadcasts to the result, one for each product of a layout.
 
-    None if the batch became rows there and the rows of this array lie at no regular step.
+    None where the layout is collapsed and the rows of this array have no one stride.
     """
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
@@ -367,16 +367,16 @@ def _check_out(out: OperandSpec, shape: Shape) -> None:
 
 
 def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
-    """Return the same elements as one matrix with the batch as rows, or None if its steps are not regular."""
-    step = operand.batch_stride
-    if step is None or (operand.rows > 1 and step != operand.rows * operand.row_stride):
+    """Return a batch coalesced with its rows to one matrix, or None where the rows have no one stride."""
+    stride = operand.batch_stride
+    if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
         return None
-    row_stride = step if operand.rows == 1 else operand.row_stride
-    merged = MatrixStack.of(
+    row_stride = stride if operand.rows == 1 else operand.row_stride
+    coalesced = MatrixStack.of(
         operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride
     )
-    # Windows that slide over one buffer are matrices one by one and not together.
-    return None if operand.blas_expressible and not merged.blas_expressible else merged
+    # Of windows that slide over one buffer BLAS can express each, but not all as one matrix.
+    return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
 
 def _collapse(layout: GemmLayout) -> GemmLayout:

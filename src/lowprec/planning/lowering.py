@@ -1,7 +1,7 @@
-"""A plan in cuBLASLt's words: element types, column-major layouts, transposes, epilogue, and what is rewritten first.
+"""A plan in cuBLASLt's words: element types, column-major layouts, transposes, epilogue, and what is packed first.
 
-cuBLASLt thinks in column-major matrices. A row-major result is the column-major product of the transposes,
-``D^T = B^T A^T``: then ``b`` is its first operand, and a bias per column of the result is one per row, as its
+cuBLASLt's matrices are column-major. A row-major result is the column-major product of the transposes,
+``D^T = B^T A^T``: ``b`` is the first operand, and a bias per column of the result is one per row of D^T, as the
 epilogues want it. Source: the cuBLAS documentation, ``cublasLtMatmul()`` (tables of element types, epilogues, and the
 requirements of the int8 and FP8 kernels).
 """
@@ -28,12 +28,12 @@ _ALIGNMENT_BYTES = 16
 
 
 def reads_k_contiguous(data: DType) -> bool:
-    """Whether kernels for this type read both operands with the inner dimension contiguous, in steps of 16 bytes."""
+    """Whether kernels for this type need both operands contiguous along k and aligned to 16 bytes throughout."""
     return data.bits == 8
 
 
 def _writes(data: DType) -> tuple[DType, ...]:
-    """Return the element types of D that cuBLASLt writes for A and B of this type; 32 bits and more stay."""
+    """Return the element types of D for A and B of this type; of 32 bits and more, only their own."""
     return data.results if data.bits <= 16 else (data,)
 
 
@@ -43,14 +43,14 @@ def _padded(extent: int, dtype: DType) -> int:
 
 
 class _Operand(NamedTuple):
-    """An operand as cuBLASLt reads it: where it lies, and what is rewritten first."""
+    """An operand as cuBLASLt reads it, packed where ``pack`` is not None."""
 
     stack: MatrixStack
     pack: Pack | None = None
 
 
 def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
-    """Return the column-major matrix that the memory of each matrix is."""
+    """Return how each matrix of a stack is stored, read as column-major."""
     assert stack.leading_dimension is not None
     rows, cols = stack.rows, stack.cols
     stored = (cols, rows) if stack.order == "row" else (rows, cols)
@@ -144,15 +144,13 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasL
 
 
 def _op(operand: MatrixStack, swapped: bool) -> Op:
-    """A matrix enters transposed where its order is not the one of the result."""
+    """Return ``"T"`` for an operand whose order is not that of the result."""
     return "N" if (operand.order == "row") is swapped else "T"
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    words = [problem.activation.value.upper()] if problem.activation else []
-    if problem.bias:
-        words.append("BIAS")
-    return "_".join(words) or "DEFAULT"
+    activation = problem.activation.cublaslt_epilogue if problem.activation else None
+    return "_".join(filter(None, (activation, "BIAS" if problem.bias else None))) or "DEFAULT"
 
 
 # -- operands -------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
     if reason is None:
         return _Operand(stack)
     pack = _pack(terms, stack, name, reason, parts)
-    # What is written lies row-major as it is written; transposed, it is a column-major operand.
+    # Packed matrices are row-major; if they are transposes, the operand is column-major.
     rows, cols, leading = pack.padded_rows, pack.cols, pack.leading_dimension
     if terms.k_contiguous:
         cols = leading
@@ -233,7 +231,7 @@ def _pack(
 
 
 def _addend(terms: _Terms) -> MatrixStack | None:
-    """Return the addend as the call itself could read it, None where there is none or its strides have no words."""
+    """Return the addend as the call itself could read it, None where there is none or BLAS cannot express it."""
     problem, layout = terms.problem, terms.layout
     if not problem.has_beta or problem.c is None:
         return None
@@ -242,7 +240,7 @@ def _addend(terms: _Terms) -> MatrixStack | None:
 
 
 def _result(terms: _Terms) -> MatrixStack:
-    """Return the caller's array as what the product is written to."""
+    """Return the caller's array, as real numbers where the product is one of real numbers."""
     out = terms.layout.out
     if not terms.as_real:
         return out
@@ -311,10 +309,9 @@ def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reaso
             yield Reason.of(Why.ADDEND_DIFFERS)
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
         yield Reason.of(Why.BIAS_NOT_FUSED)
-    if problem.activation is not None and terms.out_dtype not in _FUSES:
-        yield Reason.of(
-            Why.ACTIVATION_NOT_FUSED, activation=problem.activation, out=terms.out_dtype
-        )
+    activation = problem.activation
+    if activation and (activation.cublaslt_epilogue is None or terms.out_dtype not in _FUSES):
+        yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.out_dtype)
 
 
 def _fuses_bias(terms: _Terms, bias: OperandSpec) -> bool:

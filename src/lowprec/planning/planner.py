@@ -46,6 +46,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
 
     Examples
     --------
+    >>> from lowprec.planning.kernels import KernelRow
     >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
     >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
     >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)

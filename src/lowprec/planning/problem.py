@@ -18,6 +18,11 @@ class Activation(str, Enum):
     RELU = "relu"
     GELU = "gelu"
 
+    @property
+    def cublaslt_epilogue(self) -> str | None:
+        """Its name in cuBLASLt's epilogues, None where it has none and a kernel of our own applies it."""
+        return {Activation.RELU: "RELU", Activation.GELU: "GELU"}.get(self)
+
     def __str__(self) -> str:
         return self.value
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from lowprec.policy.library_switches import (
     CupyController,
     JaxController,
@@ -11,13 +13,22 @@ from lowprec.policy.library_switches import (
 from lowprec.policy.protocol import Controller
 from lowprec.policy.torch_switches import TorchController
 
-__all__ = ["controllers", "register_controller", "unregister_controller"]
+__all__ = [
+    "controllers",
+    "known_modules",
+    "loaded_controllers",
+    "register_controller",
+    "unregister_controller",
+]
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
 _by_name: dict[str, Controller] = {}
 # A tuple of its own, so that an entry of a guard can walk it while another thread registers.
 _current: tuple[Controller, ...] = ()
+
+#: The modules of all controllers that there ever were: where none of these is loaded, a block has nothing to set.
+known_modules: set[str] = set()
 
 
 def register_controller(controller: Controller) -> None:
@@ -93,9 +104,20 @@ def controllers() -> tuple[Controller, ...]:
     return _current
 
 
+def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
+    """Return the controllers of these libraries, as far as they are loaded; None for all."""
+    return [
+        controller
+        for controller in _current
+        if sys.modules.get(controller.module) is not None
+        and (names is None or controller.name in names)
+    ]
+
+
 def _changed() -> None:
     global _current
     _current = tuple(_by_name.values())
+    known_modules.update(controller.module for controller in _current)
 
 
 def _register_builtin() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from threading import Lock
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -259,8 +258,9 @@ class EnvironmentSnapshot:
     texts: Mapping[str, str | None]
 
 
-_snapshot: EnvironmentSnapshot | None = None
-_lock = Lock()
+#: The snapshot, once it is taken. `setdefault` is one step, without a lock that a forked child or a signal handler
+#: could find taken.
+_taken: dict[None, EnvironmentSnapshot] = {}
 
 
 def _take() -> EnvironmentSnapshot:
@@ -289,17 +289,8 @@ def snapshot() -> EnvironmentSnapshot:
     >>> snapshot() is snapshot()
     True
     """
-    found = _snapshot
-    return found if found is not None else _first_snapshot()
-
-
-def _first_snapshot() -> EnvironmentSnapshot:
-    global _snapshot
     # Two threads that start together must see the same values, even if a third one writes the environment.
-    with _lock:
-        if _snapshot is None:
-            _snapshot = _take()
-        return _snapshot
+    return _taken.get(None) or _taken.setdefault(None, _take())
 
 
 def refresh() -> None:
@@ -307,14 +298,12 @@ def refresh() -> None:
 
     For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
     """
-    global _snapshot
-    with _lock:
-        _snapshot = None
+    _taken.clear()
 
 
 def changed_since_snapshot() -> tuple[str, ...]:
     """Return the names of the variables that were read once and hold another text now."""
-    taken = _snapshot
+    taken = _taken.get(None)
     if taken is None:
         return ()
     return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
@@ -398,7 +387,7 @@ def rows() -> tuple[VariableRow, ...]:
     >>> rows()[0].name
     'LOWPREC_MATH_MODE'
     """
-    taken = _snapshot
+    taken = _taken.get(None)
     return tuple(_row(v, taken) for v in VARIABLES)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowprec.policy import environment
-from lowprec.policy.controllers import controllers
+from lowprec.policy.controllers import loaded_controllers
+from lowprec.policy.interrupts import attempt, in_words
 
 __all__ = ["SwitchRow", "disagreements", "switch_rows"]
 
@@ -40,14 +41,11 @@ class SwitchRow:
 def switch_rows() -> tuple[SwitchRow, ...]:
     """Return every switch of every loaded library that has a controller. Nothing is changed for it."""
     rows: list[SwitchRow] = []
-    for controller in controllers():
-        if sys.modules.get(controller.module) is None:
-            continue
+    for controller in loaded_controllers():
         name, tier = controller.name, str(controller.tier)
-        try:
-            found = controller.describe()
-        except Exception as error:  # noqa: BLE001 - a report does not fail for what it reports on
-            rows.append(SwitchRow(name, None, None, tier, f"{type(error).__name__}: {error}"))
+        found, error = attempt(controller.describe)
+        if found is None:
+            rows.append(SwitchRow(name, None, None, tier, in_words(error)))
             continue
         rows += [SwitchRow(name, switch, _plain(value), tier) for switch, value in found.items()]
     return tuple(rows)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
 __all__ = ["fp32_guard"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class fp32_guard(PolicyScope):
@@ -66,33 +61,6 @@ class fp32_guard(PolicyScope):
     def __init__(self, *, frameworks: Frameworks = None) -> None:
         self._mode = None
         self._libraries = selection(frameworks, by_default=True)
-        self._open = []
-
-    def wrap(self, function: F) -> F:
-        """Return the function with the guard around each of its calls, in whichever thread these happen.
-
-        A thread starts without the scopes of the thread that started it, so a guard around ``pool.map`` would not
-        reach the workers.
-
-        Parameters
-        ----------
-        function : callable
-            What the workers call.
-
-        Returns
-        -------
-        callable
-            With the same signature.
-
-        Examples
-        --------
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> from lowprec.policy import resolve
-        >>> with ThreadPoolExecutor() as pool, fp32_guard() as guard:
-        ...     pool.submit(guard.wrap(resolve), "bf16").result().mode
-        <MathMode.FP32: 'fp32'>
-        """
-        return self(function)
 
     def __repr__(self) -> str:
         return f"fp32_guard({self._frameworks_in_words(nothing='frameworks=False').removeprefix(', ')})"

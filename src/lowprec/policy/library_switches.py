@@ -1,15 +1,17 @@
-"""The switches of JAX, TensorFlow, CuPy and Paddle: a getter and a setter each, or a context manager."""
+"""The switches of JAX, TensorFlow, CuPy and Paddle: a getter and a setter each."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
+from lowprec.policy.interrupts import comes_again
 from lowprec.policy.protocol import Tier
 
 __all__ = ["CupyController", "JaxController", "PaddleController", "TensorFlowController"]
@@ -19,35 +21,39 @@ _M = MathMode
 
 def _attribute(path: str, library: str) -> Any:
     """Return what stands under this dotted path in a loaded module."""
-    name, *rest = path.split(".")
-    found: Any = sys.modules[name]
+    name, attributes = path.split(".", 1)
+    find = partial(attrgetter(attributes), sys.modules[name])
     try:
-        for part in rest:
-            found = getattr(found, part)
-    except AttributeError:
+        return find()
+    except AttributeError as error:
+        if not comes_again(find, error):
+            raise
         version = getattr(sys.modules[name], "__version__", None) or "of an unknown version"
         raise UnsupportedError(
             f"{library} {version} has no {path}: it is still being imported, or its switches are not those that "
             "lowprec knows"
         ) from None
-    return found
 
 
 # -- JAX ------------------------------------------------------------------------------------------
 
 
-class JaxController:
-    """JAX's default precision, by its own context manager, which acts on the thread.
+_JAX_SWITCH = "default_matmul_precision"
 
-    The layers of ``policy.switches`` enter and leave it in order and in one thread. Left in another order, as
-    overlapping asyncio tasks do it, JAX would restore what another task had set.
+
+class JaxController:
+    """JAX's default precision in a thread.
+
+    What a thread has not chosen comes from the process's default, so what is saved is the thread's own choice, which
+    may be that it has none. JAX's context manager does not tell it, and keeps what it found to itself: an interrupt
+    inside its ``__enter__`` loses that.
     """
 
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
     switches: Mapping[str, str] = MappingProxyType(
-        {"default_matmul_precision": "products and convolutions that are traced in this thread"}
+        {_JAX_SWITCH: "products and convolutions that are traced in this thread"}
     )
     # JAX's words, not the names of algorithms: those are errors on devices that lack them. What a word becomes is
     # up to the device.
@@ -59,42 +65,43 @@ class JaxController:
     }
     modes = tuple(_words)
 
-    def __init__(self) -> None:
-        self._entered = threading.local()
-
     @staticmethod
-    def _now() -> Any:
-        return sys.modules["jax"].config.jax_default_matmul_precision
+    def _state() -> Any:
+        state = _attribute("jax.default_matmul_precision", "JAX")
+        # Versions with a hook keep a second copy of the value.
+        hook = getattr(state, "_update_thread_local_hook", "none of these versions")
+        if hook is not None or not hasattr(state, "set_local"):
+            raise UnsupportedError(
+                f"JAX {sys.modules['jax'].__version__} keeps jax.default_matmul_precision in another way than lowprec "
+                "knows (0.10)"
+            )
+        return state
 
     def save(self) -> dict[str, Any]:
-        """Return the precision in force in this thread."""
-        return {
-            "default_matmul_precision": _attribute("jax.config", "JAX").jax_default_matmul_precision
-        }
+        """Return what this thread has chosen, JAX's own mark if that is nothing."""
+        return {_JAX_SWITCH: self._state().get_local()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Enter JAX's context manager."""
-        word = self._words[mode]
-        manager = _attribute("jax.default_matmul_precision", "JAX")(word)
-        manager.__enter__()
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        self._entered.stack.append((manager, word))
-        return self.save()
+        """Choose for this thread."""
+        state, word = self._state(), self._words[mode]
+        state.set_local(word)
+        if state.value != word:
+            raise BackendError(
+                f"JAX kept {_JAX_SWITCH} = {state.value!r} when it was set to {word!r}"
+            )
+        return {_JAX_SWITCH: word}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Leave the context manager entered last, unless the user has changed the precision since."""
-        manager, word = self._entered.stack.pop()
-        if self._now() == word:
-            manager.__exit__(None, None, None)
+        """Write what the thread had chosen."""
+        self._state().set_local(saved[_JAX_SWITCH])
 
-    def set_default(self, mode: MathMode) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """Return the precision in force in this thread."""
+        return {_JAX_SWITCH: _attribute("jax.config", "JAX").jax_default_matmul_precision}
+
+    def set_default(self, mode: MathMode) -> None:
         """Set the precision of every thread that has chosen none, for the rest of the process."""
-        word = self._words[mode]
-        _attribute("jax.config.update", "JAX")("jax_default_matmul_precision", word)
-        return self.save()
-
-    describe = save
+        _attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])
 
 
 # -- libraries with a getter and a setter ---------------------------------------------------------

@@ -7,15 +7,17 @@ it. This is about the other libraries' switches, which are set once and never pu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from lowprec.errors import LowprecError, UnsupportedError
+from lowprec.errors import LowprecError
 from lowprec.modes import MathMode, parse_mode
-from lowprec.policy.controllers import controllers
+from lowprec.policy.controllers import controllers, loaded_controllers
 from lowprec.policy.environment import RUN_GUARD
+from lowprec.policy.interrupts import attempt, in_words
 from lowprec.policy.protocol import Controller, HasDefault, Tier
 from lowprec.policy.scopes import guarded_libraries
-from lowprec.policy.switches import FLOOR, hold, in_words
+from lowprec.policy.switches import FLOOR, Block, hold, release
 
 __all__ = ["changes", "set_library"]
 
@@ -39,49 +41,51 @@ def set_library(name: str, order: str) -> str | None:
         Why the library could not be set.
     """
     is_floor = order == RUN_GUARD
-    controller = next(c for c in controllers() if c.name == name)
+    (controller,) = [c for c in controllers() if c.name == name]
+    # The block that relies on these switches is the process: only what goes wrong, or an interrupt, releases it.
+    block = Block()
     try:
-        inside = _set(controller, MathMode.FP32 if is_floor else parse_mode(order), is_floor)
-    except LowprecError as error:
-        return str(error)
-    if is_floor:
-        _guarded[controller] = inside
-    return None
+        return _set(block, controller, MathMode.FP32 if is_floor else parse_mode(order), is_floor)
+    except BaseException as error:
+        release(block)
+        _guarded.pop(controller, None)
+        if isinstance(error, LowprecError):
+            return str(error)
+        raise
 
 
-def _set(controller: Controller, mode: MathMode, is_floor: bool) -> Mapping[str, Any]:
+def _set(block: Block, controller: Controller, mode: MathMode, is_floor: bool) -> str | None:
     is_guarded = None if is_floor else guarded_libraries()
     if is_guarded is not None and is_guarded(controller.name):
-        raise UnsupportedError(FLOOR)
+        return FLOOR
+    if controller not in loaded_controllers():
+        return f"{controller.module} has not been imported"
+    why_not: str | None
     if controller.tier == Tier.THREAD:
-        return _set_default(controller, mode)
-    # It is never released: the block on which this layer of switches relies is the process.
-    held = hold(frozenset({controller.name}), mode, is_floor)
-    if held is None:
-        raise UnsupportedError(f"{controller.module} has not been imported")
-    if held.failures:
-        raise UnsupportedError(held.failures[controller.name])
-    return held.layers[0].inside
+        why_not = _set_default(controller, mode)
+    else:
+        hold(block, [controller], mode, is_floor)
+        why_not = block.failures.get(controller.name)
+    if is_floor and why_not is None:
+        _guarded[controller] = controller.describe()
+    return why_not
 
 
-def _set_default(controller: Controller, mode: MathMode) -> Mapping[str, Any]:
+def _set_default(controller: Controller, mode: MathMode) -> str | None:
     if mode not in controller.modes:
-        raise UnsupportedError(f"{controller.name} has no switch for {mode}")
+        return f"{controller.name} has no switch for {mode}"
     if not isinstance(controller, HasDefault):
-        raise UnsupportedError(f"{controller.name}'s switches belong to the thread")
-    try:
-        return controller.set_default(mode)
-    except Exception as error:
-        raise UnsupportedError(in_words(error)) from error
+        return f"{controller.name}'s switches belong to the thread"
+    _, error = attempt(partial(controller.set_default, mode))
+    return None if error is None else in_words(error)
 
 
 def changes() -> list[str]:
     """Return a sentence for each library under the guard whose switches the program has changed since."""
     said = []
     for controller, inside in _guarded.items():
-        try:
-            now = controller.save()
-        except Exception as error:  # noqa: BLE001 - a report does not fail for what it reports on
+        now, error = attempt(controller.describe)
+        if now is None:
             said.append(f"the switches of {controller.name} cannot be read: {in_words(error)}")
             continue
         values = [f"{name} = {now.get(name)!r}" for name in inside if now.get(name) != inside[name]]

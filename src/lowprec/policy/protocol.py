@@ -32,9 +32,13 @@ class Controller(Protocol):
     """How the switches of one library are read, set and put back.
 
     :meth:`save`, :meth:`set_mode` and :meth:`restore` are called under one lock, so they must not wait for another
-    thread, and must not enter a guard. An exception of theirs never reaches the caller of the guard: the library is
-    reported as not protected, with the exception's text. Calls come in pairs, ``set_mode`` before ``restore``, and
-    the pairs are nested; for ``Tier.THREAD`` both calls of a pair come in one thread.
+    thread, and must not enter a guard. Calls come in pairs, ``set_mode`` before ``restore``, and the pairs are nested;
+    for ``Tier.THREAD`` both calls of a pair come in one thread.
+
+    A call that raises is made once more. An exception that comes again never reaches the caller of the guard: the
+    library is reported as not protected, with the exception's text. One that does not was an interrupt (a signal
+    handler may raise anywhere), and is raised on. So each call can be repeated, after one that ended half-way:
+    ``restore`` writes values, and counts nothing.
     """
 
     @property
@@ -63,7 +67,7 @@ class Controller(Protocol):
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
         """Set every switch for this mode, one of :attr:`modes`, and return them as :meth:`save` does.
 
-        An exception tells that it had no effect.
+        After an exception comes :meth:`restore`.
         """
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -77,5 +81,5 @@ class Controller(Protocol):
 class HasDefault(Protocol):
     """A controller whose switches belong to the thread, and have a default for all threads of the process."""
 
-    def set_default(self, mode: MathMode) -> Mapping[str, Any]:
-        """Set the default for this mode, and return the switches as ``save`` does."""
+    def set_default(self, mode: MathMode) -> object:
+        """Set the default for this mode."""

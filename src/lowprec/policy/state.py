@@ -11,8 +11,9 @@ import functools
 from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
 from lowprec.policy import environment
+from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
-from lowprec.policy.scopes import Frameworks, PolicyScope, open_scopes, selection
+from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
 __all__ = [
     "FULL_FP32",
@@ -80,7 +81,6 @@ class math_mode(PolicyScope):
     def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
         self._mode = parse_mode(name)
         self._libraries = selection(frameworks, by_default=False)
-        self._open = []
 
     def __repr__(self) -> str:
         return f"math_mode({str(self._mode)!r}{self._frameworks_in_words('frameworks=True')})"
@@ -169,10 +169,10 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     >>> resolve("bf16").source
     <ModeSource.ARGUMENT: 'math_mode= argument'>
     """
-    scopes = open_scopes()
+    here = innermost.get()
     taken = environment.snapshot()
     try:
-        return _resolve(argument, scopes.guarded, scopes.mode, _process_mode, taken)
+        return _resolve(argument, here.guarded, here.mode, _process_mode, taken)
     except TypeError:
         if argument is None or isinstance(argument, str):
             raise
@@ -193,7 +193,7 @@ def overriding_mode() -> ResolvedMode | None:
     >>> overriding_mode() is None
     True
     """
-    guarded, taken = open_scopes().guarded, environment.snapshot()
+    guarded, taken = innermost.get().guarded, environment.snapshot()
     if not guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None
     return _impose(None, ModeSource.DEFAULT, guarded, taken)
@@ -207,7 +207,7 @@ def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
     >>> finish(MathMode.BF16, ModeSource.RTOL).mode
     <MathMode.BF16: 'bf16'>
     """
-    return _impose(mode, source, open_scopes().guarded, environment.snapshot())
+    return _impose(mode, source, innermost.get().guarded, environment.snapshot())
 
 
 # Everything that can change the answer is an argument, so the cached answers never go stale. A bound, since the

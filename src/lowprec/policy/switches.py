@@ -1,288 +1,282 @@
-"""When other libraries' switches are changed and put back, over threads, tasks, nesting and exceptions.
+"""When other libraries' switches are changed and put back, over threads, tasks, nesting, exceptions and interrupts.
 
 Each controller has a stack of layers: one for the process, or one per thread, as the switches reach. A layer is what
-was saved when a block raised (or lowered) the switches, and how many open blocks rely on it. A block that finds the
+was saved when a block raised (or lowered) the switches, and the open blocks that rely on it. A block that finds the
 switches as the top layer left them joins that layer, any other one puts a new layer on top. A layer goes when its
 last block has left and nothing lies above it; so blocks may end in any order, and what the user had set comes back
 exactly once. One lock guards all stacks.
+
+An interrupt (``policy.interrupts``) may come between any two steps. So a layer is on its stack before a switch is
+changed, what is to be put back is settled before the first switch is, and every step can be done again:
+:func:`release`, called again, does what an interrupt has left undone.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any
 
-from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.controllers import controllers
+from lowprec.policy.interrupts import attempt_again, in_words
 from lowprec.policy.protocol import Controller, Tier
 
-__all__ = ["FLOOR", "Held", "hold", "in_words", "release"]
+__all__ = ["FLOOR", "NOTHING", "Block", "hold", "release"]
 
 #: Why a block did not lower a library's switches.
 FLOOR = "nothing lowers it while an fp32_guard is open"
 
 
-class _Layer:
-    """What a block found, what it made of that, and how many blocks rely on it."""
-
-    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "saved", "stack")
-
-    def __init__(
-        self,
-        controller: Controller,
-        stack: list[_Layer],
-        mode: MathMode,
-        is_floor: bool,
-        saved: Mapping[str, Any],
-    ) -> None:
-        self.controller = controller
-        self.stack = stack
-        self.mode = mode
-        self.is_floor = is_floor
-        self.saved = saved
-        self.inside: Mapping[str, Any] = {}
-        self.blocks = 0
+#: What the layers and the failures of a block are that has asked for nothing.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Held:
-    """The switches that one block holds.
+class Block:
+    """What one open block relies on of other libraries' switches.
 
     Attributes
     ----------
-    layers : list of _Layer
-        Of the libraries that were set.
-    failures : dict of str to str
-        By library: why it was not.
+    layers : mapping of str to _Layer
+        By library: the layer of its switches.
+    failures : mapping of str to str
+        By library: why it was not set.
     thread : int
         The thread that entered the block.
-    is_open : bool
-        False once it was given back.
     """
 
-    __slots__ = ("failures", "is_open", "layers", "thread")
+    __slots__ = ("failures", "layers", "thread")
 
-    def __init__(self, thread: int) -> None:
-        self.layers: list[_Layer] = []
-        self.failures: dict[str, str] = {}
-        self.thread = thread
-        self.is_open = True
+    layers: Mapping[str, _Layer]
+    failures: Mapping[str, str]
+    thread: int
 
-    @property
-    def names(self) -> set[str]:
-        """The libraries that were set."""
-        return {layer.controller.name for layer in self.layers}
+    def __init__(self) -> None:
+        self.layers = self.failures = NOTHING
+        self.thread = get_ident()
 
 
+class _Layer:
+    """What a block found, what it made of that, and the blocks that rely on it."""
+
+    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "saved", "target", "told")
+
+    def __init__(
+        self, controller: Controller, mode: MathMode, is_floor: bool, saved: Mapping[str, Any]
+    ) -> None:
+        self.controller = controller
+        self.mode = mode
+        self.is_floor = is_floor
+        self.saved = saved
+        #: The switches as they were set; None until they are.
+        self.inside: Mapping[str, Any] | None = None
+        #: In the order in which they came.
+        self.blocks: dict[Block, None] = {}
+        #: What is to be put back; None until that is known.
+        self.target: Mapping[str, Any] | None = None
+        #: What the user is to be told of it.
+        self.told: list[str] = []
+
+    def put_back(self) -> None:
+        """Put the switches back; done again after an interrupt, it writes the same values."""
+        controller, target = self.controller, self.target
+        if target is None:
+            target = self.saved
+            # Where there is none, an interrupt or a failure has left only some of them set.
+            if self.inside is not None:
+                now = controller.save()
+                if now != self.inside:
+                    target = self._with_changes(now, self.inside)
+            self.target = target
+        controller.restore(target)
+
+    def _with_changes(self, now: Mapping[str, Any], inside: Mapping[str, Any]) -> Mapping[str, Any]:
+        # A switch that came into being inside the block, or went, is no change of the user's.
+        changed = [name for name in self.saved if name in now and now[name] != inside.get(name)]
+        if changed:
+            values = ", ".join(f"{name} = {now[name]!r}" for name in changed)
+            verbs = ("was", "is") if len(changed) == 1 else ("were", "are")
+            self.told = [
+                f"{self.controller.name}: {values} {verbs[0]} set inside the block, and {verbs[1]} kept"
+            ]
+        return {**self.saved, **{name: now[name] for name in changed}}
+
+
+# Re-entrant, since a finalizer or a signal handler may enter or leave a guard in the very thread that holds it.
 _lock = threading.RLock()
-#: Whether the thread that holds the lock is in the midst of a change. A finalizer or a signal handler may run in that
-#: very thread, and enter or leave a guard there.
-_busy = False
-#: Blocks that ended in such a place.
-_late: deque[Held] = deque()
+#: Taken while the holder of the other lock is in the midst of a change. A lock and no flag, because it is taken and
+#: given back by C code, between which no interrupt comes.
+_changing = threading.Lock()
 
-_process_stacks: dict[Controller, list[_Layer]] = {}
-_thread_stacks = threading.local()
+Stacks = dict[Controller, list[_Layer]]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.stacks: Stacks = {}
+
+
+_process_stacks: Stacks = {}
+_thread = _OfThread()
 
 
 def _stack_of(controller: Controller) -> list[_Layer]:
-    stacks = _process_stacks
-    if controller.tier == Tier.THREAD:
-        try:
-            stacks = _thread_stacks.by_controller
-        except AttributeError:
-            stacks = _thread_stacks.by_controller = {}
-    stack = stacks.get(controller)
-    if stack is None:
-        stack = stacks[controller] = []
-    return stack
+    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
+    return stacks.setdefault(controller, [])
 
 
 # -- entering -------------------------------------------------------------------------------------
 
 
 def hold(
-    names: frozenset[str] | None,
+    block: Block,
+    found: Iterable[Controller],
     mode: MathMode,
     is_floor: bool,
     is_guarded: Callable[[str], bool] | None = None,
-) -> Held | None:
-    """Set the switches of the loaded libraries for this mode, and return what :func:`release` needs.
+) -> None:
+    """Set the switches of these libraries for this mode, and note in the block what :func:`release` needs.
+
+    After an exception, which is always an interrupt, the block must be released.
 
     Parameters
     ----------
-    names : frozenset of str or None
-        The libraries; None for all.
+    block : Block
+        A new one.
+    found : iterable of Controller
+        The libraries, which are loaded.
     mode : MathMode
         ``fp32`` for the guard.
     is_floor : bool
         True for the guard: no block without it lowers the switches while this one is open.
     is_guarded : callable, optional
         Gets the name of a library, and says whether a guard of the caller's covers it.
-
-    Returns
-    -------
-    Held or None
-        None if no library is loaded.
     """
-    loaded = sys.modules
-    found = [
-        controller
-        for controller in controllers()
-        if loaded.get(controller.module) is not None and (names is None or controller.name in names)
-    ]
-    return _hold(found, mode, is_floor, is_guarded) if found else None
-
-
-def _hold(
-    found: list[Controller],
-    mode: MathMode,
-    is_floor: bool,
-    is_guarded: Callable[[str], bool] | None,
-) -> Held:
-    global _busy
-    held = Held(get_ident())
+    layers: dict[str, _Layer] = {}
+    failures: dict[str, str] = {}
+    block.layers, block.failures = layers, failures
     with _lock:
-        if _busy:
+        if _changing.locked():
             why = "the block was entered by a finalizer or signal handler, while switches were being changed"
-            held.failures.update(dict.fromkeys((c.name for c in found), why))
-            return held
-        _busy = True
-        try:
+            failures.update(dict.fromkeys((c.name for c in found), why))
+            return
+        with _changing:
             for controller in found:
-                if is_guarded is not None and is_guarded(controller.name):
-                    held.failures[controller.name] = FLOOR
-                else:
-                    _add(held, controller, mode, is_floor)
-        except BaseException:
-            # An interrupt: what was set so far goes back.
-            _give_back(held)
-            raise
-        finally:
-            _busy = False
-    if _late:
-        release(held=None)
-    return held
+                name = controller.name
+                if is_guarded is not None and is_guarded(name):
+                    failures[name] = FLOOR
+                    continue
+                why_not = _try_to_join(block, layers, controller, mode, is_floor)
+                if why_not is not None:
+                    failures[name] = why_not
+            _settle_all()
 
 
-def _add(held: Held, controller: Controller, mode: MathMode, is_floor: bool) -> None:
+def _try_to_join(
+    block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
+) -> str | None:
     try:
-        layer = _layer(controller, mode, is_floor)
-    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to act
-        held.failures[controller.name] = in_words(error)
-        return
-    if layer is None:
-        held.failures[controller.name] = FLOOR
-        return
-    layer.blocks += 1
-    held.layers.append(layer)
+        return _join(block, layers, controller, mode, is_floor)
+    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be set
+        join = partial(_join, block, layers, controller, mode, is_floor)
+        why_not, own = attempt_again(join, error)
+    if own is None:
+        return why_not
+    _drop(block, layers, controller)
+    return in_words(own)
 
 
-def in_words(error: BaseException) -> str:
-    """Return why a library could not be set."""
-    return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-
-
-def _layer(controller: Controller, mode: MathMode, is_floor: bool) -> _Layer | None:
-    """Return the layer on which a new block relies; None if it must not lower what a guard holds."""
+def _join(
+    block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
+) -> str | None:
+    """Have the block rely on a layer of this library's switches, or return why it does not."""
+    if controller.name in layers:
+        _drop(block, layers, controller)  # what an attempt before this has left
     stack = _stack_of(controller)
-    if stack and stack[-1].blocks <= 0:
-        _settle(stack)  # left in another thread, which could not
-    top = stack[-1] if stack else None
-    if not is_floor and any(layer.is_floor and layer.blocks > 0 for layer in stack):
-        return None
+    _settle(stack)
+    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
+        return FLOOR
     if mode not in controller.modes:
-        raise UnsupportedError(f"{controller.name} has no switch for {mode}")
+        return f"{controller.name} has no switch for {mode}"
     now = controller.save()
-    if top is not None and top.mode is mode and top.is_floor is is_floor and now == top.inside:
-        return top
-    layer = _Layer(controller, stack, mode, is_floor, now)
-    try:
+    layer = stack[-1] if stack else None
+    if (
+        layer is None
+        or layer.mode is not mode
+        or layer.is_floor is not is_floor
+        or now != layer.inside
+    ):
+        layer = _Layer(controller, mode, is_floor, now)
+        stack.append(layer)
+    layers[controller.name] = layer
+    layer.blocks[block] = None
+    if layer.inside is None:
         layer.inside = controller.set_mode(mode)
-    except BaseException:
-        _try_to_restore(controller, now)
-        raise
-    stack.append(layer)
-    return layer
+    return None
 
 
-def _try_to_restore(controller: Controller, saved: Mapping[str, Any]) -> None:
-    try:
-        controller.restore(saved)
-    except Exception:  # noqa: BLE001 - the error that led here is the one to tell
-        return
+def _drop(block: Block, layers: dict[str, _Layer], controller: Controller) -> None:
+    """Have the block rely on none of this library's layers."""
+    layer = layers.get(controller.name)
+    if layer is not None:
+        layer.blocks.pop(block, None)
+        del layers[controller.name]
+    _settle(_stack_of(controller))
 
 
 # -- leaving --------------------------------------------------------------------------------------
 
 
-def release(held: Held | None) -> list[str]:
-    """Give back what a block held, once; return sentences about what did not go as planned.
+def release(block: Block) -> list[str]:
+    """Give back what a block relies on; return sentences about what did not go as planned.
 
-    With None, only what ended in a finalizer is given back.
+    A second time it does nothing, or what an interrupt has left undone the first time. In the midst of a change, in
+    a finalizer or signal handler, it only notes that the block has left: the change ends with putting back.
     """
-    global _busy
     said: list[str] = []
     with _lock:
-        if held is not None:
-            _late.append(held)
-        while _late and not _busy:
-            _busy = True
-            try:
-                while _late:
-                    said += _give_back(_late.popleft())
-            finally:
-                _busy = False
+        for layer in block.layers.values():
+            layer.blocks.pop(block, None)
+        if not _changing.locked():
+            with _changing:
+                said += _settle_all()
+    if block.thread != get_ident():
+        said += [
+            f"{name}'s switch belongs to the thread in which the block was entered; there it stays as the block set "
+            "it until the next block begins there"
+            for name, layer in block.layers.items()
+            if layer.controller.tier == Tier.THREAD
+        ]
     return said
 
 
-def _give_back(held: Held) -> list[str]:
-    if not held.is_open:
-        return []
-    held.is_open = False
+def _settle_all() -> list[str]:
     said: list[str] = []
-    for layer in reversed(held.layers):
-        layer.blocks -= 1
-        if layer.controller.tier == Tier.PROCESS or held.thread == get_ident():
-            said += _settle(layer.stack)
-        else:
-            said.append(
-                f"{layer.controller.name}'s switch belongs to the thread in which the block was entered; there it "
-                "stays as the block set it until the next block begins there"
-            )
+    for stacks in (_process_stacks, _thread.stacks):
+        for stack in stacks.values():
+            if stack:
+                said += _settle(stack)
     return said
 
 
 def _settle(stack: list[_Layer]) -> list[str]:
     """Take away the layers on top on which no block relies any more."""
     said: list[str] = []
-    while stack and stack[-1].blocks <= 0:
-        said += _undo(stack.pop())
+    while stack and not stack[-1].blocks:
+        layer = stack[-1]
+        try:
+            layer.put_back()
+        except Exception as error:  # noqa: BLE001 - the other libraries are to be put back
+            _, own = attempt_again(layer.put_back, error)
+            if own is not None:
+                name = layer.controller.name
+                layer.told = [f"the switches of {name} could not be put back: {in_words(own)}"]
+        said += layer.told
+        stack.pop()
     return said
-
-
-def _undo(layer: _Layer) -> list[str]:
-    controller, saved, inside = layer.controller, layer.saved, layer.inside
-    try:
-        now = controller.save()
-        if now == inside:
-            controller.restore(saved)
-            return []
-        changed = [name for name in saved if now.get(name) != inside.get(name)]
-        if not changed:  # a switch that came into being inside the block is no change of the user's
-            controller.restore(saved)
-            return []
-        controller.restore({**saved, **{name: now[name] for name in changed}})
-    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be put back
-        return [f"the switches of {controller.name} could not be put back: {in_words(error)}"]
-    values = ", ".join(f"{name} = {now[name]!r}" for name in changed)
-    verbs = ("was", "is") if len(changed) == 1 else ("were", "are")
-    return [f"{controller.name}: {values} {verbs[0]} set inside the block, and {verbs[1]} kept"]
 
 
 # -- fork -----------------------------------------------------------------------------------------

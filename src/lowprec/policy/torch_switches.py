@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
+from lowprec.policy.interrupts import attempt, comes_again
 from lowprec.policy.protocol import Tier
 
 __all__ = ["TorchController"]
 
+T = TypeVar("T")
 Pair = tuple[str, str]
 
 _OLD = "get_float32_matmul_precision()"
@@ -34,8 +39,8 @@ _LEAVES: dict[Pair, str] = {
     ("mkldnn", "rnn"): "backends.mkldnn.rnn.fp32_precision",
 }
 _PAIRS = tuple(_LEAVES)
-_MATMULS = (_PAIRS.index(("cuda", "matmul")), _PAIRS.index(("mkldnn", "matmul")))
-_CUDNN = (_PAIRS.index(("cuda", "conv")), _PAIRS.index(("cuda", "rnn")))
+_MATMULS: tuple[Pair, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+_CUDNN: tuple[Pair, ...] = (("cuda", "conv"), ("cuda", "rnn"))
 _ALL: Pair = ("generic", "all")
 _BACKENDS: tuple[Pair, ...] = (("cuda", "all"), ("mkldnn", "all"))
 _NAMES = (_OLD, _OLD_CUDNN, *_LEAVES.values())
@@ -68,19 +73,31 @@ class _Functions:
 
     __slots__ = ("get", "get_cudnn", "get_old", "module", "put", "put_cudnn", "put_old")
 
+    # What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call themselves, at a tenth
+    # of the cost; where one is missing, this is a PyTorch that nobody has tried.
+    _paths = (
+        "_get_float32_matmul_precision",
+        "_set_float32_matmul_precision",
+        "_get_cudnn_allow_tf32",
+        "_set_cudnn_allow_tf32",
+        "_get_fp32_precision_getter",
+        "_set_fp32_precision_setter",
+    )
+
     def __init__(self, torch: ModuleType) -> None:
         self.module = torch
-        core = torch._C
-        # What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call themselves, at a
-        # tenth of the cost; where one is missing, this is a PyTorch that nobody has tried.
+        find = partial(attrgetter(*self._paths), torch._C)
+        self.get_old: Callable[[], str]
+        self.put_old: Callable[[str], None]
+        self.get_cudnn: Callable[[], bool]
+        self.put_cudnn: Callable[[bool], None]
+        self.get: Callable[[str, str], str]
+        self.put: Callable[[str, str, str], None]
         try:
-            self.get_old: Callable[[], str] = core._get_float32_matmul_precision
-            self.put_old: Callable[[str], None] = core._set_float32_matmul_precision
-            self.get_cudnn: Callable[[], bool] = core._get_cudnn_allow_tf32
-            self.put_cudnn: Callable[[bool], None] = core._set_cudnn_allow_tf32
-            self.get: Callable[[str, str], str] = core._get_fp32_precision_getter
-            self.put: Callable[[str, str, str], None] = core._set_fp32_precision_setter
+            self.get_old, self.put_old, self.get_cudnn, self.put_cudnn, self.get, self.put = find()
         except AttributeError as error:
+            if not comes_again(find, error):
+                raise
             raise UnsupportedError(
                 f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec "
                 f"knows (2.9 and later): {error}"
@@ -93,10 +110,7 @@ class _Functions:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for getter in (self.get_old, self.get_cudnn):
-                try:
-                    getter()
-                except RuntimeError:
-                    continue  # the old and the newer switches do not agree; save() knows what to do
+                attempt(getter)  # where the old and the newer do not agree, save() knows what to do
 
 
 class TorchController:
@@ -139,12 +153,16 @@ class TorchController:
             leaves = _own(do, leaves)
         try:
             old = do.get_old()
-        except RuntimeError:
-            old = _with_raised(do, leaves, _MATMULS, do.get_old)
+        except RuntimeError as error:
+            if not comes_again(do.get_old, error):
+                raise
+            old = _while_full(do, leaves, _MATMULS, do.get_old)
         try:
             cudnn = do.get_cudnn()
-        except RuntimeError:
-            cudnn = _with_raised(do, leaves, _CUDNN, lambda: _hidden_cudnn(do))
+        except RuntimeError as error:
+            if not comes_again(do.get_cudnn, error):
+                raise
+            cudnn = _while_full(do, leaves, _CUDNN, partial(_hidden_cudnn, do))
         return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
@@ -173,61 +191,71 @@ class TorchController:
         read: dict[str, Callable[[], Any]] = {_OLD: do.get_old, _OLD_CUDNN: do.get_cudnn}
         found: dict[str, Any] = {}
         for name, getter in read.items():
-            try:
-                found[name] = getter()
-            except RuntimeError:
+            found[name], refused = attempt(getter)
+            if refused:
                 found[name] = "refused by PyTorch: the old and the newer switches do not agree"
         return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
 
 
-def _with_raised(
-    do: _Functions, leaves: list[str], which: tuple[int, ...], read: Callable[[], Any]
-) -> Any:
-    """Read while these newer switches are at full FP32, with which every value of the old ones agrees."""
-    for i in which:
-        do.put(*_PAIRS[i], "ieee")
+def _while_set(
+    do: _Functions, pairs: Sequence[Pair], held: Sequence[str], value: str, read: Callable[[], T]
+) -> T:
+    """Read while these of the newer switches have this value for a moment; then they hold again what they held."""
+    first, second = zip(*pairs, strict=True)
     try:
-        return read()
-    finally:
-        for i in which:
-            do.put(*_PAIRS[i], leaves[i])
+        list(map(do.put, first, second, repeat(value)))
+        found = read()
+        list(map(do.put, first, second, held))
+        return found
+    except BaseException:
+        # An interrupt may come before the first `list`, too, though not inside it.
+        try:
+            list(map(do.put, first, second, held))
+        finally:
+            list(map(do.put, first, second, held))
+        raise
+
+
+def _while_full(
+    do: _Functions, leaves: list[str], pairs: tuple[Pair, ...], read: Callable[[], T]
+) -> T:
+    """Read while these switches are at full FP32, with which every value of the old ones agrees."""
+    return _while_set(do, pairs, [leaves[_PAIRS.index(pair)] for pair in pairs], "ieee", read)
 
 
 def _hidden_cudnn(do: _Functions) -> bool:
     # With full FP32 in the newer switches, only True is a contradiction.
-    try:
-        return do.get_cudnn()
-    except RuntimeError:
-        return True
+    found, refused = attempt(do.get_cudnn)
+    return True if refused else bool(found)
 
 
 def _own(do: _Functions, leaves: list[str]) -> list[str]:
     """Return what the newer switches hold themselves: "none" where one passes on another's value."""
     passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
-    # Below a backend's switch that is taken away, the one of all backends would show, with the same value perhaps.
-    generic = do.get(*_ALL)
-    do.put(*_ALL, "none")
-    try:
+
+    def below_backends() -> set[Pair]:
+        found: set[Pair] = set()
         for parent in _BACKENDS:
-            children = [pair for pair in _PAIRS if pair[0] == parent[0]]
-            passes_on |= _followers(do, parent, children)
-    finally:
-        do.put(*_ALL, generic)
+            found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
+        return found
+
+    # Below a backend's switch that is taken away, the one of all backends would show, with the same value perhaps.
+    passes_on |= _while_set(do, [_ALL], [do.get(*_ALL)], "none", below_backends)
     return [
         "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
     ]
 
 
-def _followers(do: _Functions, parent: Pair, children: tuple[Pair, ...] | list[Pair]) -> set[Pair]:
+def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
     """Return the switches that change with this one: those that hold nothing themselves."""
     held = do.get(*parent)
     if held == "none":
         return set()
-    before = [do.get(*child) for child in children]
+
+    def values() -> list[str]:
+        return [do.get(*child) for child in children]
+
+    before = values()
     # Both are full FP32 for whoever multiplies in this moment.
-    do.put(*parent, "none" if held == "ieee" else "ieee")
-    try:
-        after = [do.get(*child) for child in children]
-    finally:
-        do.put(*parent, held)
+    after = _while_set(do, [parent], [held], "none" if held == "ieee" else "ieee", values)
     return {c for c, b, a in zip(children, before, after, strict=True) if b != a}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-__all__ = ["is_installed", "pop", "push"]
-
-_DOMAIN = "lowprec"
 
 
 @functools.cache
@@ -19,20 +17,10 @@ def _package() -> Any | None:
         return None
 
 
-def is_installed() -> bool:
-    """Whether the package can be imported; it is with the first question."""
-    return _package() is not None
-
-
-def push(name: str) -> None:
-    """Open a range of this thread."""
+def annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
+    """Return a range of this thread; its name is made only where there is somebody to read it."""
     package = _package()
-    if package is not None:
-        package.push_range(name, domain=_DOMAIN)
-
-
-def pop() -> None:
-    """Close the innermost range of this thread."""
-    package = _package()
-    if package is not None:
-        package.pop_range(domain=_DOMAIN)
+    if package is None:
+        return nullcontext()
+    annotation: AbstractContextManager[Any] = package.annotate(name(), domain="lowprec")
+    return annotation

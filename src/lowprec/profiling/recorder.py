@@ -1,4 +1,8 @@
-"""``profile``: who listens, and what happens around a product while somebody does."""
+"""``profile``: who listens, and what happens around a product while somebody does.
+
+There is no lock, which a signal handler or the child of a fork could find taken. What changes are lists and
+dictionaries, by operations that happen as a whole.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,21 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, Literal, get_args
 
+from lowprec._version import __version__
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, backend_of
 from lowprec.errors import UnsupportedError, quoted
+from lowprec.executors import CachedExecutor, observe
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
-from lowprec.prepared import Prepared, observe
-from lowprec.profiling import nvtx, summary
-from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord, make_record
-from lowprec.profiling.summary import extents
-
-__all__ = ["profile"]
+from lowprec.profiling import export, nvtx
+from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
+from lowprec.profiling.summary import extents, totals
+from lowprec.profiling.table import to_text
 
 Threads = Literal["all", "current"]
 
@@ -72,12 +74,10 @@ class profile:
             )
         self.label = label
         self._threads = threads
-        # Without a lock, which a fork or a signal handler could find taken: each step is atomic, and may come twice.
-        self._open: list[None] = []
         self._thread: int | None = None
         self._origin_ns = 0
-        self._entered_ns = 0
-        self._wall_ns = 0
+        self._entered: list[int] = []  # when, in ns, of each entry that has not been left
+        self._left: list[tuple[int, int]] = []  # from when to when the others were open
         self._measured: list[tuple[Measurement, str]] = []
         self._records: dict[int, ProductRecord] = {}
         self._ranges: list[RangeRecord] = []
@@ -85,26 +85,20 @@ class profile:
     # -- recording --------------------------------------------------------------------------------
 
     def __enter__(self) -> profile:
-        if not self._open:
+        now = time.perf_counter_ns()
+        if not self._entered:
             self._thread = threading.get_ident()
-            self._entered_ns = time.perf_counter_ns()
-            self._origin_ns = self._origin_ns or self._entered_ns
-        self._open.append(None)
-        _listen(self)
+            self._origin_ns = self._origin_ns or now
+        self._entered.append(now)
+        _listening.append(self)
+        _attach()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._open.pop()
-        if not self._open:
-            _stop_listening(id(self))
-            self._wall_ns += time.perf_counter_ns() - self._entered_ns
-            if self._open:  # another thread has just entered
-                _listen(self)
+    def __exit__(self, *exception: object) -> None:
+        now = time.perf_counter_ns()
+        _listening.remove(self)
+        _attach()
+        self._left.append((self._entered.pop(), now))
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -118,25 +112,19 @@ class profile:
         """
         name = str(name)
         token = _ranges.set((*_ranges.get(), (self, name)))
-        whole = self._label_here()
         start_ns = time.perf_counter_ns()
-        nvtx.push(name)
         try:
-            yield
+            with nvtx.annotate(lambda: name):
+                yield
         finally:
-            nvtx.pop()
             end_ns = time.perf_counter_ns()
+            whole = self._label_here()
             _ranges.reset(token)
-            if self._open:
+            if self._entered:
+                start_ms, elapsed_ms = (start_ns - self._origin_ns) / 1e6, (end_ns - start_ns) / 1e6
                 thread = threading.current_thread()
                 self._ranges.append(
-                    RangeRecord(
-                        whole,
-                        (start_ns - self._origin_ns) / 1e6,
-                        (end_ns - start_ns) / 1e6,
-                        thread.name,
-                        thread.native_id or 0,
-                    )
+                    RangeRecord(whole, start_ms, elapsed_ms, thread.name, thread.native_id or 0)
                 )
 
     def _label_here(self) -> str:
@@ -153,11 +141,11 @@ class profile:
     @property
     def records(self) -> tuple[ProductRecord, ...]:
         """The products so far; waits for those that a GPU still runs."""
-        for index in range(len(self._records), len(self._measured)):
+        known = self._records
+        for index in range(len(known), len(self._measured)):
             measurement, label = self._measured[index]
-            record = make_record(measurement, index, label, self._origin_ns)
-            self._records.setdefault(index, record)
-        return tuple(self._records.values())
+            known.setdefault(index, measurement.record(index, label, self._origin_ns))
+        return tuple(known[index] for index in range(len(known)))
 
     @property
     def ranges(self) -> tuple[RangeRecord, ...]:
@@ -167,8 +155,12 @@ class profile:
     @property
     def wall_ms(self) -> float:
         """How long the profile has been open."""
-        running = time.perf_counter_ns() - self._entered_ns if self._open else 0
-        return (self._wall_ns + running) / 1e6
+        now = time.perf_counter_ns()
+        total = reached = 0
+        for start, end in sorted([*self._left, *((entered, now) for entered in self._entered[:1])]):
+            total += max(end - max(start, reached), 0)
+            reached = max(end, reached)
+        return total / 1e6
 
     def totals(self) -> dict[str, Any]:
         """Return sums over all products, ready for JSON.
@@ -181,7 +173,7 @@ class profile:
             products were ``eligible`` for tensor (tile) units, ``used`` them, or are ``unknown``, and the
             ``share_of_flops`` that ran on them. ``by_mode`` and ``by_kernel``: products, time and flops of each.
         """
-        return summary.totals(self.records, self.wall_ms)
+        return totals(self.records, self.wall_ms)
 
     def table(self, by: Literal["product", "range"] = "product") -> str:
         """Return a text table, the longest total time first.
@@ -196,15 +188,18 @@ class profile:
         UnsupportedError
             If ``by`` is neither.
         """
-        from lowprec.profiling import table
-
-        return table.to_text(self.label, self.records, self.wall_ms, by)
+        return to_text(self.label, self.records, self.wall_ms, by)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values: totals, products, ranges."""
-        from lowprec.profiling import export
-
-        return export.document(self.label, self.records, self.ranges, self.totals())
+        records = self.records
+        return {
+            "lowprec": __version__,
+            "label": self.label,
+            "totals": totals(records, self.wall_ms),
+            "products": [record.to_dict() for record in records],
+            "ranges": [record.to_dict() for record in self.ranges],
+        }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
@@ -213,8 +208,6 @@ class profile:
         ----------
         path : path
         """
-        from lowprec.profiling import export
-
         export.write_json(path, self.to_dict())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -228,8 +221,6 @@ class profile:
         ----------
         path : path
         """
-        from lowprec.profiling import export
-
         export.write_json(path, export.trace(self.label, self.records, self.ranges))
 
     def __len__(self) -> int:
@@ -239,7 +230,7 @@ class profile:
         return self.table()
 
     def __repr__(self) -> str:
-        state = "open" if self._open else "closed"
+        state = "open" if self._entered else "closed"
         return f"<lowprec.profile {self.label!r}: {len(self)} products, {state}>"
 
 
@@ -248,63 +239,50 @@ class profile:
 #: Open ranges of this thread and task, with the profile that each belongs to.
 _ranges: ContextVar[tuple[tuple[profile, str], ...]] = ContextVar("lowprec_ranges", default=())
 
-#: Profiles that listen, by their id. Weakly: one that an interrupt kept from being left ends with its last user.
-_listening: dict[int, weakref.ref[profile]] = {}
+#: An entry for each time that a profile was entered and not yet left.
+_listening: list[profile] = []
 
 
-def _listen(listener: profile) -> None:
-    key = id(listener)
-    _listening[key] = weakref.ref(listener, lambda _: _stop_listening(key))
-    observe(_observer)
-
-
-def _stop_listening(key: int) -> None:
-    _listening.pop(key, None)
-    if not _listening:
-        observe(None)
-        if _listening:  # another thread has just begun to listen
-            observe(_observer)
+def _attach() -> None:
+    """Observe products while somebody listens, and not otherwise."""
+    attached = None
+    # Another thread, or a signal handler, may come or go in between.
+    while attached is not bool(_listening):
+        attached = bool(_listening)
+        observe(_observer if attached else None)
 
 
 # -- around a product -----------------------------------------------------------------------------
 
 
-def _observer(prepared: Prepared, resolved: ResolvedMode, x: ArrayView, y: ArrayView) -> Prepared:
+def _observer(
+    product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView
+) -> CachedExecutor:
     """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
-    found = [reference() for reference in tuple(_listening.values())]
-    listeners = tuple(p for p in found if p is not None and p._listens(thread))
+    listeners = [p for p in dict.fromkeys(_listening) if p._listens(thread)]
     if not listeners:
-        return prepared
-    measurement = Measurement(prepared.plan, resolved, x, y)
-    return prepared._replace(execute=functools.partial(_execute, prepared, measurement, listeners))
+        return product
+    execute = functools.partial(_execute, product, resolved, listeners)
+    return product._replace(execute=execute)
 
 
 def _execute(
-    prepared: Prepared,
-    measurement: Measurement,
-    listeners: tuple[profile, ...],
-    arguments: Arguments,
+    product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments
 ) -> None:
     """Run a product, take its time, and tell the listeners, whether or not it fails."""
     backend = backend_of(arguments.a.device)
-    named = nvtx.is_installed()
-    if named:
-        nvtx.push(_name(prepared.plan))
+    measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:
-        measurement.started(backend.stopwatch(arguments))
-        measurement.start_ns = time.perf_counter_ns()
-        try:
-            prepared.execute(arguments)
-        finally:
-            measurement.end_ns = time.perf_counter_ns()
-        measurement.succeeded(backend.ran(prepared.plan, prepared.execute))
+        with nvtx.annotate(lambda: _name(product.plan)):
+            measurement.start(backend.stopwatch(arguments))
+            product.execute(arguments)
+            measurement.stop()
+        measurement.ran_on(*backend.execution_info(product.plan, product.execute))
     except BaseException as error:
-        measurement.failed(error)
+        measurement.fail(error)
         raise
     finally:
-        if named:
-            nvtx.pop()
         for listener in listeners:
             listener._add(measurement)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowprec.arrays import ArrayView
-from lowprec.backends import Ran, Stopwatch
+from lowprec.backends import Stopwatch
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.profiling.units import number_format, units_of
-
-__all__ = ["Measurement", "ProductRecord", "RangeRecord", "make_record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,125 +134,108 @@ class RangeRecord:
         return asdict(self)
 
 
-#: A stopwatch is read once, whichever of the profiles that share it comes first. In one thread a signal handler may be.
-_reading = threading.RLock()
-
-
-def _after_fork_in_child() -> None:
-    global _reading
-    _reading = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 class Measurement:
-    """An execution as it was observed, shared by the profiles that were open.
+    """An execution as it was observed, shared by the profiles that were open."""
 
-    Parameters
-    ----------
-    plan : GemmPlan
-    resolved : ResolvedMode
-    x, y : ArrayView
-        The operands; they are not kept.
-    """
-
-    __slots__ = (
-        "_elapsed_ms", "_stopwatch", "copied", "device", "end_ns", "error", "plan", "ran", "resolved",
-        "start_ns", "stream", "thread", "thread_id",
-    )  # fmt: skip
-
-    def __init__(self, plan: GemmPlan, resolved: ResolvedMode, x: ArrayView, y: ArrayView) -> None:
+    def __init__(self, plan: GemmPlan, resolved: ResolvedMode, a: ArrayView, b: ArrayView) -> None:
         thread = threading.current_thread()
-        self.plan = plan
-        self.resolved = resolved
-        self.device = x.device
-        self.copied: tuple[str, ...] = ()
-        if x.copied or y.copied:
-            self.copied = tuple(
-                f"{name}: {v.copied}" for name, v in (("a", x), ("b", y)) if v.copied
-            )
-        self.thread = thread.name
-        self.thread_id = thread.native_id or 0
-        self.start_ns = self.end_ns = time.perf_counter_ns()
-        self.stream: int | None = None
-        self.ran = Ran(None)
-        self.error: str | None = None
-        self._elapsed_ms: float | None = None
+        self._plan = plan
+        self._resolved = resolved
+        self._device = a.device
+        self._copied = tuple(
+            f"{name}: {view.copied}"
+            for name, view in (("a", a), ("b", b))
+            if view.copied is not None
+        )
+        self._thread = thread.name
+        self._thread_id = thread.native_id or 0
+        self._start_ns = self._end_ns = time.perf_counter_ns()
         self._stopwatch: Stopwatch | None = None
+        self._stream: int | None = None
+        self._elapsed_ms: float | None = None
+        self._units: bool | None = None
+        self._algorithm: str | None = None
+        self._error: str | None = None
 
-    def started(self, stopwatch: Stopwatch | None) -> None:
-        """Take over the stopwatch that runs."""
-        self._stopwatch = stopwatch
-        self.stream = None if stopwatch is None else stopwatch.stream
+    def start(self, stopwatch: Stopwatch | None) -> None:
+        """Mark the beginning; without a stopwatch, the host's clock tells the time."""
+        if stopwatch is not None:
+            self._stopwatch, self._stream = stopwatch, stopwatch.stream
+        self._start_ns = time.perf_counter_ns()
 
-    def succeeded(self, ran: Ran) -> None:
-        """Mark the end and keep what the product ran on; without a stopwatch, the host's clock has told the time."""
-        self.ran = ran
+    def stop(self) -> None:
+        """Mark the end."""
+        self._end_ns = time.perf_counter_ns()
         if self._stopwatch is not None:
             self._stopwatch.stop()
         else:
-            self._elapsed_ms = (self.end_ns - self.start_ns) / 1e6
+            self._elapsed_ms = (self._end_ns - self._start_ns) / 1e6
 
-    def failed(self, error: BaseException) -> None:
+    def ran_on(self, units: bool | None, algorithm: str | None) -> None:
+        """Keep what the backend tells of a product that succeeded."""
+        self._units, self._algorithm = units, algorithm
+
+    def fail(self, error: BaseException) -> None:
         """Keep what went wrong, but not the exception, which holds the caller's frames."""
-        self.error = f"{type(error).__name__}: {error}"
+        self._end_ns = time.perf_counter_ns()
+        self._error = f"{type(error).__name__}: {error}"
+        self._elapsed_ms = None
         if self._stopwatch is not None:
             self._stopwatch.abandon()
             self._stopwatch = None
 
-    def elapsed_ms(self) -> float | None:
-        """Return the time of the product; on a GPU, the first call waits for it."""
-        with _reading:
-            stopwatch = self._stopwatch
-            if stopwatch is not None:
-                elapsed_ms = stopwatch.elapsed_ms()
-                if self._stopwatch is stopwatch:
-                    self._elapsed_ms, self._stopwatch = elapsed_ms, None
-            return self._elapsed_ms
+    def _read_ms(self) -> float | None:
+        """Return the time of the product; on a GPU, who asks first waits for it."""
+        stopwatch = self._stopwatch
+        if stopwatch is not None:
+            try:
+                self._elapsed_ms = stopwatch.elapsed_ms()
+            except Exception:
+                self._stopwatch = None
+                raise
+            # After the time, not before: another thread, or a signal handler, may be reading it as well.
+            self._stopwatch = None
+        return self._elapsed_ms
 
-
-def make_record(measurement: Measurement, index: int, label: str, origin_ns: int) -> ProductRecord:
-    """Return the record of a measurement in a profile that began at ``origin_ns``."""
-    m = measurement
-    plan, problem, layout = m.plan, m.plan.problem, m.plan.layout
-    elapsed_ms = m.elapsed_ms()
-    tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
-    peak = dict(plan.capabilities.peak_tflops).get(number_format(plan))
-    units = units_of(plan, m.ran.units)
-    return ProductRecord(
-        index=index,
-        label=label,
-        start_ms=(m.start_ns - origin_ns) / 1e6,
-        host_ms=(m.end_ns - m.start_ns) / 1e6,
-        elapsed_ms=elapsed_ms,
-        a_shape=problem.a.shape,
-        b_shape=problem.b.shape,
-        out_shape=plan.out_shape,
-        a_dtype=problem.a.dtype.label,
-        b_dtype=problem.b.dtype.label,
-        out_dtype=plan.out_dtype.label,
-        m=layout.m,
-        n=layout.n,
-        k=layout.k,
-        batch_count=layout.batch_count,
-        mode=str(plan.mode),
-        source=str(m.resolved.source),
-        mode_has_effect=plan.mode_has_effect,
-        number_format=number_format(plan),
-        kernel=str(plan.kernel),
-        algorithm=m.ran.algorithm,
-        device=str(m.device),
-        stream=m.stream,
-        flops=plan.flops,
-        tflops=tflops,
-        peak_share=None if tflops is None or not peak else tflops / peak,
-        units_eligible=units.eligible,
-        units_used=units.used,
-        units_reason=units.reason,
-        copies=(*(f"{c.operand}: {c.reason}" for c in plan.copies), *m.copied),
-        thread=m.thread,
-        thread_id=m.thread_id,
-        error=m.error,
-    )
+    def record(self, index: int, label: str, origin_ns: int) -> ProductRecord:
+        """Return the record in a profile that began at ``origin_ns``."""
+        plan, problem, layout = self._plan, self._plan.problem, self._plan.layout
+        elapsed_ms = self._read_ms()
+        tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
+        peak = dict(plan.capabilities.peak_tflops).get(number_format(plan))
+        units = units_of(plan, self._units)
+        return ProductRecord(
+            index=index,
+            label=label,
+            start_ms=(self._start_ns - origin_ns) / 1e6,
+            host_ms=(self._end_ns - self._start_ns) / 1e6,
+            elapsed_ms=elapsed_ms,
+            a_shape=problem.a.shape,
+            b_shape=problem.b.shape,
+            out_shape=plan.out_shape,
+            a_dtype=problem.a.dtype.label,
+            b_dtype=problem.b.dtype.label,
+            out_dtype=plan.out_dtype.label,
+            m=layout.m,
+            n=layout.n,
+            k=layout.k,
+            batch_count=layout.batch_count,
+            mode=str(plan.mode),
+            source=str(self._resolved.source),
+            mode_has_effect=plan.mode_has_effect,
+            number_format=number_format(plan),
+            kernel=str(plan.kernel),
+            algorithm=self._algorithm,
+            device=str(self._device),
+            stream=self._stream,
+            flops=plan.flops,
+            tflops=tflops,
+            peak_share=None if tflops is None or not peak else tflops / peak,
+            units_eligible=units.eligible,
+            units_used=units.used,
+            units_reason=units.reason,
+            copies=(*(f"{c.operand}: {c.reason}" for c in plan.copies), *self._copied),
+            thread=self._thread,
+            thread_id=self._thread_id,
+            error=self._error,
+        )

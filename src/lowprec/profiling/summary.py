@@ -9,8 +9,6 @@ from typing import Any
 
 from lowprec.profiling.records import ProductRecord
 
-__all__ = ["Group", "extents", "grouped", "totals"]
-
 
 @dataclass
 class Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
@@ -12,47 +12,16 @@ from lowprec.profiling.records import ProductRecord
 from lowprec.profiling.summary import Group, extents, grouped, totals
 from lowprec.tables import Table, plain_text
 
-__all__ = ["to_text"]
-
 WIDTH = 120
 
 #: Columns of words give way down to this where the table would be too wide.
 _LEAST_WORDS = 8
 
 
-class Column(NamedTuple):
-    """Heading, entry of a group, whether numbers stand to the right."""
-
-    heading: str
-    cell: Callable[[Group], str]
-    right: bool = False
-
-
-def _first(field: Callable[[ProductRecord], str]) -> Callable[[Group], str]:
-    """Return what all products of a group have in common, which is what the first one has."""
-    return lambda group: field(group.records[0])
-
-
-def _extents(r: ProductRecord) -> str:
-    return extents(r.m, r.n, r.k, r.batch_count)
-
-
 def _dtypes(r: ProductRecord) -> str:
     """Return the element types in short: one where all are the same."""
     operands = r.a_dtype if r.a_dtype == r.b_dtype else f"{r.a_dtype} @ {r.b_dtype}"
     return operands if operands == r.out_dtype else f"{operands} -> {r.out_dtype}"
-
-
-def _mode(r: ProductRecord) -> str:
-    return r.mode if r.mode_has_effect else "-"
-
-
-def _source(r: ProductRecord) -> str:
-    return ModeSource(r.source).name.lower() if r.mode_has_effect else "-"
-
-
-def _kernel(r: ProductRecord) -> str:
-    return f"{r.kernel} {r.algorithm}" if r.algorithm else r.kernel
 
 
 def _units(r: ProductRecord) -> str:
@@ -63,106 +32,77 @@ def _units(r: ProductRecord) -> str:
     return "used" if r.units_used else "not used" if r.units_eligible else "-"
 
 
-def _label(r: ProductRecord) -> str:
-    return r.label or "(outside of ranges)"
-
-
 #: What makes products count as one, by ``by``.
-_KEYS: dict[str, tuple[Column, ...]] = {
-    "product": (
-        Column("m x n x k", _first(_extents)),
-        Column("dtypes", _first(_dtypes)),
-        Column("mode", _first(_mode)),
-        Column("chosen by", _first(_source)),
-        Column("device", _first(lambda r: r.device)),
-        Column("kernel", _first(_kernel)),
-        Column("units", _first(_units)),
-    ),
-    "range": (Column("range", _first(_label)),),
+_KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
+    "product": {
+        "m x n x k": lambda r: extents(r.m, r.n, r.k, r.batch_count),
+        "dtypes": _dtypes,
+        "mode": lambda r: r.mode if r.mode_has_effect else "-",
+        "chosen by": lambda r: ModeSource(r.source).name.lower() if r.mode_has_effect else "-",
+        "device": lambda r: r.device,
+        "kernel": lambda r: r.kernel if r.algorithm is None else f"{r.kernel} {r.algorithm}",
+        "units": _units,
+    },
+    "range": {"range": lambda r: r.label or "(outside of ranges)"},
 }
 
-_NUMBERS = (
-    Column("calls", lambda g: str(len(g.records)), right=True),
-    Column("total ms", lambda g: f"{g.elapsed_ms:.3f}" if g.timed else "-", right=True),
-    Column("median ms", lambda g: f"{g.median_ms:.3f}" if g.timed else "-", right=True),
-)
-_RATES = (
-    Column("TFLOP/s", lambda g: "-" if g.tflops is None else f"{g.tflops:.3g}", right=True),
-    Column("of peak", lambda g: "-" if g.peak_share is None else f"{g.peak_share:.0%}", right=True),
-)
-
-#: Columns that are left out where they would say the same, or nothing, in every row.
-_OPTIONAL = frozenset({"device", "of peak"})
+#: The other columns, which have a time or a rate of each group.
+_NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak")
 
 
 def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str) -> str:
-    """Return the table with its totals.
-
-    Parameters
-    ----------
-    label : str
-    records : sequence of ProductRecord
-    wall_ms : float
-        How long the profile was open.
-    by : {"product", "range"}
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such table.
-    """
+    """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
     if by not in _KEYS:
         raise UnsupportedError(
             f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
         )
-    lines = [" ".join(filter(None, ("lowprec.profile", label, _devices(records))))]
-    if records:
-        lines += _grid(records, _KEYS[by])
-    lines += _sums(records, wall_ms)
-    return "\n".join(lines)
-
-
-def _grid(records: Sequence[ProductRecord], keys: tuple[Column, ...]) -> list[str]:
-    groups = list(
-        grouped(records, lambda r: tuple(column.cell(Group([r])) for column in keys)).values()
-    )
-    whole = Group(list(records)).elapsed_ms
-    share = Column(
-        "share", lambda g: f"{g.elapsed_ms / whole:.1%}" if whole and g.timed else "-", right=True
-    )
-    columns = [
-        column
-        for column in (*keys, *_NUMBERS, share, *_RATES)
-        if column.heading not in _OPTIONAL or len({column.cell(g) for g in groups}) > 1
-        or (column.heading == "of peak" and column.cell(groups[0]) != "-")
-    ]  # fmt: skip
-    cells = [[c.heading for c in columns], *([c.cell(g) for c in columns] for g in groups)]
-    widths = _fitted([max(map(len, column)) for column in zip(*cells, strict=True)], columns)
-    headings, *rows = (
-        [
-            f">{cell}" if c.right and row is cells[0] else cell if c.right else _cut(cell, width)
-            for cell, width, c in zip(row, widths, columns, strict=True)
-        ]
-        for row in cells
-    )
-    return plain_text(Table("", headings, rows)).splitlines()[1:]
-
-
-def _devices(records: Sequence[ProductRecord]) -> str:
     devices = ", ".join(dict.fromkeys(r.device for r in records))
-    return f"({devices})" if devices else ""
+    title = " ".join(filter(None, ("lowprec.profile", label, f"({devices})" if devices else "")))
+    text = plain_text(_fitted(_table(title, records, _KEYS[by]))) if records else title
+    return "\n".join([text, *_sums(records, wall_ms)])
 
 
-def _fitted(widths: list[int], columns: Sequence[Column]) -> list[int]:
-    """Return widths that fit on a line: the widest columns of words give way."""
-    words = [i for i, column in enumerate(columns) if not column.right]
-    fitted = list(widths)
-    while sum(fitted) + 2 * len(fitted) > WIDTH:
-        widest = max(words, key=fitted.__getitem__)
-        if fitted[widest] <= _LEAST_WORDS:
+def _table(
+    title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]
+) -> Table:
+    groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
+    whole_ms = Group(list(records)).elapsed_ms
+    rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
+    columns = [
+        (heading, *cells)
+        for heading, *cells in zip((*keys, *_NUMBERS), *rows, strict=True)
+        if not (heading == "device" and len(set(cells)) == 1)
+        and not (heading == ">of peak" and set(cells) == {"-"})
+    ]
+    headings, *rows = map(list, zip(*columns, strict=True))
+    return Table(title, headings, rows)
+
+
+def _numbers(group: Group, whole_ms: float) -> list[str]:
+    return [
+        str(len(group.records)),
+        f"{group.elapsed_ms:.3f}" if group.timed else "-",
+        f"{group.median_ms:.3f}" if group.timed else "-",
+        f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.timed else "-",
+        "-" if group.tflops is None else f"{group.tflops:.3g}",
+        "-" if group.peak_share is None else f"{group.peak_share:.0%}",
+    ]
+
+
+def _fitted(table: Table) -> Table:
+    """Return a table that fits on a line: the widest columns of words give way."""
+    widths = table.widths
+    words = [i for i, column in enumerate(table.columns) if not column.startswith(">")]
+    while sum(widths) + 2 * len(widths) > WIDTH:
+        widest = max(words, key=widths.__getitem__)
+        if widths[widest] <= _LEAST_WORDS:
             break
-        fitted[widest] -= 1
-    return fitted
+        widths[widest] -= 1
+    columns, *rows = (
+        [_cut(cell, widths[i]) if i in words else cell for i, cell in enumerate(line)]
+        for line in (table.columns, *table.rows)
+    )
+    return replace(table, columns=columns, rows=rows)
 
 
 def _cut(text: str, width: int) -> str:
@@ -179,8 +119,9 @@ def _cut(text: str, width: int) -> str:
 def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
     """Yield the sentences below the table."""
     found = totals(records, wall_ms)
+    products = "1 product" if len(records) == 1 else f"{len(records)} products"
     rate = f", {found['tflops']:.3g} TFLOP/s" if found["tflops"] is not None else ""
-    yield f"{_count(found['products'], 'product')} in {found['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
+    yield f"{products} in {found['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
     if not records:
         return
     units = found["units"]
@@ -188,23 +129,17 @@ def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
     on_units = f", {share:.1%} of the flops" if share is not None else ""
     unknown = f", {units['unknown']} unknown" if units["unknown"] else ""
     yield f"tensor (tile) units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
-    missed = grouped(
-        [r for r in records if r.units_eligible and r.units_used is False and r.error is None],
-        lambda r: r.units_reason,
-    )
-    for reason, group in missed.items():
-        yield from _sentence(f"not used by {len(group.records)}: {reason}")
-    for error, group in grouped([r for r in records if r.error], lambda r: r.error).items():
-        yield from _sentence(f"failed, {len(group.records)}: {error}")
+    missed = [r for r in records if r.units_eligible and r.units_used is False and r.error is None]
+    for reason, group in grouped(missed, lambda r: r.units_reason).items():
+        yield _sentence(f"not used by {len(group.records)}: {reason}")
+    failed = [r for r in records if r.error is not None]
+    for error, group in grouped(failed, lambda r: r.error).items():
+        yield _sentence(f"failed, {len(group.records)}: {error}")
     if found["untimed"]:
-        yield from _sentence(f"without a time, {found['untimed']}: captured into a CUDA graph")
+        yield _sentence(f"without a time, {found['untimed']}: captured into a CUDA graph")
 
 
-def _sentence(text: str) -> Iterator[str]:
-    yield from textwrap.wrap(
+def _sentence(text: str) -> str:
+    return textwrap.fill(
         text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -8,8 +8,6 @@ from lowprec.planning import GemmPlan
 from lowprec.planning.kernels import Summation, format_name
 from lowprec.planning.tensor_cores import first_capability
 
-__all__ = ["Units", "number_format", "units_of"]
-
 _EMPTY = "the product is empty"
 
 
@@ -27,14 +25,7 @@ def number_format(plan: GemmPlan) -> str:
 
 
 def units_of(plan: GemmPlan, used: bool | None) -> Units:
-    """Return what is to be said of the units.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-    used : bool or None
-        What the backend found.
-    """
+    """Return what is to be said of the units, of which the backend found that they were used, or does not know."""
     capability = plan.capabilities.compute_capability
     fmt = number_format(plan)
     if capability is None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from lowprec.backends.cpu.backend import (
     allocate,
-    aside_dtype,
     copy,
     describe,
+    execution_info,
     prepare,
-    ran,
+    staging_dtype,
     stopwatch,
     tune,
 )
 from lowprec.backends.cpu.device import capabilities
+from lowprec.backends.cpu.info import info
 
 __all__ = [
     "allocate",
-    "aside_dtype",
     "capabilities",
     "copy",
     "describe",
+    "execution_info",
+    "info",
     "prepare",
-    "ran",
+    "staging_dtype",
     "stopwatch",
     "tune",
 ]

@@ -8,27 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
-
-from lowprec.arrays import ArrayView, Device, library_of
-from lowprec.backends.cpu import fp32_units, tiles
-from lowprec.backends.execution import Arguments, Executor, Ran, Timed, resolve
+from lowprec.arrays import ArrayView, Device
+from lowprec.arrays.numpy_library import NUMPY
+from lowprec.backends.cpu import fp32_units
+from lowprec.backends.cpu.amx import executor as tiles
+from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
-
-__all__ = [
-    "allocate",
-    "aside_dtype",
-    "copy",
-    "describe",
-    "prepare",
-    "ran",
-    "stopwatch",
-    "tune",
-]
-
-#: Stands for NumPy, in whose arrays the backend computes.
-_ANY = np.empty(0)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -58,10 +44,10 @@ def _nothing(_: Arguments) -> None:
 
 def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
     """Return a new row-major array in host memory."""
-    return library_of(_ANY).allocate(shape, dtype, device)
+    return NUMPY.allocate(shape, dtype, device, None)
 
 
-def aside_dtype(dtype: DType) -> DType:
+def staging_dtype(dtype: DType) -> DType:
     """Return the same type: NumPy copies all."""
     return dtype
 
@@ -75,10 +61,10 @@ def stopwatch(arguments: Arguments) -> None:
     """Return None: the host's clock tells, because a product is done when its executor returns."""
 
 
-def ran(plan: GemmPlan, execute: Executor) -> Ran:
+def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return whether this thread's last product ran on tile units; where a part of it fell back, it did not."""
     by_tiles = isinstance(execute, functools.partial) and execute.func is tiles.execute
-    return Ran(by_tiles and not tiles.fell_back())
+    return ExecutionInfo(by_tiles and not tiles.fell_back())
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
@@ -92,6 +78,6 @@ def tune(
     *,
     candidates: int,
     progress: Callable[[int, int], None] | None,
-) -> tuple[Timed, ...]:
+) -> tuple[AlgorithmTiming, ...]:
     """Return nothing: the CPU's kernels have no algorithms to choose from."""
     return ()

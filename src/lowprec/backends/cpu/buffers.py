@@ -16,8 +16,6 @@ import threading
 
 import numpy as np
 
-__all__ = ["RETAINED_LIMIT_BYTES", "borrow", "release_all", "retained_bytes"]
-
 #: Upper bound on the free buffers of all threads together.
 RETAINED_LIMIT_BYTES = 512 << 20
 

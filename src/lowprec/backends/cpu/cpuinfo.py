@@ -8,8 +8,6 @@ import platform
 
 from lowprec.backends.cpu.interrupts import raised_in
 
-__all__ = ["cpu_flags", "cpu_name"]
-
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 
 from lowprec.arrays import Device
-from lowprec.backends.cpu import amx
+from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.mkl import mkl
 from lowprec.planning import Capabilities
-
-__all__ = ["capabilities"]
 
 
 def capabilities(device: Device) -> Capabilities:

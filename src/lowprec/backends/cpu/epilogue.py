@@ -1,347 +1,95 @@
-"""From a finished block of accumulators to the caller's output.
+"""What follows the product: ``out = activation(alpha * product + beta * c + bias)``, rounded once to out's dtype.
 
-An accumulator block is 32 x 32 float32 (int32 for int8 operands) as four 16 x 16 tiles of 1 KiB:
-top left, top right, bottom left, bottom right. The epilogue computes in float32, in this order,
-
-    v = alpha * acc;  v = v + beta * c;  v = v + bias;  v = activation(v)
-
-each operation rounded once, and then rounds `v` to the output's type, once, to nearest even, with
-subnormals and overflow to infinity as the type has them; a NaN stays a NaN.
-
-GELU is the tanh form that cuBLASLt uses. ``0.5 * (1 + tanh(y))`` is ``1 / (1 + exp(-2 * y))``, which
-needs one exponential and does not cancel for negative y.
+The arithmetic is done in the accumulator's dtype (float32 for 16-bit results), as the epilogues of cuBLASLt do
+(cuBLAS documentation, ``cublasLtEpilogue_t``). Integers saturate: cuBLASLt adds nothing to int32 results, and oneDNN
+saturates its own.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from lowprec.backends.cpu import job as J
-from lowprec.backends.cpu.native import (
-    F16,
-    F32,
-    FINGERPRINT,
-    I16,
-    I32,
-    I64,
-    compile_kernel,
-    inline_asm,
-    load,
-    pointer,
-    shuffle,
-    store,
-    vector,
-)
+from lowprec.planning import Activation
 
-__all__ = ["EPILOGUE_ARITY", "epilogue_kernel"]
-
-EPILOGUE_ARITY = 5
-
-_FLOAT32, _BFLOAT16, _FLOAT16, _INT32 = (
-    J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
-)
-_ITEM_BYTES = {_FLOAT32: 4, _BFLOAT16: 2, _FLOAT16: 2, _INT32: 4}
-
-# --- conversions ------------------------------------------------------------------------------
+_GELU_SLOPE = math.sqrt(2.0 / math.pi)
 
 
-_HALVES = ir.VectorType(F16, 16)
+def relu(x: Any) -> Any:
+    """Replace negative elements by zero, in place; NaN stays NaN."""
+    return np.maximum(x, 0, out=x)
 
 
-def _splat(value: int) -> Any:
-    return vector(I32, [value] * 16)
+def gelu(x: Any) -> Any:
+    """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    inner = x * x
+    inner *= x.dtype.type(0.044715)
+    inner += 1
+    inner *= x
+    inner *= x.dtype.type(_GELU_SLOPE)
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= x.dtype.type(0.5)
+    x *= inner
+    return x
 
 
-def _to_bfloat16(builder: Any, bits: Any) -> Any:
-    """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
-    odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
-    magnitude = builder.and_(bits, _splat(0x7FFFFFFF))
-    is_nan = builder.icmp_unsigned(">", magnitude, _splat(0x7F800000))
-    quiet = builder.or_(builder.lshr(bits, _splat(16)), _splat(0x40))
-    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
+_ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {
+    Activation.RELU: relu,
+    Activation.GELU: gelu,
+}
 
 
-def _converted(builder: Any, address: Any, kind: int) -> Any:
-    """16 accumulators in the output's type."""
-    bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
-    if kind == _BFLOAT16:
-        return _to_bfloat16(builder, bits)
-    if kind == _FLOAT16:
-        halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
-        return builder.bitcast(halves, ir.VectorType(I16, 16))
-    return bits
+def _add_saturating(product: Any, addend: Any) -> None:
+    """Add integers in place; a sum beyond the type becomes the nearest number of it."""
+    limits = np.iinfo(product.dtype)
+    lowest, highest = limits.min - np.minimum(addend, 0), limits.max - np.maximum(addend, 0)
+    np.clip(product, lowest, highest, out=product)
+    product += addend
 
 
-@intrinsic(prefer_literal=True)
-def _put_row(typing_context, source, target, kind, stream):
-    """Write a row of a block: 32 elements in sequence, past the caches if `stream`.
+def apply(
+    product: Any,
+    out: Any,
+    *,
+    alpha: complex,
+    beta: complex,
+    c: Any | None,
+    bias: Any | None,
+    activation: Activation | None,
+) -> None:
+    """Apply the epilogue to ``product``, in place, and write the result to ``out``.
 
-    What is streamed must begin with a cache line. A line that is written as a whole need not be
-    read before, which is half of the traffic, and does not displace packed operands.
+    Parameters
+    ----------
+    product : numpy.ndarray, shape (..., m, n)
+        Accumulator; overwritten. May be ``out`` itself.
+    out : numpy.ndarray, shape (..., m, n)
+        Receives the result, rounded to its dtype.
+    alpha, beta : complex
+        Factors of the product and of ``c``; ``c`` is not read where ``beta`` is zero, as in BLAS.
+    c : numpy.ndarray or None, shape (..., m, n)
+        May be ``out`` itself.
+    bias : numpy.ndarray or None, shape (n,)
+    activation : Activation or None
     """
-    to, past_caches = kind.literal_value, bool(stream.literal_value)
-
-    def generate(context, builder, signature, args):
-        next_tile = builder.add(args[0], ir.Constant(I64, 1024))
-        values = [_converted(builder, address, to) for address in (args[0], next_tile)]
-        if _ITEM_BYTES[to] == 2:
-            values = [shuffle(builder, values[0], values[1], range(32))]
-        for i, value in enumerate(values):
-            address = builder.add(args[1], ir.Constant(I64, 64 * i))
-            align = 64 if past_caches else 1
-            stored = builder.store(value, pointer(builder, address, value.type), align=align)
-            if past_caches:
-                hint = builder.module.add_metadata([ir.Constant(I32, 1)])
-                stored.set_metadata("nontemporal", hint)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, stream), generate
-
-
-@intrinsic(prefer_literal=True)
-def _put_some(typing_context, source, target, kind, mask):
-    """Write those of 16 elements in sequence whose bit in `mask` is set."""
-    to = kind.literal_value
-    move = "vmovdqu16" if _ITEM_BYTES[to] == 2 else "vmovdqu32"
-
-    def generate(context, builder, signature, args):
-        value = _converted(builder, args[0], to)
-        text = f"kmovd ${{2:k}}, %k1\n{move} $0, ($1) {{%k1}}"
-        operands = [value, args[1], args[3]]
-        inline_asm(builder, text, "v,r,r,~{k1},~{memory}", ir.VoidType(), operands)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, types.intp), generate
-
-
-@intrinsic
-def _load_float16(typing_context, address):
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.load(pointer(builder, args[0], F16), align=2), F32)
-
-    return types.float32(types.intp), generate
-
-
-@intrinsic
-def _float32_of_bits(typing_context, bits):
-    def generate(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def _floats(typing_context, address):
-    """The address of float32 values, for `carray`: loops over an array become vector code."""
-
-    def generate(context, builder, signature, args):
-        return pointer(builder, args[0], F32)
-
-    return types.CPointer(types.float32)(types.intp), generate
-
-
-@intrinsic(prefer_literal=True)
-def _widen_row(typing_context, source, target, kind):
-    """Read 32 elements in sequence as float32."""
-    from_ = kind.literal_value
-
-    def generate(context, builder, signature, args):
-        floats, wide, halves = (ir.VectorType(t, 32) for t in (F32, I32, F16))
-        if from_ == _FLOAT32:
-            values = builder.load(pointer(builder, args[0], floats), align=1)
-        elif from_ == _BFLOAT16:
-            words = builder.load(pointer(builder, args[0], ir.VectorType(I16, 32)), align=1)
-            shifted = builder.shl(builder.zext(words, wide), vector(I32, [16] * 32))
-            values = builder.bitcast(shifted, floats)
-        else:
-            stored = builder.load(pointer(builder, args[0], halves), align=1)
-            values = builder.fpext(stored, floats)
-        builder.store(values, pointer(builder, args[1], floats), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind), generate
-
-
-@njit
-def _get(address, kind):
-    """One element of any kind, as float32."""
-    if kind == _FLOAT32:
-        return load(address, "f32")
-    if kind == _BFLOAT16:
-        return _float32_of_bits(np.uint32(load(address, "u16")) << np.uint32(16))
-    return _load_float16(address)
-
-
-# --- arithmetic -------------------------------------------------------------------------------
-
-_LOG2E = np.float32(1.4426950408889634)
-# ln 2 in two parts: the first has few bits, so that n times it is exact.
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
-_EXP_COEFFICIENTS = tuple(
-    np.float32(c)
-    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
-)
-_GELU_OUTER, _GELU_INNER = np.float32(0.7978845608028654), np.float32(0.044715)
-_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
-
-
-@njit(inline="always")
-def _exp(x):
-    """e**x for float32, to 2 units in the last place (the polynomial of the Cephes library)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = (x * _LOG2E + _MAGIC) - _MAGIC
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = _EXP_COEFFICIENTS[0]
-    p = p * r + _EXP_COEFFICIENTS[1]
-    p = p * r + _EXP_COEFFICIENTS[2]
-    p = p * r + _EXP_COEFFICIENTS[3]
-    p = p * r + _EXP_COEFFICIENTS[4]
-    p = p * r + _HALF
-    value = p * r * r + r + _ONE
-    return value * _float32_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
-
-
-@njit(inline="always")
-def _gelu(x):
-    # min and max in _exp would swallow a NaN; the division of x brings it back. Where exp(-2y)
-    # leaves float32 the result is below the smallest normal number, whatever x is.
-    y = _GELU_OUTER * (x + _GELU_INNER * x * x * x)
-    return np.float32(-0.0) if y < np.float32(-44) else x / (_ONE + _exp(-_TWO * y))
-
-
-@njit
-def _activate(acc, activation):
-    values = carray(_floats(acc), (1024,))
-    if activation == J.RELU:
-        for i in range(1024):
-            # Written so that a NaN passes.
-            values[i] = np.float32(0) if values[i] < np.float32(0) else values[i]
-    else:
-        for i in range(1024):
-            values[i] = _gelu(values[i])
-
-
-@njit
-def _field(job, index):
-    return load(job + 8 * index, "i64")
-
-
-@njit(inline="always")
-def _at(acc, i, j):
-    """Address of the accumulator of row i, column j."""
-    return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
-
-
-@njit
-def _read_row(source, stride, kind, first, end, target):
-    """Read elements first to end of a row of 32 of any kind as float32."""
-    whole = first == 0 and end == 32
-    if whole and kind == _FLOAT32 and stride == 4:
-        _widen_row(source, target, _FLOAT32)
-    elif whole and kind == _BFLOAT16 and stride == 2:
-        _widen_row(source, target, _BFLOAT16)
-    elif whole and kind == _FLOAT16 and stride == 2:
-        _widen_row(source, target, _FLOAT16)
-    else:
-        for j in range(first, end):
-            store(target + 4 * j, _get(source + j * stride, kind), "f32")
-
-
-@njit
-def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind, scratch):
-    """Add rows of any kind and strides; what is added outside of first to end is never written."""
-    addend = carray(_floats(scratch), (32,))
-    for i in range(rows):
-        # The rows of a bias are one row, read once.
-        if i == 0 or row_stride != 0:
-            _read_row(source + i * row_stride, col_stride, kind, first, end, scratch)
-        left, right = (
-            carray(_floats(_at(acc, i, 0)), (16,)),
-            carray(_floats(_at(acc, i, 16)), (16,)),
-        )
-        for j in range(16):
-            left[j] += factor * addend[j]
-        for j in range(16):
-            right[j] += factor * addend[16 + j]
-
-
-@njit
-def _arithmetic(acc, job, row, col, rows, first, end, scratch):
-    """alpha, beta * c, bias and activation, in place."""
-    alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
-    beta = np.float32(load(job + 8 * J.BETA, "f64"))
-    if alpha != _ONE:
-        values = carray(_floats(acc), (1024,))
-        for i in range(1024):
-            values[i] *= alpha
-    if beta != np.float32(0):
-        row_stride, col_stride = _field(job, J.C_ROW_STRIDE), _field(job, J.C_COL_STRIDE)
-        source = _field(job, J.C) + row * row_stride + col * col_stride
-        kind = _field(job, J.C_KIND)
-        _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind, scratch)
-    if _field(job, J.BIAS) != 0:
-        row_stride, col_stride = _field(job, J.BIAS_ROW_STRIDE), _field(job, J.BIAS_COL_STRIDE)
-        source = _field(job, J.BIAS) + row * row_stride + col * col_stride
-        kind = _field(job, J.BIAS_KIND)
-        _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind, scratch)
-    activation = _field(job, J.ACTIVATION)
-    if activation != 0:
-        _activate(acc, activation)
-
-
-# --- the kernels ------------------------------------------------------------------------------
-
-
-def _epilogue_function(kind: int) -> Any:
-    item = _ITEM_BYTES[kind]
-    element = "u16" if item == 2 else "u32"
-    fingerprint = FINGERPRINT
-
-    def epilogue(acc, job, row, col, scratch):
-        rows = min(32, _field(job, J.M) - row)
-        first, end = max(0, -col), min(32, _field(job, J.N) - col)
-        row_stride, col_stride = _field(job, J.OUT_ROW_STRIDE), _field(job, J.OUT_COL_STRIDE)
-        target = _field(job, J.OUT) + row * row_stride + col * col_stride
-        if kind != _INT32 and _field(job, J.PLAIN) == 0:
-            _arithmetic(acc, job, row, col, rows, first, end, scratch)
-        whole = first == 0 and end == 32 and col_stride == item
-        if whole and _field(job, J.STREAM) != 0:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 1)
-        elif whole:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 0)
-        elif col_stride == item:
-            mask = (1 << end) - (1 << first)
-            for i in range(rows):
-                source, to = _at(acc, i, 0), target + i * row_stride
-                _put_some(source, to, kind, mask & 0xFFFF)
-                _put_some(source + 1024, to + 16 * item, kind, mask >> 16)
-        else:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), scratch, kind, 0)
-                to = target + i * row_stride
-                for j in range(first, end):
-                    store(to + j * col_stride, load(scratch + j * item, element), element)
-        return fingerprint & 0
-
-    return epilogue
-
-
-@cache
-def epilogue_kernel(dtype: str) -> int:
-    """Address of the epilogue that writes `dtype`.
-
-    Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
-    overwrite), of the job, first row, first column (below zero where the job has a shift), address
-    of 256 bytes of scratch.
-    """
-    return compile_kernel(_epilogue_function(J.KINDS[dtype]), EPILOGUE_ARITY)
+    scalar = product.dtype.type
+    with np.errstate(all="ignore"):
+        if alpha != 1:
+            product *= scalar(alpha)
+        if c is not None and beta != 0:
+            addend = c.astype(product.dtype, copy=False)
+            product += addend if beta == 1 else addend * scalar(beta)
+        if bias is not None:
+            addend = bias.astype(product.dtype, copy=False)
+            if product.dtype.kind == "i":
+                _add_saturating(product, addend)
+            else:
+                product += addend
+        if activation is not None:
+            _ACTIVATIONS[activation](product)
+        if product is not out:
+            out[...] = product

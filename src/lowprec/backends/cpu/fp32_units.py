@@ -15,14 +15,12 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import gemm
-from lowprec.backends.cpu.convert import round_float32
-from lowprec.backends.cpu.stacks import Stacks, finish_stacks, scratch, stacks_of
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import FLOAT32, DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow, Product
-
-__all__ = ["execute", "execute_stacks", "prepare", "rounding_format"]
 
 #: dtypes that a BLAS multiplies.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -82,11 +80,11 @@ def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stac
     if stacks.out.dtype == dtype and stacks.c is None:
         _sum_products(plan, kernel, stacks.a, stacks.b, stacks.out)
         if plan.problem.has_epilogue:
-            finish_stacks(plan, arguments, stacks.out, stacks)
+            apply_epilogue(plan, arguments, stacks.out, stacks)
         return
     with scratch(stacks.out.shape, dtype) as product:
         _sum_products(plan, kernel, stacks.a, stacks.b, product)
-        finish_stacks(plan, arguments, product, stacks)
+        apply_epilogue(plan, arguments, product, stacks)
 
 
 def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -> None:

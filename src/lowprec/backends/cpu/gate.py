@@ -10,8 +10,6 @@ import ctypes
 import sys
 from typing import Any
 
-__all__ = ["Gate", "close"]
-
 #: Bytes of the largest lock that is known (macOS: 200), with room to grow.
 _LOCK_BYTES = 512
 

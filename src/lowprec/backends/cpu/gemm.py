@@ -13,9 +13,6 @@ from lowprec.backends.cpu.mkl import loaded_mkl
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
-__all__ = ["MKL", "NUMPY", "Blas", "is_blas_expressible", "multiply_int8"]
-
-
 _DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
 
 

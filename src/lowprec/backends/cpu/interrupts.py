@@ -6,8 +6,6 @@ limit, say, which is often a ``TimeoutError`` and so an ``OSError``) must not be
 
 from __future__ import annotations
 
-__all__ = ["raised_in"]
-
 
 def raised_in(error: BaseException, *modules: str) -> bool:
     """Whether an exception was raised in one of these modules, by their names; calls of C belong to their caller.

@@ -12,12 +12,10 @@ from dataclasses import replace
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation, Why
 
-__all__ = ["KERNELS"]
-
 _TILES = KernelRow(
     name="",
     units="",
-    executor="lowprec.backends.cpu.tiles:prepare",
+    executor="lowprec.backends.cpu.amx.executor:prepare",
     cost_per_element=130.0,
     summation=Summation.TILES,
     products_per_complex=4,

@@ -22,8 +22,6 @@ from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.planning import MatrixStack
 
-__all__ = ["Mkl", "loaded_mkl", "mkl"]
-
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112
 _SEQUENTIAL = 1
 

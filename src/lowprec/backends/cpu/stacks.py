@@ -10,17 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu import buffers
-from lowprec.backends.cpu.finish import finish
+from lowprec.backends.cpu import buffers, epilogue
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmPlan
-
-__all__ = [
-    "Stacks",
-    "finish_stacks",
-    "scratch",
-    "stacks_of",
-]
 
 #: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
 _SMALL_BYTES = 64 << 10
@@ -71,9 +63,9 @@ def _each_once(x: Any) -> Any:
     return x[tuple(slice(None) if step else slice(1) for step in x.strides[:-2])]
 
 
-def finish_stacks(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
+def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
     """Apply the plan's epilogue to ``product`` (overwritten) and write ``stacks.out``."""
-    finish(
+    epilogue.apply(
         product,
         stacks.out,
         alpha=arguments.alpha,

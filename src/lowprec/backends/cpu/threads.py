@@ -36,8 +36,6 @@ from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import BackendError
 from lowprec.policy import environment
 
-__all__ = ["cpu_limit", "num_threads", "run", "share"]
-
 T = TypeVar("T")
 
 _REFRESH_SECONDS = 1.0

@@ -2,26 +2,28 @@
 
 from lowprec.backends.cuda.backend import (
     allocate,
-    aside_dtype,
     capabilities,
     copy,
     describe,
+    execution_info,
     prepare,
-    ran,
     reset,
+    staging_dtype,
     stopwatch,
     tune,
 )
+from lowprec.backends.cuda.info import info
 
 __all__ = [
     "allocate",
-    "aside_dtype",
     "capabilities",
     "copy",
     "describe",
+    "execution_info",
+    "info",
     "prepare",
-    "ran",
     "reset",
+    "staging_dtype",
     "stopwatch",
     "tune",
 ]

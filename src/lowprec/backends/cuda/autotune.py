@@ -1,28 +1,27 @@
 """Which of cuBLASLt's algorithms runs: the one that was measured to be fastest, else the heuristics' first choice.
 
-The heuristics estimate; measuring decides. A measured choice is kept on disk, for one model of GPU, version of the
-driver and of cuBLAS, and one product with all that its speed depends on. It replaces the first choice only if it was
-faster twice: among all candidates, and in a second contest of the two.
+A measured choice is kept on disk, for one model of GPU, version of the driver and of cuBLAS, and one product with all
+that its speed depends on. It replaces the first choice only if it was faster twice: among all candidates, and in a
+second contest of the two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.arrays import Device
-from lowprec.backends.cuda import bindings, disk, driver, memory
+from lowprec.backends.cuda import bindings, disk, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.errors import LowprecError
 from lowprec.planning.calls import LtMatrix
 from lowprec.policy import environment
-
-__all__ = ["CANDIDATES", "Measured", "choose", "forget", "tune"]
 
 #: How many algorithms are tried unless the caller says otherwise.
 CANDIDATES = 32
@@ -39,18 +38,8 @@ _MAX_REPEATS = 200
 _MARGIN = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One algorithm in the contest.
-
-    Parameters
-    ----------
-    rank : int
-        In the heuristics' order, from 0.
-    algorithm : Algorithm
-    median_ms : float
-        Of one product.
-    """
+class Measured(NamedTuple):
+    """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
 
     rank: int
     algorithm: Algorithm
@@ -66,7 +55,7 @@ def choose(
         known = _known(invocation, handle)
         if known is not None:
             return known
-    if wish and operands.d and not driver.is_capturing(stream):
+    if wish and operands.d and not runtime.is_capturing(stream):
         results = tune(invocation, handle, stream, operands)
         return results[0].algorithm if results else None
     found = invocation.search(handle, 1)
@@ -84,127 +73,98 @@ def tune(
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, keep the choice on disk, and return all, the chosen one first.
 
-    The result goes to temporary memory, so nothing of the caller's is written. The stream is waited for.
-
-    Parameters
-    ----------
-    invocation : Invocation
-    handle, stream : int
-    operands : Operands
-        Of real memory, which is read.
-    candidates : int
-    progress : callable, optional
-        Gets the number of measurements done and that of all.
+    The operands are read, and the result goes to temporary memory, so nothing of the caller's is written. The stream is
+    waited for. ``progress`` gets the number of measurements done and that of all.
     """
     found = invocation.search(handle, candidates)
     if not found:
         return ()
-    device = Device(2, driver.current_device())
-    aside = memory.allocate(_span_bytes(invocation), device, stream)
-    operands = operands._replace(d=aside.address, c=operands.c if operands.beta else aside.address)
-    contest = _Contest(invocation, handle, stream, operands, progress)
-    results = contest.all(found)
+    device = Device(2, runtime.current_device())
+    block = memory.allocate(_span_bytes(invocation), device, stream)
+    d = block.address
+    operands = operands._replace(d=d, c=operands.c if operands.beta else d)
+    with _timing_event() as start, _timing_event() as end:
+        contest = _Contest(invocation, handle, stream, operands, start, end)
+        results = contest.results(found, progress or (lambda done, total: None))
     if results:
         _remember(invocation, results[0], results)
     return results
 
 
+@contextlib.contextmanager
+def _timing_event() -> Iterator[Any]:
+    event = runtime.create_event(timing=True)
+    try:
+        yield event
+    finally:
+        runtime.destroy_event(event)
+
+
+@dataclass(frozen=True, slots=True)
 class _Contest:
-    """Measures algorithms of one product by turns."""
+    """Measures algorithms of one product by turns, by two events."""
 
-    def __init__(
-        self,
-        invocation: Invocation,
-        handle: int,
-        stream: int,
-        operands: Operands,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._invocation = invocation
-        self._handle = handle
-        self._stream = stream
-        self._operands = operands
-        self._progress = progress or (lambda done, total: None)
+    invocation: Invocation
+    handle: int
+    stream: int
+    operands: Operands
+    start: Any
+    end: Any
 
-    def all(self, found: tuple[Algorithm, ...]) -> tuple[Measured, ...]:
+    def results(
+        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None]
+    ) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first and the others by their time."""
         total = len(found) * _ROUNDS + 2 * _FINAL_ROUNDS
         times: list[list[float]] = [[] for _ in found]
-        with _Events() as events:
-            repeats = [self._repeats(events, algorithm) for algorithm in found]
-            for turn in range(_ROUNDS):
-                for rank, algorithm in enumerate(found):
-                    if repeats[rank]:
-                        times[rank].append(self._measure(events, algorithm, repeats[rank]))
-                    self._progress(turn * len(found) + rank + 1, total)
-            measured = sorted(
-                (
-                    Measured(rank, algorithm, statistics.median(times[rank]))
-                    for rank, algorithm in enumerate(found)
-                    if times[rank]
-                ),
-                key=lambda x: x.median_ms,
-            )
-            if not measured:
-                return ()
-            first = min(measured, key=lambda x: x.rank)
-            best = measured[0]
-            if best is not first and not self._confirmed(events, best, first, repeats):
-                best = first
-            self._progress(total, total)
+        repeats = [self._repeats(algorithm) for algorithm in found]
+        for turn in range(_ROUNDS):
+            for rank, algorithm in enumerate(found):
+                if repeats[rank]:
+                    times[rank].append(self._measure(algorithm, repeats[rank]))
+                progress(turn * len(found) + rank + 1, total)
+        measured = [
+            Measured(rank, algorithm, statistics.median(times[rank]))
+            for rank, algorithm in enumerate(found)
+            if times[rank]
+        ]
+        if not measured:
+            return ()
+        first = measured[0]
+        measured.sort(key=lambda x: x.median_ms)
+        best = measured[0]
+        if best is not first and not self._confirmed(best, first, repeats):
+            best = first
+        progress(total, total)
         return (best, *(x for x in measured if x is not best))
 
-    def _confirmed(
-        self, events: _Events, best: Measured, first: Measured, repeats: list[int]
-    ) -> bool:
+    def _confirmed(self, best: Measured, first: Measured, repeats: list[int]) -> bool:
         """Whether the best also wins a contest of two."""
         times: dict[int, list[float]] = {best.rank: [], first.rank: []}
         for _ in range(_FINAL_ROUNDS):
             for entry in (first, best):
-                times[entry.rank].append(
-                    self._measure(events, entry.algorithm, repeats[entry.rank])
-                )
+                times[entry.rank].append(self._measure(entry.algorithm, repeats[entry.rank]))
         new, old = statistics.median(times[best.rank]), statistics.median(times[first.rank])
         return new < old * (1 - _MARGIN)
 
-    def _repeats(self, events: _Events, algorithm: Algorithm) -> int:
+    def _repeats(self, algorithm: Algorithm) -> int:
         """Return how often to run an algorithm per measurement; 0 if it does not run after all."""
         try:
-            self._measure(events, algorithm, 1)  # loads the kernel
-            once = self._measure(events, algorithm, 1)
+            self._measure(algorithm, 1)  # loads the kernel
+            once = self._measure(algorithm, 1)
         except LowprecError:
             return 0
         return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
 
-    def _measure(self, events: _Events, algorithm: Algorithm, repeats: int) -> float:
+    def _measure(self, algorithm: Algorithm, repeats: int) -> float:
         """Return the milliseconds of one product."""
-        invocation = self._invocation
-        invocation.use(algorithm)
-        driver.record_event(events.start, self._stream)
+        self.invocation.use(algorithm)
+        runtime.record_event(self.start, self.stream)
         for _ in range(repeats):
-            invocation.run(self._handle, self._stream, self._operands)
-        driver.record_event(events.end, self._stream)
-        driver.synchronize_event(events.end)
-        return driver.elapsed_ms(events.start, events.end) / repeats
-
-
-class _Events:
-    """Two timing events for the length of a block."""
-
-    def __enter__(self) -> _Events:
-        self.start = driver.create_event(timing=True)
-        try:
-            self.end = driver.create_event(timing=True)
-        except BaseException:
-            driver.destroy_event(self.start)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            driver.destroy_event(self.start)
-        finally:
-            driver.destroy_event(self.end)
+            self.invocation.run(self.handle, self.stream, self.operands)
+        runtime.record_event(self.end, self.stream)
+        runtime.synchronize_event(self.end)
+        return runtime.elapsed_ms(self.start, self.end) / repeats
 
 
 def _span_bytes(invocation: Invocation) -> int:
@@ -242,9 +202,9 @@ def _matrix_key(x: LtMatrix) -> str:
 
 def device_key() -> str:
     """Return the current device, the driver and cuBLAS, as one line."""
-    found = driver.properties(driver.current_device())
+    found = runtime.properties(runtime.current_device())
     major, minor = found.capability
-    driver_major, driver_minor = driver.driver_version()
+    driver_major, driver_minor = runtime.driver_version()
     return (
         f"{found.name}, compute capability {major}.{minor}, {found.multiprocessors} multiprocessors, "
         f"driver CUDA {driver_major}.{driver_minor}, cuBLAS {bindings.cublas_version()}"
@@ -287,7 +247,7 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
         data = bytes.fromhex(entry["algorithm"])
     except ValueError:
         return None
-    found = bindings.check_algorithm(handle, invocation.product, data)
+    found = bindings.check_algorithm(handle, invocation.descriptors, data)
     if found is None or found.workspace_bytes > invocation.workspace_bytes:
         return None
     return found
@@ -306,10 +266,10 @@ def _remember(invocation: Invocation, best: Measured, results: tuple[Measured, .
         stored = _stored()
         stored.setdefault(device_key(), {})[product_key(invocation)] = entry
         _stored.cache_clear()
-        merged = _stored()
+        on_disk = _stored()
         for device, entries in stored.items():
-            merged.setdefault(device, {}).update(entries)
-        disk.write_json(_FILE, {"format": _FORMAT, "devices": merged})
+            on_disk.setdefault(device, {}).update(entries)
+        disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})
 
 
 def forget() -> None:

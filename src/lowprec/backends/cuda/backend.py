@@ -7,29 +7,23 @@ from collections.abc import Callable
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import autotune, bindings, driver, handles, memory, timing
+from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
-from lowprec.backends.cuda.finish import Finish, finish
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
+from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.prepared import PreparedProduct
-from lowprec.backends.execution import Arguments, Executor, Ran, Stopwatch, Timed, resolve
+from lowprec.backends.execution import (
+    AlgorithmTiming,
+    Arguments,
+    ExecutionInfo,
+    Executor,
+    Stopwatch,
+    resolve,
+)
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
-
-__all__ = [
-    "allocate",
-    "aside_dtype",
-    "capabilities",
-    "copy",
-    "describe",
-    "prepare",
-    "ran",
-    "reset",
-    "stopwatch",
-    "tune",
-]
 
 #: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
 _LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
@@ -49,11 +43,11 @@ _FLOPS_PER_CLOCK: dict[tuple[int, int], dict[str, int]] = {
 
 def capabilities(device: Device) -> Capabilities:
     """Return what a GPU can do. Looked up once per device."""
-    return _capabilities(driver.properties(device.index))
+    return _capabilities(runtime.properties(device.index))
 
 
 @functools.lru_cache(maxsize=64)
-def _capabilities(found: driver.DeviceProperties) -> Capabilities:
+def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
     intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
     clock = found.multiprocessors * found.clock_khz * 1e3
     peak = _FLOPS_PER_CLOCK.get(found.capability, {}) if clock else {}
@@ -69,18 +63,7 @@ def _capabilities(found: driver.DeviceProperties) -> Capabilities:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that executes a plan.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-        A plan for a GPU.
-
-    Returns
-    -------
-    Executor
-        Queues the work on the stream of its arguments; safe to call from several threads at once.
-    """
+    """Return the function that queues the work of a plan for a GPU on the stream of its arguments."""
     libraries()
     if 0 in plan.out_shape:
         return _nothing
@@ -95,24 +78,20 @@ def _nothing(_: Arguments) -> None:
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
     """Return what cuBLASLt tells of the algorithm that would run, as rows of names and values.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-    arguments : Arguments
-        Only the pointers' alignment matters; nothing is read.
+    Of the arguments only the alignment of the pointers matters; nothing is read.
     """
     if 0 in plan.out_shape or plan.call is None:
         return ()
-    product = PreparedProduct(plan)
-    with driver.on_device(arguments.a.device.index):
-        info = product.prepared(arguments).info
-        call = product.route(arguments).call
+    executor = GemmExecutor(plan)
+    with runtime.on_device(arguments.a.device.index):
+        info = executor.invocation(arguments).info
+        call = executor.lowered(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
-    if not product.fuses:
-        why = "no algorithm adds or activates here: a kernel does, on a result made aside"
+    if not executor.fuses:
+        why = "no algorithm adds or activates here: a kernel does, on a staged product"
         rows.append(("fallback", why))
     elif call != plan.call:
-        why = "a pointer is no multiple of 16 bytes: arrays are rewritten, or the result is made aside"
+        why = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", why))
     return tuple(rows)
 
@@ -132,17 +111,17 @@ def units_text(info: AlgorithmInfo) -> str:
     return f"{info.units} on {info.input_type}, summed in {info.accumulator}: {used}"
 
 
-def ran(plan: GemmPlan, execute: Executor) -> Ran:
+def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
-    last = execute.last if isinstance(execute, PreparedProduct) else None
+    last = execute.last if isinstance(execute, GemmExecutor) else None
     if last is None:
-        return Ran(None)
-    return Ran(last.info.uses_tensor_cores, algorithm_text(last.info))
+        return ExecutionInfo(None)
+    return ExecutionInfo(last.info.uses_tensor_cores, algorithm_text(last.info))
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
     """Start to take the time of a product by events on its stream."""
-    with driver.on_device(arguments.a.device.index):
+    with runtime.on_device(arguments.a.device.index):
         return timing.stopwatch(arguments.a.device.index, arguments.stream)
 
 
@@ -152,20 +131,19 @@ def tune(
     *,
     candidates: int,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Timed, ...]:
+) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
-    Returns
-    -------
-    tuple of Timed
-        The chosen one first; empty where cuBLASLt is not called.
+    The chosen one comes first; there is none where cuBLASLt is not called.
     """
-    if not isinstance(execute, PreparedProduct) or execute.plan.call is None:
+    if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
-    with driver.on_device(arguments.a.device.index):
+    with runtime.on_device(arguments.a.device.index):
         measured = execute.tune(arguments, candidates, progress)
         return tuple(
-            Timed(x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm)))
+            AlgorithmTiming(
+                x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
+            )
             for x in measured
         )
 
@@ -173,7 +151,7 @@ def tune(
 def reset() -> None:
     """Give back handles, workspaces, events and pooled memory; no product may be running.
 
-    Prepared products stay good and make anew what they need.
+    Executors stay valid and create what they need at their next call.
     """
     handles.reset()
     timing.release()
@@ -188,7 +166,7 @@ def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int =
     return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
 
 
-def aside_dtype(dtype: DType) -> DType:
+def staging_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit types, whose sums are float32, and any other type as it is."""
     return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
 
@@ -204,7 +182,6 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
     target = MatrixStack.of(
         out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2]
     )
-    spec = Finish(source.dtype, rows, cols, cols, rows, target)
-    with driver.on_device(out.device.index):
-        launch = finish(spec, out.device.index)
+    with runtime.on_device(out.device.index):
+        launch = prepare_epilogue(Epilogue(source.dtype, cols, target), out.device.index)
         launch(source.address, out.address, 0, 0, 0, 0, 1.0, 0.0, stream)

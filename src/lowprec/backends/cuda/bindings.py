@@ -19,23 +19,6 @@ import numpy as np
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 
-__all__ = [
-    "Algorithm",
-    "AlgorithmInfo",
-    "Descriptor",
-    "Product",
-    "check_algorithm",
-    "create_handle",
-    "cublas_version",
-    "describe_algorithm",
-    "destroy_handle",
-    "heuristics",
-    "matmul_descriptor",
-    "matrix_layout",
-    "preference",
-    "translated",
-]
-
 # ``cublasStatus_t``.
 _ALLOC_FAILED = 3
 _NOT_SUPPORTED = 15
@@ -48,14 +31,7 @@ _ERRORS: dict[int, type[LowprecError]] = {
 
 
 def translate(error: Exception, doing: str) -> LowprecError:
-    """Return the error of lowprec's that stands for one of the bindings'.
-
-    Parameters
-    ----------
-    error : Exception
-    doing : str
-        What was being done, with the plan, for the message.
-    """
+    """Return the error of lowprec's that stands for one of the bindings'; ``doing`` says what failed, with the plan."""
     status = getattr(error, "status", None)
     kind = _ERRORS.get(int(status), BackendError) if status is not None else BackendError
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
@@ -90,13 +66,7 @@ def cublas_version_text() -> str:
 
 
 class Descriptor:
-    """An object of cuBLASLt's, destroyed with this one.
-
-    Parameters
-    ----------
-    pointer : int
-    destroy : callable
-    """
+    """An object of cuBLASLt's, destroyed with this one."""
 
     __slots__ = ("__weakref__", "_finalizer", "pointer")
 
@@ -188,7 +158,7 @@ def matmul_descriptor(
     scale_type : int
         ``cudaDataType`` of alpha and beta.
     attributes : mapping
-        Values by the names of ``MatmulDescAttribute``.
+        By the names of ``MatmulDescAttribute``.
     """
     return _create("matmul_desc", (compute_type, scale_type), attributes)
 
@@ -196,17 +166,7 @@ def matmul_descriptor(
 def matrix_layout(
     data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]
 ) -> Descriptor:
-    """Return the layout of a batch of column-major matrices.
-
-    Parameters
-    ----------
-    data_type : int
-        ``cudaDataType``.
-    rows, cols, leading_dimension : int
-        As stored.
-    batch : tuple of int
-        Number of matrices, and elements from one to the next.
-    """
+    """Return the layout of a batch of column-major matrices: how many, and the elements from one to the next."""
     attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
     return _create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
 
@@ -229,22 +189,14 @@ def preference(
 
 
 class Algorithm(NamedTuple):
-    """A way to run one product: 64 opaque bytes, good for one version of cuBLAS and one model of GPU.
-
-    Parameters
-    ----------
-    data : bytes
-        ``cublasLtMatmulAlgo_t``.
-    workspace_bytes : int
-        What it needs.
-    """
+    """A ``cublasLtMatmulAlgo_t``: 64 opaque bytes, good for one version of cuBLAS and one model of GPU."""
 
     data: bytes
     workspace_bytes: int
 
 
-class Product(NamedTuple):
-    """The descriptors of one product, to ask for its algorithms and to run it."""
+class MatmulDescriptors(NamedTuple):
+    """What cuBLASLt is told of one product, to ask for its algorithms and to run it."""
 
     operation: Descriptor
     a: Descriptor
@@ -264,7 +216,7 @@ class Product(NamedTuple):
 
 
 def heuristics(
-    handle: int, product: Product, wanted: Descriptor, count: int
+    handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int
 ) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; none where there is none."""
     cublas_lt = libraries().cublas_lt
@@ -272,7 +224,7 @@ def heuristics(
     returned = np.zeros(1, np.int32)
     try:
         cublas_lt.matmul_algo_get_heuristic(
-            handle, *product.pointers, wanted.pointer, count, found.ptr, returned.ctypes.data
+            handle, *descriptors.pointers, wanted.pointer, count, found.ptr, returned.ctypes.data
         )
     except cublas_lt.cuBLASLtError as error:
         if int(error.status) == _NOT_SUPPORTED:
@@ -292,7 +244,9 @@ def _results(found: Any) -> Any:
     return np.frombuffer(ctypes.string_at(found.ptr, len(found) * dtype.itemsize), dtype)
 
 
-def check_algorithm(handle: int, product: Product, algorithm: bytes) -> Algorithm | None:
+def check_algorithm(
+    handle: int, descriptors: MatmulDescriptors, algorithm: bytes
+) -> Algorithm | None:
     """Return a stored algorithm if it can run this product here, None if it cannot."""
     cublas_lt = libraries().cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
@@ -300,7 +254,7 @@ def check_algorithm(handle: int, product: Product, algorithm: bytes) -> Algorith
     found = cublas_lt.MatmulHeuristicResult(1)
     data = np.frombuffer(algorithm, np.uint8).copy()
     try:
-        cublas_lt.matmul_algo_check(handle, *product.pointers, data.ctypes.data, found.ptr)
+        cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, found.ptr)
     except cublas_lt.cuBLASLtError:
         return None
     result = _results(found)[0]

@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cuda import disk, driver
+from lowprec.backends.cuda import disk, runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
-
-__all__ = ["ELEMENT", "Launch", "Stream", "kernel", "pick_blocks"]
 
 #: The kernels' names of the element types; those of 8 bits are only copied, or read as integers.
 ELEMENT: Mapping[DType, str] = {
@@ -57,12 +55,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 class Stream:
-    """A stream, as cuda.core wants to be told of it.
-
-    Parameters
-    ----------
-    handle : int
-    """
+    """A stream, as cuda.core wants to be told of it."""
 
     __slots__ = ("handle",)
 
@@ -74,16 +67,9 @@ class Stream:
 
 
 class Launch:
-    """A kernel with its grid and the arguments that never change; compiled at the first call.
+    """A kernel with its grid and the arguments that never change, which follow the addresses.
 
-    Parameters
-    ----------
-    name, file, definitions, device
-        As :func:`kernel` takes them.
-    grid : int
-    block : tuple of int
-    constants : iterable of int
-        What follows the addresses.
+    It is compiled, by :func:`kernel`, at the first call.
     """
 
     __slots__ = ("_config", "_constants", "_core", "_kernel", "_made_of")
@@ -107,7 +93,7 @@ class Launch:
     def __call__(self, stream: int, addresses: Iterable[int], *numbers: np.float64) -> None:
         """Queue the kernel; ``numbers`` follow what never changes."""
         if self._kernel is None:
-            with driver.relaxed_capture():  # loading is no part of what may be being captured
+            with runtime.relaxed_capture():  # loading is no part of what may be being captured
                 self._kernel = kernel(*self._made_of)
         try:
             self._core.launch(
@@ -119,23 +105,12 @@ class Launch:
 
 def pick_blocks(wanted: int, device: int) -> int:
     """Return how many blocks to launch where ``wanted`` would let each take one turn."""
-    most = driver.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+    most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
     return max(1, min(wanted, most))
 
 
 def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
-    """Return a compiled kernel.
-
-    Parameters
-    ----------
-    name : str
-        Of the function.
-    file : str
-        In ``kernels/``.
-    definitions : mapping
-        Macros that the source wants.
-    device : int
-        For whose architecture.
+    """Return a function of a file in ``kernels/``, compiled with these macros for the architecture of a device.
 
     Raises
     ------
@@ -143,7 +118,7 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
         If NVRTC is missing or refuses the source.
     """
     core = libraries().core
-    major, minor = driver.properties(device).capability
+    major, minor = runtime.properties(device).capability
     key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
     found = _kernels.get(key)
     if found is None:

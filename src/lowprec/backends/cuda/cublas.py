@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lowprec.backends.cuda import bindings, driver
+from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.handles import HandlePool
 from lowprec.errors import DeviceError
 from lowprec.modes import MathMode
 from lowprec.policy import register_controller
 from lowprec.policy.protocol import Tier
-
-__all__ = ["CublasController", "cublas_handle"]
 
 #: ``cublasMath_t`` by math mode.
 _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
@@ -26,7 +24,22 @@ _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
 #: Flag that may be or-ed to each: sums of split products stay in FP32.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
-_pool = HandlePool(bindings.create_cublas_handle, bindings.destroy_cublas_handle)
+#: The ``cublasMath_t`` with which a handle starts: that of the open block, so that one made inside has it too.
+_at_start = 0
+
+
+def _create() -> int:
+    handle = bindings.create_cublas_handle()
+    try:
+        if _at_start:
+            bindings.set_math_mode(handle, _at_start)
+    except BaseException:
+        bindings.destroy_cublas_handle(handle)
+        raise
+    return handle
+
+
+_pool = HandlePool(_create, bindings.destroy_cublas_handle)
 
 
 def cublas_handle(device: int | None = None) -> int:
@@ -60,21 +73,16 @@ def cublas_handle(device: int | None = None) -> int:
     ... except (lowprec.DeviceError, lowprec.BackendError):
     ...     handle = None  # there is no GPU here, or nothing to reach it by
     """
-    current = driver.current_device()
+    current = runtime.current_device()
     if device is not None and device != current:
-        driver.properties(device)
+        runtime.properties(device)
         raise DeviceError(
             f"cuda:{device} is not the current device of this thread, cuda:{current} is; make it the current one first"
         )
-    known = set(_pool.handles())
-    found = _pool.handle(current)
-    if found not in known and _modes:
-        bindings.set_math_mode(found, _MATH[_modes[-1]])
-    return found
+    return _pool.handle(current)
 
 
-#: The modes of the open blocks, the innermost last: a handle that is made inside starts with it.
-_modes: list[MathMode] = []
+_AT_START = "math_mode of new handles"
 
 
 class CublasController:
@@ -91,26 +99,28 @@ class CublasController:
     modes = tuple(_MATH)
 
     def save(self) -> dict[str, Any]:
-        """Return each handle's ``cublasMath_t`` as it is."""
-        return {_name(handle): bindings.math_mode(handle) for handle in _pool.handles()}
+        """Return each handle's ``cublasMath_t`` as it is, and that of handles to come."""
+        return {_AT_START: _at_start, **self.describe()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         """Set each handle's math mode; the flag about reductions stays as it is."""
+        global _at_start
+        _at_start = _MATH[mode]
         for handle in _pool.handles():
             flags = bindings.math_mode(handle) & _DISALLOW_REDUCED_PRECISION_REDUCTION
             bindings.set_math_mode(handle, _MATH[mode] | flags)
-        _modes.append(mode)
         return self.save()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put each handle's ``cublasMath_t`` back; one that was made inside the block gets cuBLAS's default."""
-        if _modes:
-            _modes.pop()
-        outer = _MATH[_modes[-1]] if _modes else _MATH[MathMode.FP32]
+        """Put each handle's ``cublasMath_t`` back; one that was made inside the block gets that of new handles."""
+        global _at_start
+        _at_start = saved[_AT_START]
         for handle in _pool.handles():
-            bindings.set_math_mode(handle, saved.get(_name(handle), outer))
+            bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
 
-    describe = save
+    def describe(self) -> dict[str, Any]:
+        """Return each handle's ``cublasMath_t`` as it is."""
+        return {_name(handle): bindings.math_mode(handle) for handle in _pool.handles()}
 
 
 def _name(handle: int) -> str:

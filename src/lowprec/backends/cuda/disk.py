@@ -28,8 +28,6 @@ from lowprec.atomic import write_file
 from lowprec.errors import LowprecWarning
 from lowprec.policy import environment
 
-__all__ = ["cache_directory", "read_bytes", "read_json", "set_aside", "write_bytes", "write_json"]
-
 #: Opening follows no link, and does not wait for a pipe's other end.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 

@@ -10,10 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from lowprec.backends.cuda import bindings, driver
-
-__all__ = ["HandlePool", "handle", "reset", "workspace"]
-
+from lowprec.backends.cuda import bindings, runtime
 
 #: Of all libraries.
 _pools: list[HandlePool] = []
@@ -40,15 +37,9 @@ class _Local(threading.local):
 
 
 class HandlePool:
-    """Handles of one library.
+    """Handles of one library; ``create`` returns a new one on the current device.
 
     Without a lock, which the end of a thread, a signal handler or a fork could find taken: each step is atomic.
-
-    Parameters
-    ----------
-    create : callable
-        Returns a new handle on the current device.
-    destroy : callable
     """
 
     def __init__(self, create: Callable[[], int], destroy: Callable[[int], None]) -> None:
@@ -78,7 +69,7 @@ class HandlePool:
         try:
             found = free.pop()
         except IndexError:
-            with driver.relaxed_capture():
+            with runtime.relaxed_capture():
                 found = self._create()
             self._devices[found] = device
         kept = lease.handles.setdefault(device, found)
@@ -103,7 +94,7 @@ class HandlePool:
         self._free.clear()
         self._devices.clear()
         for found, device in devices.items():
-            with driver.on_device(device):
+            with runtime.on_device(device):
                 self._destroy(found)
 
 
@@ -128,15 +119,15 @@ def workspace(owner: int, stream: int, nbytes: int) -> int:
     """
     if not nbytes:
         return 0
-    if driver.is_capturing(stream):
+    if runtime.is_capturing(stream):
         # Graphs may run side by side, beside other work and at any later time: each product of one has memory of its
         # own, for good.
-        return driver.allocate(nbytes)
+        return runtime.allocate(nbytes)
     found = _workspaces.get((owner, stream))
     if found is None or found[1] < nbytes:
         # One that is outgrown is not freed: work that uses it may be queued.
-        device = driver.current_device()
-        found = (driver.allocate(nbytes), nbytes)
+        device = runtime.current_device()
+        found = (runtime.allocate(nbytes), nbytes)
         _allocated.append((device, found[0]))
         _workspaces[owner, stream] = found
     return found[0]
@@ -148,7 +139,7 @@ def reset() -> None:
     _workspaces.clear()
     _allocated.clear()
     for device, address in allocated:
-        with driver.on_device(device):
-            driver.free(address)
+        with runtime.on_device(device):
+            runtime.free(address)
     for pool in _pools:
         pool.reset()

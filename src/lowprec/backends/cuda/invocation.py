@@ -10,13 +10,16 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles
-from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, Product
+from lowprec.backends.cuda.bindings import (
+    Algorithm,
+    AlgorithmInfo,
+    Descriptor,
+    MatmulDescriptors,
+)
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import LowprecError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
-
-__all__ = ["ALIGNMENT_BYTES", "Choose", "Invocation", "Operands", "alignment_of"]
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
@@ -71,10 +74,6 @@ def _number(value: complex, dtype: DType) -> _Number:
     return _Number(memory.ctypes.data, memory)
 
 
-#: Returns the algorithm for an invocation whose descriptors are made, None if there is none.
-Choose = Callable[["Invocation"], "Algorithm | None"]
-
-
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
@@ -88,7 +87,7 @@ class Invocation:
     operands : Operands
         Of the first call; the search looks at the pointers' alignment and reads nothing.
     choose : callable
-        Returns the algorithm; None if there is none.
+        Returns the algorithm for this invocation, whose descriptors are made; None if there is none.
     describe : callable
         Returns the product in words, for errors.
 
@@ -104,7 +103,7 @@ class Invocation:
         alignment_bytes: int,
         workspace_bytes: int,
         operands: Operands,
-        choose: Choose,
+        choose: Callable[[Invocation], Algorithm | None],
         describe: Callable[[], str],
     ) -> None:
         self.call = call
@@ -112,10 +111,10 @@ class Invocation:
         self.workspace_bytes = workspace_bytes
         self._describe = describe
         self._varies = any(_pointers_of(operands))
-        self._offsets = _byte_offsets(call)
+        self._offsets = byte_offsets(call)
         self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
-            self.product = _descriptors(call, operands)
+            self.descriptors = _descriptors(call, operands)
             try:
                 algorithm = choose(self)
                 if algorithm is None:
@@ -123,16 +122,16 @@ class Invocation:
                         f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
                     )
             except BaseException:
-                self.product.close()
+                self.descriptors.close()
                 raise
         #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
-        self._idle = [(self.product.operation, _pointers_of(operands))]
+        self._idle = [(self.descriptors.operation, _pointers_of(operands))]
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
         """Run this algorithm from now on."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
-        self._pointers = self.product.pointers
+        self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
         self.algorithm = algorithm
         self.__dict__.pop("info", None)
@@ -146,7 +145,7 @@ class Invocation:
         """Queue the product; alpha and beta are read before this returns."""
         try:
             if not self._varies:
-                self._queue(handle, stream, operands, self.product.operation)
+                self._queue(handle, stream, operands, self.descriptors.operation)
                 return
             # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this
             # call's own. If the call fails, the descriptor goes, and what is set in it need not be known.
@@ -226,7 +225,7 @@ class Invocation:
             schemes.append("INPLACE")
         wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
         try:
-            return bindings.heuristics(handle, self.product, wanted, count)
+            return bindings.heuristics(handle, self.descriptors, wanted, count)
         finally:
             wanted.close()
 
@@ -249,7 +248,7 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
     return made
 
 
-def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
+def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
     made: list[Descriptor] = []
     try:
@@ -261,7 +260,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> Product:
         for descriptor in made:
             descriptor.close()
         raise
-    return Product(*made)
+    return MatmulDescriptors(*made)
 
 
 def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
@@ -287,7 +286,8 @@ def _set_pointers(operation: Descriptor, operands: Operands) -> None:
             bindings.set_attribute("matmul_desc", operation.pointer, name, address)
 
 
-def _byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
+def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
+    """Return where each call of cuBLASLt begins, in bytes of the first, the second, c (d where there is none) and d."""
     c = call.c or call.d
     sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
     return tuple(

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from lowprec.planning import KernelRow, Summation
 
-__all__ = ["KERNELS"]
-
 CUBLASLT = KernelRow(
     name="cublaslt",
     units="cuBLASLt on a GPU",
-    executor="lowprec.backends.cuda.prepared:PreparedProduct",
+    executor="lowprec.backends.cuda.executor:GemmExecutor",
     costs=(("tf32", 51.4 / 403), ("bfloat16", 51.4 / 806), ("float16", 51.4 / 806)),
     cost_per_element=100.0,
     cost_per_byte=13.0,

@@ -11,23 +11,11 @@ from typing import Any, NamedTuple
 
 from lowprec.errors import BackendError, DeviceError
 
-__all__ = ["Libraries", "libraries", "use"]
-
 _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
 
 
 class Libraries(NamedTuple):
-    """Modules by what they are for.
-
-    Parameters
-    ----------
-    cublas_lt, cublas : module
-        ``nvmath.bindings.cublasLt`` and ``nvmath.bindings.cublas``.
-    runtime : module
-        ``cuda.bindings.runtime``: devices, memory, streams, events.
-    core : module
-        ``cuda.core``: run-time compilation, kernels.
-    """
+    """Modules by what they are for: ``runtime`` has devices, memory, streams and events, ``core`` the kernels."""
 
     cublas_lt: Any
     cublas: Any

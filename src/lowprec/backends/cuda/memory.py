@@ -24,21 +24,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lowprec.arrays import Device
-from lowprec.backends.cuda import driver
+from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import DeviceMemoryError, LowprecError
-
-__all__ = [
-    "Block",
-    "allocate",
-    "copy",
-    "hold",
-    "keep",
-    "order",
-    "own_stream",
-    "release",
-    "release_finished",
-]
 
 #: What a device may hold unused, and as much again of what was shared.
 _LIMIT_BYTES = 256 << 20
@@ -62,15 +50,9 @@ class _Returned(NamedTuple):
 
 
 class Block:
-    """Memory of a device, given back when this object dies.
+    """Memory of a device for the work of one stream, given back when this object dies.
 
-    Parameters
-    ----------
-    address, nbytes : int
-    stream : int
-        Whose work uses the memory.
-    returned : deque or None
-        Takes the note of its death; None for memory that is never used again.
+    ``returned`` takes the note of its death; None for memory that is never used again.
     """
 
     __slots__ = ("__weakref__", "_returned", "_shared", "address", "nbytes", "stream")
@@ -95,15 +77,10 @@ class Block:
 
 
 class _Pool:
-    """Unused blocks and events of one device, and what its work needs alive. The device is current in all calls.
-
-    Parameters
-    ----------
-    device : int
-    """
+    """Unused blocks and events of one device, and what its work needs alive. The device is current in all calls."""
 
     def __init__(self, device: int) -> None:
-        self._limit = max(_LIMIT_BYTES, driver.properties(device).memory_bytes // _LIMIT_SHARE)
+        self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         # A signal handler may come in the midst of a step, in the thread that holds the lock, and take a block too.
         self._lock = threading.RLock()
         self._returned: deque[_Returned] = deque()
@@ -123,8 +100,8 @@ class _Pool:
 
     def allocate(self, nbytes: int, stream: int) -> Block:
         size = _rounded(nbytes)
-        if driver.is_capturing(stream):
-            return Block(driver.allocate(size), size, stream, None)
+        if runtime.is_capturing(stream):
+            return Block(runtime.allocate(size), size, stream, None)
         with self._lock:
             if self._returned:
                 self._collect()
@@ -165,7 +142,7 @@ class _Pool:
         # What is shared from here on is not what is waited for.
         shared, self._shared, self._shared_bytes = self._shared, [], 0
         try:
-            driver.synchronize_device()
+            runtime.synchronize_device()
         except BaseException:
             self._shared += shared
             raise
@@ -181,15 +158,15 @@ class _Pool:
         for key, addresses in list(self._unused.items()):
             while self._unused_bytes > limit and (address := addresses.pop() if addresses else 0):
                 self._unused_bytes -= key[1]
-                driver.free(address)
+                runtime.free(address)
 
     def _new(self, size: int) -> int:
         try:
-            return driver.allocate(size)
+            return runtime.allocate(size)
         except DeviceMemoryError:
             if not self._free_unused():
                 raise
-        return driver.allocate(size)
+        return runtime.allocate(size)
 
     def _free_unused(self) -> bool:
         """Free all that is unused; return whether anything was."""
@@ -206,7 +183,7 @@ class _Pool:
     def own_stream(self) -> int:
         with self._lock:
             if self.stream is None:
-                made = driver.create_stream()
+                made = runtime.create_stream()
                 if self.stream is None:  # no signal handler was here meanwhile
                     self.stream = made
             return self.stream
@@ -214,7 +191,7 @@ class _Pool:
     def order(self, before: int, after: int) -> None:
         event = self._recorded(before)
         try:
-            driver.wait_event(after, event)
+            runtime.wait_event(after, event)
         finally:
             # A wait means the mark that the event had when it was queued, so the event is free again.
             self._events.append(event)
@@ -224,9 +201,9 @@ class _Pool:
         try:
             event = self._events.pop()
         except IndexError:
-            event = driver.create_event()
+            event = runtime.create_event()
         try:
-            driver.record_event(event, stream)
+            runtime.record_event(event, stream)
         except BaseException:
             self._events.append(event)
             raise
@@ -236,7 +213,7 @@ class _Pool:
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
-        if driver.is_capturing(stream):  # the graph reads them whenever it runs
+        if runtime.is_capturing(stream):  # the graph reads them whenever it runs
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
@@ -247,7 +224,7 @@ class _Pool:
             first = queue[0][0] if len(queue) > _MAX_KEPT else None
         self.held.pop(id(owners), None)
         if first is not None:
-            driver.synchronize_event(first)
+            runtime.synchronize_event(first)
         self.release_finished()
 
     def release_finished(self) -> None:
@@ -256,11 +233,11 @@ class _Pool:
             return
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
-        with self._lock, driver.relaxed_capture():
+        with self._lock, runtime.relaxed_capture():
             for queue in list(self._kept.values()):
                 while queue:
                     first = queue[0]
-                    if not driver.event_is_done(first[0]):
+                    if not runtime.event_is_done(first[0]):
                         break
                     # A signal handler may have let go of it meanwhile.
                     if queue and queue[0] is first and queue.popleft():
@@ -271,21 +248,21 @@ class _Pool:
         """Wait for all work that needs something alive, and let go of it."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
-                driver.synchronize_event(event)
+                runtime.synchronize_event(event)
         self.release_finished()
 
     def release(self) -> None:
         """Give back all memory and events that nobody uses."""
         self.wait()
         if self.held:  # by calls that failed, so that no event tells when their work is done
-            driver.synchronize_device()
+            runtime.synchronize_device()
             self.held.clear()
         self._free_unused()
         while self._events:
-            driver.destroy_event(self._events.pop())
+            runtime.destroy_event(self._events.pop())
 
 
-# By the runtime too, so that tests may exchange it.
+#: By the runtime, which tests exchange, and the device.
 _pools: dict[tuple[Any, int], _Pool] = {}
 
 
@@ -310,16 +287,9 @@ def _rounded(nbytes: int) -> int:
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for work on a stream, aligned to 256 bytes or more.
+    """Return new memory for work on a stream, aligned to 256 bytes or more; 0 bytes have an address, too.
 
     While the stream is being captured the memory is new and stays allocated for good: the graph may run at any time.
-
-    Parameters
-    ----------
-    nbytes : int
-        May be 0; the block has an address all the same.
-    device : Device
-    stream : int
 
     Raises
     ------
@@ -327,9 +297,9 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         If the device has not that much left, with all unused blocks given back.
     """
     pool = _pool(device)
-    if driver.current_device() == device.index:
+    if runtime.current_device() == device.index:
         return pool.allocate(nbytes, stream)
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         return pool.allocate(nbytes, stream)
 
 
@@ -338,7 +308,7 @@ def own_stream(device: Device) -> int:
     pool = _pool(device)
     if pool.stream is not None:
         return pool.stream
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         return pool.own_stream()
 
 
@@ -347,15 +317,15 @@ def order(before: int, after: int, device: Device) -> None:
     if before == after:
         return
     pool = _pool(device)
-    with driver.on_device(device.index):  # 1 means the default stream of the current device
+    with runtime.on_device(device.index):  # 1 means the default stream of the current device
         pool.order(before, after)
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
     """Copy bytes between two addresses of the device, in the order of a stream."""
     if nbytes:
-        with driver.on_device(device.index):
-            driver.copy_async(target, source, nbytes, stream)
+        with runtime.on_device(device.index):
+            runtime.copy_async(target, source, nbytes, stream)
 
 
 def hold(owners: Sequence[Any], device: Device) -> None:
@@ -364,42 +334,35 @@ def hold(owners: Sequence[Any], device: Device) -> None:
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
-    """Hold objects until the work that a stream holds now is done.
+    """Hold objects until the work that a stream of a device holds now is done.
 
     They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
     still at work make the host wait for the first. While the stream is being captured, the objects stay for good. If
     this raises, nothing tells when the work is done, and they stay until :func:`release`.
-
-    Parameters
-    ----------
-    owners : sequence
-    stream : int
-    device : Device
-        Whose stream it is.
     """
     pool = _pool(device)
     pool.held[id(owners)] = owners
-    with driver.on_device(device.index):
+    with runtime.on_device(device.index):
         pool.keep(owners, stream)
 
 
 def release_finished() -> None:
     """Let go of everything that :func:`keep` holds for work which is done."""
     for device, pool in _current_pools():
-        with driver.on_device(device):
+        with runtime.on_device(device):
             pool.release_finished()
 
 
 def release() -> None:
     """Give back all memory and events that nobody uses; blocks that are still alive stay good."""
     for device, pool in _current_pools():
-        with driver.on_device(device):
+        with runtime.on_device(device):
             pool.release()
 
 
 def _current_pools() -> list[tuple[int, _Pool]]:
-    runtime = libraries().runtime
-    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is runtime]
+    current = libraries().runtime
+    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is current]
 
 
 @atexit.register
@@ -408,5 +371,5 @@ def _wait_at_exit() -> None:
     if _pools:
         with contextlib.suppress(LowprecError):
             for device, pool in _current_pools():
-                with driver.on_device(device):
+                with runtime.on_device(device):
                     pool.wait()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from types import TracebackType
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import convert, driver, finish, memory
-from lowprec.backends.cuda.convert import Packing
-from lowprec.backends.cuda.finish import Finish
+from lowprec.backends.cuda import memory, runtime
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
+from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack, Product
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-
-__all__ = ["Staging"]
 
 _INT32_BYTES = 4
 
@@ -54,12 +52,7 @@ class Staging:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._blocks.clear()
 
     def _fill(self) -> None:
@@ -68,8 +61,8 @@ class Staging:
             dtype = self._plan.compute_dtype.accumulator
             self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
             return
-        a, a_exponents = self._rewritten(arguments.a, layout.a, call.pack_a)
-        b, b_exponents = self._rewritten(arguments.b, layout.b, call.pack_b)
+        a, a_exponents = self._packed(arguments.a, layout.a, call.pack_a)
+        b, b_exponents = self._packed(arguments.b, layout.b, call.pack_b)
         if a_exponents or b_exponents:
             count = _INT32_BYTES * layout.batch_count
             self._exponents = (
@@ -93,41 +86,28 @@ class Staging:
 
     def _zeros(self, nbytes: int) -> int:
         address = self._block(nbytes)
-        driver.set_zero_async(address, nbytes, self._stream)
+        runtime.set_zero_async(address, nbytes, self._stream)
         return address
 
-    def _rewritten(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
+    def _packed(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
         """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
         if pack is None:
             return view.address, 0
-        source = stack.transposed if pack.transposed else stack
-        if not pack.batch_shape:
-            source = replace(source, batch_shape=(), batch_strides=())
-        exponents = 0
-        if pack.scaled:
-            exponents = self._block(_INT32_BYTES * source.rows * pack.count)
+        rows = stack.cols if pack.transposed else stack.rows
+        exponents = self._block(_INT32_BYTES * rows * pack.count) if pack.scaled else 0
         target = self._block(pack.nbytes)
-        for part in range(pack.parts):
-            packing = Packing(
-                source,
-                pack.dtype,
-                pack.leading_dimension,
-                pack.padded_rows,
-                "rows" if pack.scaled else "none",
-                pack.complex_as,
-                part,
-                row(self._plan.mode).part_exponent if part else 0,
-            )
-            launch = convert.pack(packing, self._device.index)
-            launch(view.address, target + part * pack.part_bytes, exponents, self._stream)
+        for packing in packings(self._plan, stack, pack):
+            launch = prepare_packing(packing, self._device.index)
+            part = target + packing.part * pack.part_bytes
+            launch(view.address, part, exponents, self._stream)
         return target, exponents
 
-    def finish(self, alpha: complex) -> None:
-        """Make the result of the product, if that went aside; ``alpha`` has the scales of the operands in it."""
+    def apply_epilogue(self, alpha: complex) -> None:
+        """Write the result, where the product is staged; the scales of the operands are in ``alpha``."""
         if not self._product:
             return
-        arguments, spec = self._arguments, self._finish_spec()
-        launch = finish.finish(spec, self._device.index)
+        arguments, spec = self._arguments, epilogue(self._plan, self._call)
+        launch = prepare_epilogue(spec, self._device.index)
         launch(
             self._product,
             arguments.out.address,
@@ -139,27 +119,43 @@ class Staging:
             self._stream,
         )
 
-    def _finish_spec(self) -> Finish:
-        plan, call = self._plan, self._call
-        problem, layout = plan.problem, plan.layout
-        c = None
-        if problem.has_beta and problem.c is not None:
-            c = addend_layout(problem.c, problem.a, problem.b, layout)
-            assert c is not None, "the plan collapsed a batch that c cannot follow"
-        product_dtype = plan.compute_dtype.accumulator
-        leading = call.d.leading_dimension if call else layout.n
-        if call and product_dtype.is_complex and not call.d.dtype.is_complex:
-            leading //= 2
-        return Finish(
-            product_dtype=product_dtype,
-            rows=layout.m,
-            cols=layout.n,
-            leading_dimension=leading,
-            padded_rows=layout.m,
-            out=layout.out,
-            c=c,
-            bias_dtype=problem.bias.dtype if problem.bias else None,
-            bias_stride=problem.bias.strides[0] if problem.bias else 0,
-            activation=str(problem.activation) if problem.activation else None,
-            scaled=any(self._exponents),
+
+def packings(plan: GemmPlan, stack: MatrixStack, pack: Pack) -> Iterator[Packing]:
+    """Yield how the parts of an operand are packed, one after another."""
+    source = stack.transposed if pack.transposed else stack
+    if not pack.batch_shape:
+        source = replace(source, batch_shape=(), batch_strides=())
+    for part in range(pack.parts):
+        yield Packing(
+            source,
+            pack.dtype,
+            pack.leading_dimension,
+            pack.padded_rows,
+            pack.scaled,
+            pack.complex_as,
+            part,
+            row(plan.mode).part_exponent if part else 0,
         )
+
+
+def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
+    """Return what follows the staged product of a plan."""
+    problem, layout = plan.problem, plan.layout
+    c = None
+    if problem.has_beta and problem.c is not None:
+        c = addend_layout(problem.c, problem.a, problem.b, layout)
+        assert c is not None, "the plan collapsed a batch that c cannot follow"
+    product_dtype = plan.compute_dtype.accumulator
+    leading = call.d.leading_dimension if call else layout.n
+    if call and product_dtype.is_complex and not call.d.dtype.is_complex:
+        leading //= 2
+    packs = (call.pack_a, call.pack_b) if call else ()
+    return Epilogue(
+        product_dtype,
+        leading,
+        layout.out,
+        c,
+        problem.bias,
+        problem.activation,
+        scaled=any(pack is not None and pack.scaled for pack in packs),
+    )

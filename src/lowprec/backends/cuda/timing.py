@@ -1,28 +1,21 @@
-"""The time of a product on a GPU, taken by events around it and read only when somebody asks.
+"""The time of a product on a GPU: an event before it, one after it, and the time between them once it is asked for.
 
-Recording an event puts a mark into the stream and waits for nothing. Events are kept for the next product: creating
-one costs more than recording it. Source: the CUDA Runtime API reference, *Event Management*; an event that was
-recorded may be recorded anew at any time, which forgets the earlier mark.
+Recording an event queues a mark in the stream and waits for nothing. Events are reused, since creating one costs more
+than recording it. Source: the CUDA Runtime API reference, *Event Management*: recording an event again replaces what it
+stood for.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lowprec.backends.cuda import driver
+from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.execution import Stopwatch
 
-__all__ = ["EventPool", "release", "stopwatch"]
-
 
 class EventPool:
-    """Timing events of one device that nobody uses at the moment.
-
-    Parameters
-    ----------
-    device : int
-    """
+    """Timing events of one device that nobody uses at the moment."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -33,8 +26,8 @@ class EventPool:
         try:
             return self._idle.pop()
         except IndexError:
-            with driver.on_device(self._device):
-                return driver.create_event(timing=True)
+            with runtime.on_device(self._device):
+                return runtime.create_event(timing=True)
 
     def give(self, events: list[Any]) -> None:
         """Take events back."""
@@ -43,11 +36,11 @@ class EventPool:
     def release(self) -> None:
         """Destroy the idle events."""
         while self._idle:
-            driver.destroy_event(self._idle.pop())
+            runtime.destroy_event(self._idle.pop())
 
 
 class _EventStopwatch:
-    """Two events around a product. They go back to their pool when the time is read, or when nobody will read it."""
+    """Two events around a product; they go back to their pool once nobody is left to read the time."""
 
     __slots__ = ("_events", "_pool", "_stopped", "stream")
 
@@ -61,7 +54,7 @@ class _EventStopwatch:
     def _mark(self) -> None:
         event = self._pool.take()
         self._events.append(event)
-        driver.record_event(event, self.stream)
+        runtime.record_event(event, self.stream)
 
     def stop(self) -> None:
         self._mark()
@@ -75,18 +68,15 @@ class _EventStopwatch:
         if not self._stopped or not self._events:
             return None
         start, end = self._events
-        try:
-            driver.synchronize_event(end)
-            return driver.elapsed_ms(start, end)
-        finally:
-            self.abandon()
+        runtime.synchronize_event(end)
+        return runtime.elapsed_ms(start, end)
 
     def __del__(self) -> None:
         self.abandon()
 
 
 class _Captured:
-    """Stands for a product that was captured into a CUDA graph: it did not run, so it has no time."""
+    """For a product that was captured into a CUDA graph: it did not run, so it has no time."""
 
     __slots__ = ("stream",)
 
@@ -103,25 +93,13 @@ class _Captured:
         return None
 
 
-# By the runtime too, so that tests may exchange it.
+#: By the runtime, which tests exchange, and the device.
 _pools: dict[tuple[Any, int], EventPool] = {}
 
 
 def stopwatch(device: int, stream: int) -> Stopwatch:
-    """Start to take the time of what a stream does from now on.
-
-    Parameters
-    ----------
-    device : int
-        Whose stream it is.
-    stream : int
-
-    Returns
-    -------
-    Stopwatch
-        Without a time where the stream is being captured into a graph.
-    """
-    if driver.is_capturing(stream):
+    """Start to take the time of what a stream of a device does from now on; none while it is being captured."""
+    if runtime.is_capturing(stream):
         return _Captured(stream)
     key = libraries().runtime, device
     return _EventStopwatch(_pools.get(key) or _pools.setdefault(key, EventPool(device)), stream)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +18,14 @@ from lowprec import explain, tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.errors import CommandError
 from lowprec.cli.operands import operand
-from lowprec.cli.options import add_json, add_mode, add_seed, count, dtype, shape
+from lowprec.cli.options import add_shared, count, dtype, shape
 from lowprec.cli.output import print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.policy import environment
 from lowprec.report import info
 from lowprec.request import ShapeDtype
 from lowprec.tables import Table
-from lowprec.tuning import Tuning
+from lowprec.tuning import AutotuneResult
 
 EXAMPLES = """\
 examples:
@@ -59,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=DType.FLOAT32,
         help="element type of the operands (default: float32)",
     )
-    add_mode(parser)
+    add_shared(parser, "--mode")
     parser.add_argument(
         "--candidates",
         type=_candidates,
@@ -67,8 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many algorithms to measure, as cuBLASLt ranks them (default: 32; at most 256)",
     )
-    add_seed(parser)
-    add_json(parser)
+    add_shared(parser, "--seed", "--json")
 
 
 def _candidates(text: str) -> int:
@@ -78,12 +76,11 @@ def _candidates(text: str) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class _Tuned:
+class _Result(NamedTuple):
     a: Shape
     b: Shape
     mode: str | None
-    tuning: Tuning
+    tuning: AutotuneResult
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,16 +93,16 @@ def run(options: argparse.Namespace) -> int:
         return _nothing(gpu, options)
     make = _maker()
     with progress("autotune", _STEPS * len(pairs)) as step:
-        tuned = [
-            _Tuned(a, b, mode, _tune(a, b, options, make, step))
+        found = [
+            _Result(a, b, mode, _tune(a, b, options, make, step))
             for (a, b), mode in zip(pairs, modes, strict=True)
         ]
-    device = tuned[0].tuning.device
+    device = found[0].tuning.device
     if options.json:
-        results = [_facts(t, options.dtype) for t in tuned]
+        results = [_facts(r, options.dtype) for r in found]
         print_json({"device": device, "reason": None, "results": results})
     else:
-        print_table(_table(device, tuned, options.dtype))
+        print_table(_table(device, found, options.dtype))
     return 0
 
 
@@ -120,7 +117,7 @@ def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
     if options.dtype.is_float8:
         # Only a GPU has a plan for it.
         return None
-    described = (ShapeDtype(x, str(options.dtype)) for x in (a, b))
+    described = (ShapeDtype(x, options.dtype) for x in (a, b))
     plan = explain.plan(*described, math_mode=options.mode)
     return str(plan.mode) if plan.mode_has_effect else None
 
@@ -186,7 +183,7 @@ def _maker() -> Make:
 
 def _tune(
     a: Shape, b: Shape, options: argparse.Namespace, make: Make, step: Callable[[str], None]
-) -> Tuning:
+) -> AutotuneResult:
     rng = np.random.default_rng(options.seed)
     x, y = make(a, options.dtype, rng), make(b, options.dtype, rng)
     words = _words(a, b)
@@ -219,32 +216,30 @@ def _words(a: Shape, b: Shape) -> str:
     return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
 
 
-def _rows(tuned: list[_Tuned], element: DType) -> Iterator[tuple[str, ...]]:
-    for entry in tuned:
-        timed = entry.tuning.timed
-        words = (_words(entry.a, entry.b), str(element), entry.mode or "-", str(len(timed)))
-        if not timed:
-            yield (*words, "-", "-", "-", "nothing to choose")
-            continue
-        taken, first = timed[0], min(timed, key=lambda x: x.rank)
-        times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
-        ratio = f"{entry.tuning.speedup:.2f}x"
-        yield (*words, *times, ratio, f"choice {taken.rank + 1}: {taken.algorithm}")
-
-
-def _table(device: str, tuned: list[_Tuned], element: DType) -> Table:
+def _table(device: str, found: list[_Result], element: DType) -> Table:
     columns = (
         "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
     )  # fmt: skip
-    return Table(f"products on {device}", columns, list(_rows(tuned, element)))
+    rows: list[tuple[str, ...]] = []
+    for result in found:
+        timed = result.tuning.timed
+        words = (_words(result.a, result.b), str(element), result.mode or "-", str(len(timed)))
+        if not timed:
+            rows.append((*words, "-", "-", "-", "nothing to choose"))
+            continue
+        taken, first = timed[0], min(timed, key=lambda x: x.rank)
+        times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
+        ratio = f"{result.tuning.speedup:.2f}x"
+        rows.append((*words, *times, ratio, f"choice {taken.rank + 1}: {taken.algorithm}"))
+    return Table(f"products on {device}", columns, rows)
 
 
-def _facts(entry: _Tuned, element: DType) -> dict[str, Any]:
+def _facts(result: _Result, element: DType) -> dict[str, Any]:
     return {
-        "a": list(entry.a),
-        "b": list(entry.b),
+        "a": list(result.a),
+        "b": list(result.b),
         "dtype": str(element),
-        "mode": entry.mode,
-        "speedup": entry.tuning.speedup,
-        "timed": [x._asdict() for x in entry.tuning.timed],
+        "mode": result.mode,
+        "speedup": result.tuning.speedup,
+        "timed": [x._asdict() for x in result.tuning.timed],
     }

@@ -8,29 +8,21 @@ operands as they are stored.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from lowprec.checking.accuracy import SINGLE
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
-from lowprec.checking.measure import load, rotation
+from lowprec.checking.measure import load
 from lowprec.cli.errors import CommandError
 from lowprec.cli.exports import add_exports, check_exports, errors_by_speed, export
-from lowprec.cli.files import numpy_dtype, read_pair
+from lowprec.cli.files import read_array
 from lowprec.cli.machine import conditions, describe
-from lowprec.cli.operands import DISTRIBUTIONS, operand, sizes
-from lowprec.cli.options import (
-    add_budget,
-    add_dtype,
-    add_json,
-    add_operands,
-    add_seed,
-    count,
-    listed,
-    mode,
-    shape,
-)
+from lowprec.cli.operands import DISTRIBUTIONS, pairs
+from lowprec.cli.options import add_operands, add_sampling, add_shared, listed, mode, shape
 from lowprec.cli.output import note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import available_modes
@@ -57,9 +49,7 @@ The modes take turns, and an untimed call goes before each timed one. Where NumP
 threads spin for a while after each product: untimed calls go on until they have gone to sleep.
 """
 
-DEFAULT_SIZE = 1024
-
-_DOUBLE = ("float64", "complex128")
+_SIZE = 1024
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=shape,
         metavar="N|MxKxN",
-        help=f"extents of the random operands (default: {DEFAULT_SIZE})",
+        help=f"extents of the random operands (default: {_SIZE})",
     )
-    add_seed(parser)
+    add_shared(parser, "--seed")
     parser.add_argument(
         "--modes",
         type=listed(mode),
@@ -83,13 +73,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=[*DISTRIBUTIONS, "all"],
         help="of the random operands (default: all)",
     )
-    add_dtype(parser)
-    parser.add_argument(
-        "--rounds", type=count, default=7, help="samples of each mode's time (default: 7)"
-    )
-    add_budget(parser, 2.0, "case")
+    add_shared(parser, "--dtype")
+    add_sampling(parser, "mode", 7, "case", 2.0)
     add_exports(parser, "error and bound against speed")
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
                 rounds=options.rounds,
                 budget=options.budget,
                 load=before,
-                step=_within(case.name, step),
+                step=partial(step, case.name),
             )
             found.append(compared)
     export(
@@ -133,63 +120,48 @@ def _flat(found: Comparison, row: Row) -> dict[str, Any]:
     return {"case": found.name, "a": a, "b": b, **row.to_dict()}
 
 
-def _within(case: str, step: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda words: step(f"{case}, {words}")
-
-
 # -- operands -------------------------------------------------------------------------------------
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    if options.a is not None:
-        yield _case_of_files(options)
-    else:
+    """Yield the operands on which to compare: those of two files, or random ones."""
+    if options.a is None:
         yield from _random_cases(options)
-
-
-def _case_of_files(options: argparse.Namespace) -> Case:
+        return
     if options.b is None:
         raise CommandError("check: give two .npy files, or none")
     for name in ("size", "distribution"):
         if getattr(options, name) is not None:
             raise CommandError(f"check: --{name} is about random operands; leave it out with files")
-    a, b = read_pair(options.a, options.b, options.dtype)
-    _refuse_double(options.a, a.dtype)
-    _refuse_double(options.b, b.dtype)
-    return Case.of("files", f"{options.a} @ {options.b}", a, b)
+    names = options.a, options.b
+    a, b = (read_array(name, options.dtype) for name in names)
+    for name, array in zip(names, (a, b), strict=True):
+        _refuse_double(name, array.dtype.name)
+    yield Case.of("files", f"{options.a} @ {options.b}", a, b)
 
 
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
-    extents = options.size or (DEFAULT_SIZE,)
+    extents = options.size or (_SIZE,)
     if len(extents) not in (1, 3):
         raise CommandError(
             "check: --size takes one extent (1024) or three (MxKxN, as 512x4096x512)"
         )
     dtype = options.dtype or DType.FLOAT32
-    _refuse_double("check", numpy_dtype(dtype))
-    shapes = sizes(extents)
-    nbytes = sum(rows * columns * dtype.itemsize for rows, columns in shapes)
-    for name in _distributions(options.distribution, dtype):
+    _refuse_double("check", str(dtype))
+    chosen = "normal" if dtype is DType.INT8 else options.distribution
+    for number, (name, distribution) in enumerate(DISTRIBUTIONS.items()):
+        if chosen not in (None, "all", name):
+            continue
         # A generator of its own, so that a distribution is the same whichever others are checked.
-        rng = np.random.default_rng([options.seed, list(DISTRIBUTIONS).index(name)])
-        sets = [
-            (operand(rng, shapes[0], dtype, name), operand(rng, shapes[1], dtype, name))
-            for _ in range(rotation(nbytes))
-        ]
-        words = "all its values" if dtype is DType.INT8 else DISTRIBUTIONS[name].words
-        yield Case(name, words, sets)
+        rng = np.random.default_rng([options.seed, number])
+        words = "all its values" if dtype is DType.INT8 else distribution.words
+        yield Case(name, words, pairs(rng, extents, dtype, name))
 
 
-def _distributions(chosen: str | None, dtype: DType) -> list[str]:
-    if dtype is DType.INT8:
-        return ["normal"]
-    return list(DISTRIBUTIONS) if chosen in (None, "all") else [str(chosen)]
-
-
-def _refuse_double(name: str, dtype: np.dtype[Any]) -> None:
-    if dtype.name in _DOUBLE:
-        single = "complex64" if dtype.kind == "c" else "float32"
+def _refuse_double(name: str, dtype: str) -> None:
+    single = SINGLE.get(dtype)
+    if single is not None:
         raise CommandError(
-            f"{name}: no mode acts on {dtype.name}, and there is no wider reference; "
+            f"{name}: no mode acts on {dtype}, and there is no wider reference; "
             f"--dtype {single} checks the operands rounded to {single}"
         )

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from lowprec.cli.options import add_json
+from lowprec.cli.options import add_shared
 from lowprec.cli.output import print_json, print_table, print_text
 from lowprec.report import info
 from lowprec.tables import Table
@@ -24,7 +24,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 def run(options: argparse.Namespace) -> int:

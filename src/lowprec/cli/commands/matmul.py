@@ -11,9 +11,10 @@ import time
 from typing import Any
 
 from lowprec import dispatch, explain
+from lowprec.checking.accuracy import Array
 from lowprec.checking.comparison import seconds
-from lowprec.cli.files import Array, check_output, read_pair, write_array
-from lowprec.cli.options import add_dtype, add_json, add_mode, add_operands, add_rtol, dtype
+from lowprec.cli.files import check_output, read_array, write_array
+from lowprec.cli.options import add_operands, add_shared
 from lowprec.cli.output import note, print_json, print_table
 from lowprec.planning import GemmPlan
 from lowprec.tables import Table
@@ -36,22 +37,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_operands(parser, required=True)
     parser.add_argument("-o", "--output", metavar="C.npy", required=True, help="file to write")
-    add_mode(parser)
-    add_rtol(parser)
-    add_dtype(parser)
-    parser.add_argument("--out-dtype", type=dtype, help="element type of the result")
-    add_json(parser)
+    add_shared(parser, "--mode", "--rtol", "--dtype", "--out-dtype", "--json")
 
 
 def run(options: argparse.Namespace) -> int:
     """Multiply, write, and tell what ran."""
     check_output(options.output)
-    a, b = read_pair(options.a, options.b, options.dtype)
-    chosen: dict[str, Any] = {
-        "out_dtype": None if options.out_dtype is None else str(options.out_dtype),
-        "math_mode": options.mode,
-        "rtol": options.rtol,
-    }
+    a, b = (read_array(x, options.dtype) for x in (options.a, options.b))
+    chosen = {"out_dtype": options.out_dtype, "math_mode": options.mode, "rtol": options.rtol}
     plan = explain.plan(a, b, **chosen)
     result, first = _timed(a, b, chosen)
     # The first call loads and compiles; once more where that is cheap, to tell what the product itself takes.
@@ -102,11 +95,9 @@ def _table(output: str, plan: GemmPlan, elapsed: float, first: float) -> Table:
 
 def _bound(plan: GemmPlan) -> str:
     bound = plan.bound
-    text = (
-        f"at most {bound.relative:.3g} |A| |B|, Frobenius norms"
-        if bound.relative
-        else "none: exact"
-    )
+    text = "none: exact"
+    if bound.relative:
+        text = f"at most {bound.relative:.3g} |A| |B|, Frobenius norms"
     return "; ".join(filter(None, (text, bound.absolute, f"provided: {bound.condition}")))
 
 

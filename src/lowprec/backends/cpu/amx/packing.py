@@ -46,7 +46,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from lowprec.backends.cpu.native import (
+from lowprec.backends.cpu.amx.native import (
     F16,
     F32,
     FINGERPRINT,
@@ -61,8 +61,6 @@ from lowprec.backends.cpu.native import (
     store,
     vector,
 )
-
-__all__ = ["PACK_ARITY", "SCHEMES", "SCRATCH_BYTES", "Scheme", "pack_kernel"]
 
 
 @dataclass(frozen=True, slots=True)

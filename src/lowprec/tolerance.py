@@ -9,8 +9,6 @@ from lowprec.errors import ModeError
 from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import Candidate, GemmProblem, check_rtol, select_mode
 
-__all__ = ["mode_within"]
-
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 
@@ -19,21 +17,7 @@ def mode_within(
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
 
-    Parameters
-    ----------
-    rtol : float
-        Positive and finite.
-    math_mode : str, MathMode or None
-        The other argument, which must be None: two wishes cannot both be met.
-    problem : GemmProblem
-    device : Device
-
-    Returns
-    -------
-    ResolvedMode
-        What the guard or ``LOWPREC_FORCE_MATH_MODE`` imposes, where one of them acts.
-    tuple of Candidate
-        Empty where the choice was imposed.
+    Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is the mode that they impose, and none was considered.
 
     Raises
     ------

@@ -74,7 +74,7 @@ class _Watcher:
 
 
 class _Loader:
-    """A loader that steps aside as soon as the module is executed: the module shows its own one."""
+    """A loader that takes itself out once the module is executed: the module shows its own one."""
 
     #: For whoever copies a loader, and asks for attributes before there are any.
     _own = None  # type: Any
@@ -115,7 +115,9 @@ def _start() -> None:
     # Without the variable, the program has decided that its child is on its own.
     order = os.environ.get("LOWPREC_RUN")
     if order:
-        home = os.path.dirname(os.path.dirname(os.path.dirname(here)))
+        home = here
+        for _ in ("lowprec", "cli", "commands", "run", "startup"):
+            home = os.path.dirname(home)
         sys.meta_path.insert(0, _Watcher(order, home))
 
 

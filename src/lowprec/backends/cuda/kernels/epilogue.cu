@@ -1,8 +1,8 @@
-// What is made of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
+// What follows a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
 //
 // Given before this text: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where
-// there are any; SCALED, whether exponents are given; RELU, GELU; VECTOR, whether rows of product and result are
-// contiguous and aligned.
+// there are any; SCALED, whether exponents are given; RELU, GELU, the name of the activation, if there is one; VECTOR,
+// whether rows of product and result are contiguous and aligned.
 //
 // The arithmetic is that of the product's type, in the order in which the CPU's is done, and is rounded once to the
 // result's. A scaled product is multiplied by alpha and its power of two in double, where neither can overflow or
@@ -59,16 +59,16 @@ __device__ inline Complex<float> scaled(Complex<float> x, Complex<float> alpha, 
 }
 #endif
 
-#if GELU
+#ifdef GELU
 __device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 #endif
 
 template <class T> __device__ inline T activated(T x)
 {
-#if RELU
+#ifdef RELU
     return x < 0 ? 0 : x;
-#elif GELU
+#elif defined(GELU)
     T inner = x * x;
     inner = inner * (T)0.044715 + (T)1;
     inner = hyperbolic_tangent(inner * x * (T)0.7978845608028654);  // sqrt(2 / pi)
@@ -80,7 +80,7 @@ template <class T> __device__ inline T activated(T x)
 
 // -- the kernel ----------------------------------------------------------------------------------
 
-extern "C" __global__ void finish(
+extern "C" __global__ void epilogue(
     const Product* product, Result* out,
 #ifdef ADDEND
     const ADDEND* c,

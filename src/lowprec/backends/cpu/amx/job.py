@@ -1,4 +1,4 @@
-"""The fields of a GEMM job: what Python tells the native driver, as an array of 64-bit words.
+"""The fields of a GEMM job: what Python tells the macro-kernel, as an array of 64-bit words.
 
 Strides are in bytes here; `ALPHA` and `BETA` are float64. The counters that the threads share come
 first, each on a cache line of its own.

@@ -25,30 +25,6 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.interrupts import raised_in
 
-__all__ = [
-    "F16",
-    "F32",
-    "FINGERPRINT",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "atomic_add",
-    "atomic_load",
-    "atomic_store",
-    "call",
-    "callable_at",
-    "compile_kernel",
-    "inline_asm",
-    "load",
-    "pause",
-    "pointer",
-    "shuffle",
-    "store",
-    "vector",
-    "yield_cpu",
-]
-
 # Inline assembly is assembled by LLVM itself.
 llvmlite.binding.initialize_native_asmparser()
 
@@ -73,7 +49,7 @@ def _fingerprint() -> int:
     this number, so that a change of any module that it is built from makes it a new function.
     """
     here = Path(__file__).parent
-    names = ("native.py", "packing.py", "epilogue.py", "driver.py", "job.py")
+    names = ("native.py", "packing.py", "epilogue.py", "macro_kernel.py", "job.py")
     return zlib.crc32(b"".join((here / name).read_bytes() for name in names))
 
 

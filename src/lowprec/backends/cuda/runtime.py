@@ -15,29 +15,6 @@ from typing import Any
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError, DeviceError, DeviceMemoryError
 
-__all__ = [
-    "DeviceProperties",
-    "allocate",
-    "copy_async",
-    "create_event",
-    "create_stream",
-    "current_device",
-    "destroy_event",
-    "driver_version",
-    "elapsed_ms",
-    "event_is_done",
-    "free",
-    "is_capturing",
-    "on_device",
-    "properties",
-    "record_event",
-    "relaxed_capture",
-    "synchronize_device",
-    "synchronize_event",
-    "synchronize_stream",
-    "wait_event",
-]
-
 _MIB = 1 << 20
 
 
@@ -72,19 +49,7 @@ def _error(runtime: Any, function: str, status: Any) -> BackendError:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What a GPU is.
-
-    Parameters
-    ----------
-    index : int
-    name : str
-    capability : tuple of int
-        Compute capability, (major, minor).
-    memory_bytes : int
-    multiprocessors : int
-    clock_khz : int
-        Highest clock rate of a multiprocessor; 0 where the driver does not tell.
-    """
+    """What a GPU is; ``clock_khz`` is the highest rate of a multiprocessor, 0 where the driver does not tell."""
 
     index: int
     name: str
@@ -114,13 +79,7 @@ def _properties(runtime: Any, index: int) -> DeviceProperties:
 
 
 def properties(index: int) -> DeviceProperties:
-    """Return what a device is, looked up once.
-
-    Raises
-    ------
-    DeviceError
-        If there is no such device.
-    """
+    """Return what a device is, looked up once; a DeviceError if there is no such device."""
     return _properties(libraries().runtime, index)
 
 
@@ -182,11 +141,6 @@ def allocate(nbytes: int) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
     It may be called while a stream of this thread is being captured: memory is not part of the captured work.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left.
     """
     runtime = libraries().runtime
     with relaxed_capture():

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import amx, fp32_units, threads
-from lowprec.backends.cpu.stacks import Stacks, finish_stacks, scratch, stacks_of
+from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu.amx import tile_gemm
+from lowprec.backends.cpu.amx.job import ACTIVATIONS
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan
-
-__all__ = ["execute", "fell_back", "prepare"]
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -68,9 +68,9 @@ def _singles(stacks: Stacks) -> list[Stacks]:
     ]
 
 
-def _operand(x: Any) -> amx.Operand:
+def _operand(x: Any) -> tile_gemm.Operand:
     row_stride, col_stride = x.strides
-    return amx.Operand(
+    return tile_gemm.Operand(
         x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize
     )
 
@@ -83,15 +83,23 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b = _in_compute_dtype(plan, single.a), _in_compute_dtype(plan, single.b)
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    if plan.problem.activation not in ACTIVATIONS:
+        # One that the kernel does not write: NumPy does, on the float32 product.
+        with scratch(single.out.shape, np.dtype(np.float32)) as product:
+            done = _accumulate(a, b, product, 1.0, 0.0, rounding)
+            if done:
+                apply_epilogue(plan, arguments, product, single)
+            return done
     bias = single.bias
-    return amx.gemm(
+    return tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
         _operand(a),
         _operand(b),
         _operand(single.out),
-        rounding=_ROUNDINGS[fp32_units.rounding_format(plan)],
+        rounding=rounding,
         alpha=float(arguments.alpha.real),
         beta=float(arguments.beta.real),
         c=None if single.c is None else _operand(single.c),
@@ -124,7 +132,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
             return False
         product = stack.enter_context(scratch(shape, dtype))
         product.real, product.imag = real, imag
-        finish_stacks(plan, arguments, product, single)
+        apply_epilogue(plan, arguments, product, single)
     return True
 
 
@@ -140,7 +148,7 @@ def _planes(x: Any, stack: contextlib.ExitStack) -> list[Any]:
 
 def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str) -> bool:
     """Compute ``out = alpha * a @ b + beta * out``."""
-    return amx.gemm(
+    return tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -156,7 +164,7 @@ def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: s
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b, out = single.a, single.b, single.out
-    amx.gemm(
+    tile_gemm.gemm(
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -166,7 +174,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         rounding="exact",
     )
     if plan.problem.has_epilogue:
-        finish_stacks(plan, arguments, out, single)
+        apply_epilogue(plan, arguments, out, single)
     return True
 
 

@@ -11,14 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from lowprec.cli.errors import CommandError
 from lowprec.cli.output import flush
-
-__all__ = ["STARTUP", "interpreter_options", "python_command", "start"]
 
 #: The folder of the start-up hook.
 STARTUP = str(Path(__file__).resolve().parent / "startup")
@@ -26,16 +23,14 @@ STARTUP = str(Path(__file__).resolve().parent / "startup")
 #: A word of Python's options: letters, the last of them with a value perhaps, which may be the next word.
 _OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
 _PROGRAM = ("c", "m")
-_LONG = frozenset({"--check-hash-based-pycs"})
+_LONG = "--check-hash-based-pycs"
+
+#: Windows starts a second process when it is asked to replace one, and the caller goes on without its exit code.
+_REPLACES = os.name != "nt"
 
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Return Python's own options among the words with which it was started.
-
-    Parameters
-    ----------
-    words : sequence of str
-        As ``sys.orig_argv`` has them.
+    """Return Python's own options among the words with which it was started, as ``sys.orig_argv`` has them.
 
     Examples
     --------
@@ -45,7 +40,7 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     rest = iter(words[1:])
     for word in rest:
-        if word in _LONG:
+        if word == _LONG:
             found += [word, next(rest, "")]
             continue
         option = _OPTION.fullmatch(word)
@@ -62,17 +57,9 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 
 
 def python_command(program: Sequence[str]) -> list[str]:
-    """Return the command that runs a program under this interpreter, with the same options.
+    """Return the command that runs a program (what stands after ``python``) under this interpreter, with its options.
 
-    Parameters
-    ----------
-    program : sequence of str
-        What stands after ``python``: a script or ``-m`` and a module, and the program's arguments.
-
-    Raises
-    ------
-    CommandError
-        If the interpreter ignores the environment, and with it the start-up hook.
+    An interpreter that ignores the environment, and with it the start-up hook, is refused.
     """
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
@@ -81,39 +68,26 @@ def python_command(program: Sequence[str]) -> list[str]:
         "-E": sys.flags.ignore_environment,
         "-S": sys.flags.no_site,
     }
-    option = next((option for option, is_set in obstacles.items() if is_set), None)
-    if option is not None:
-        raise CommandError(
-            f"run: this Python was started with {option}, which keeps the program from being put under a mode; "
-            "start it without, as python -m lowprec run"
-        )
+    for option, is_set in obstacles.items():
+        if is_set:
+            raise CommandError(
+                f"run: this Python was started with {option}, which keeps the program from being put under a mode; "
+                "start it without, as python -m lowprec run"
+            )
     if os.pathsep in STARTUP:
         raise CommandError(f"run: {STARTUP} holds a {os.pathsep!r}, so PYTHONPATH cannot name it")
     return [sys.executable, *interpreter_options(sys.orig_argv), *program]
 
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command in the place of this process, or, where a process cannot be replaced, wait for it.
-
-    Returns
-    -------
-    int
-        The exit code, where this returns at all.
-
-    Raises
-    ------
-    CommandError
-        If the command cannot be started.
-    """
+    """Replace this process by a command; where that is not possible, wait for it and return its exit code."""
     flush()
     try:
-        return _WAYS.get(os.name, _replace)(command, variables)
+        if _REPLACES:
+            os.execve(command[0], list(command), variables)
+        return wait_for(command, variables)
     except OSError as error:
         raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
-
-
-def _replace(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
-    os.execve(command[0], list(command), variables)
 
 
 def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
@@ -125,7 +99,3 @@ def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
             except KeyboardInterrupt:
                 # The program got it too, and decides what follows.
                 continue
-
-
-#: Windows starts a second process when it is asked to replace one, and the caller goes on without its exit code.
-_WAYS: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {"nt": wait_for}

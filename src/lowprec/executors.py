@@ -1,4 +1,4 @@
-"""Plans ready to run, kept for the next call like the one they were made for."""
+"""The executor cache: executors of plans, kept for the next call like the one they were made for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from lowprec.modes import MathMode, ResolvedMode
 from lowprec.planning import GemmPlan, plan_gemm
 from lowprec.request import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
 
-__all__ = ["Observer", "Prepared", "look_up", "observe"]
-
 _CACHE_SIZE = 4096
 
 
-class Prepared(NamedTuple):
+class CachedExecutor(NamedTuple):
     """An executor, what its result is like, and the plan behind it."""
 
     execute: Executor
@@ -27,11 +25,11 @@ class Prepared(NamedTuple):
 
 
 #: Sees what is about to run on which operands, and returns what runs in its place.
-Observer: TypeAlias = Callable[[Prepared, ResolvedMode, ArrayView, ArrayView], Prepared]
+Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
 
 _observer: Observer | None = None
 #: Without a lock, which a fork or a signal handler could find taken: each operation of a dictionary is atomic.
-_prepared: dict[tuple[Any, ...], Prepared] = {}
+_executors: dict[tuple[Any, ...], CachedExecutor] = {}
 
 
 def observe(observer: Observer | None) -> None:
@@ -40,9 +38,15 @@ def observe(observer: Observer | None) -> None:
     _observer = observer
 
 
+def forget() -> None:
+    """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
+    _executors.clear()
+    plan_gemm.cache_clear()
+
+
 def look_up(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, *, observed: bool = True
-) -> Prepared:
+) -> CachedExecutor:
     """Return the executor for these operands, from the cache where a call like this one was made before.
 
     With ``observed``, it is the one that also tells the observer, where there is one.
@@ -52,24 +56,24 @@ def look_up(
         x.device, x.dtype, x.shape, x.strides,
         y.device, y.dtype, y.shape, y.strides,
     )  # fmt: skip
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _prepared[key] = _prepare(resolved.mode, x, y, request)
-        excess = len(_prepared) - _CACHE_SIZE
+    found = _executors.get(key)
+    if found is None:
+        found = _executors[key] = _make(resolved.mode, x, y, request)
+        excess = len(_executors) - _CACHE_SIZE
         if excess > 0:
-            for oldest in list(_prepared)[:excess]:  # dictionaries keep their order
-                _prepared.pop(oldest, None)
+            for oldest in list(_executors)[:excess]:  # dictionaries keep their order
+                _executors.pop(oldest, None)
     observer = _observer
     if observer is None or not observed:
-        return prepared
-    return observer(prepared, resolved, x, y)
+        return found
+    return observer(found, resolved, x, y)
 
 
-def _prepare(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Prepared:
+def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> CachedExecutor:
     views = request.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)
-    made = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
-    check_scalars(request, made.compute_dtype)
-    check_sizes(views, made.out_shape, made.out_dtype)
-    return Prepared(backend.prepare(made), made.out_shape, made.out_dtype, made)
+    plan = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
+    check_scalars(request, plan.compute_dtype)
+    check_sizes(views, plan.out_shape, plan.out_dtype)
+    return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan)

@@ -21,8 +21,6 @@ from lowprec import formats
 from lowprec.backends.cpu import threads
 from lowprec.formats import NumberFormat
 
-__all__ = ["round_float32", "round_scalar"]
-
 #: Elements per block: 64 Ki float32 are 256 KiB, source and result fit the second-level cache together.
 _BLOCK = 1 << 16
 

@@ -12,7 +12,7 @@ import os
 import stat
 from pathlib import Path
 
-from lowprec.cli import launcher
+from lowprec.cli.commands.run import launcher
 from lowprec.cli.errors import CommandError
 from lowprec.cli.options import mode
 from lowprec.cli.output import note

@@ -1,4 +1,4 @@
-"""The native side of a GEMM: the AMX micro-kernel and the loops around it.
+"""The AMX micro-kernel, and the macro-kernel: the loops around it.
 
 The micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It is
 assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
@@ -31,8 +31,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import job as J
-from lowprec.backends.cpu.native import (
+from lowprec.backends.cpu.amx import job as J
+from lowprec.backends.cpu.amx.native import (
     FINGERPRINT,
     atomic_add,
     atomic_load,
@@ -45,9 +45,7 @@ from lowprec.backends.cpu.native import (
     yield_cpu,
 )
 
-__all__ = ["DRIVE_ARITY", "PRODUCTS", "drive_kernel", "micro_kernel"]
-
-DRIVE_ARITY = 2
+MACRO_ARITY = 2
 _MICRO_ARITY = 6
 
 #: Products by number of parts of A and of B, smallest first: the small ones are not lost in the sum.
@@ -314,10 +312,10 @@ def _task(job, index, scratch):
 
 
 @cache
-def drive_kernel() -> int:
-    """Address of the driver.
+def macro_kernel() -> int:
+    """Address of the macro-kernel.
 
-    Its arguments, `DRIVE_ARITY` integers: address of the job, address of this thread's scratch.
+    Its arguments, `MACRO_ARITY` integers: address of the job, address of this thread's scratch.
     Every thread that works on the job calls it once.
     """
     fingerprint = FINGERPRINT
@@ -335,4 +333,4 @@ def drive_kernel() -> int:
         _release_tiles()
         return fingerprint & 0
 
-    return compile_kernel(drive, DRIVE_ARITY)
+    return compile_kernel(drive, MACRO_ARITY)

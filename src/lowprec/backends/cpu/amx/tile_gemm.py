@@ -39,14 +39,11 @@ from functools import lru_cache
 from typing import Any
 
 from lowprec.backends.cpu import buffers, threads
-from lowprec.backends.cpu import job as J
+from lowprec.backends.cpu.amx import job as J
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.errors import BackendError
+from lowprec.formats import dtype_from_name
 from lowprec.policy import environment
-
-__all__ = ["Operand", "gemm", "is_available", "obstacle"]
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
 
 _CPU_FLAGS = frozenset(
     ("amx_tile", "amx_bf16", "amx_int8", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
@@ -160,7 +157,7 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
     A result that fits into the second-level cache beside the operands is left there for whoever
     reads it.
     """
-    item = _ITEM_BYTES[out.dtype]
+    item = dtype_from_name(out.dtype).itemsize
     if m * n * item <= _STREAM_BYTES or out.col_stride != 1:
         return None
     if (out.row_stride * item) % 64 or out.address % item:
@@ -170,7 +167,7 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers: int) -> _Cut:
-    from lowprec.backends.cpu.packing import SCRATCH_BYTES
+    from lowprec.backends.cpu.amx.packing import SCRATCH_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = _chunk_steps(steps, max(parts_a, parts_b))
@@ -237,7 +234,7 @@ class _Kernels:
 @lru_cache(maxsize=256)
 def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kernels:
     try:
-        from lowprec.backends.cpu import driver, epilogue, native, packing
+        from lowprec.backends.cpu.amx import epilogue, macro_kernel, native, packing
     except ImportError as error:
         raise BackendError(
             f"numba is installed but does not work ({error}); repair or uninstall it"
@@ -258,10 +255,10 @@ def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kern
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG),
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: driver.micro_kernel(a.parts, b.parts, integer),
+        J.KERNEL: macro_kernel.micro_kernel(a.parts, b.parts, integer),
         J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
-    drive = native.callable_at(driver.drive_kernel(), driver.DRIVE_ARITY)
+    drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
 
 
@@ -272,7 +269,7 @@ def _float_bits(value: float) -> int:
 def _operand_fields(
     operand: Operand, address: int, row_stride: int, col_stride: int
 ) -> dict[int, int]:
-    item = _ITEM_BYTES[operand.dtype]
+    item = dtype_from_name(operand.dtype).itemsize
     return {
         address: operand.address,
         row_stride: operand.row_stride * item,
@@ -300,7 +297,7 @@ def _epilogue_fields(
         address, dtype, stride = bias
         stride_field = J.BIAS_ROW_STRIDE if bias_along_rows else J.BIAS_COL_STRIDE
         fields |= {J.BIAS: address, J.BIAS_KIND: J.KINDS[dtype]}
-        fields[stride_field] = stride * _ITEM_BYTES[dtype]
+        fields[stride_field] = stride * dtype_from_name(dtype).itemsize
     return fields
 
 

@@ -1,0 +1,1 @@
+"""Products on the AMX tile units. ``executor.prepare`` is the way in; ``tile_gemm.obstacle`` says what is missing."""

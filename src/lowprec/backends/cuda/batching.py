@@ -1,0 +1,81 @@
+"""Batches with any strides, cut into launches: a kernel takes three batch dimensions at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from lowprec.planning.batches import Dimension, coalesce, offsets_of
+
+#: Batch dimensions of one launch.
+_PER_LAUNCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchBatch:
+    """The batch of one launch.
+
+    Parameters
+    ----------
+    count : int
+        Of matrices.
+    before : int
+        Matrices of the launches before it.
+    offsets : tuple of int
+        Elements of each array before its first matrix.
+    extents : tuple of int
+        The inner two of the three dimensions.
+    strides : tuple of (int, int, int)
+        Per array, over the three dimensions, in elements.
+    """
+
+    count: int
+    before: int
+    offsets: tuple[int, ...]
+    extents: tuple[int, int]
+    strides: tuple[tuple[int, int, int], ...]
+
+
+def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
+    """Yield the launches for a batch of ``arrays`` arrays; none if the batch is empty.
+
+    Examples
+    --------
+    >>> [x.offsets for x in launch_batches([(2, (20,)), (2, (9,)), (2, (5,)), (2, (2,))], 1)]
+    [(0,), (20,)]
+    """
+    dimensions = coalesce(dimensions)
+    outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
+    missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))
+    inner = [*missing, *inner]
+    count = prod(extent for extent, _ in inner)
+    if not count:
+        return
+    strides = tuple((inner[0][1][i], inner[1][1][i], inner[2][1][i]) for i in range(arrays))
+    for number, offsets in enumerate(offsets_of(outer, arrays)):
+        yield LaunchBatch(count, number * count, offsets, (inner[1][0], inner[2][0]), strides)
+
+
+def in_sequence(launches: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """Return the function that queues launches one after another, with the same arguments."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def queue_all(*arguments: Any) -> None:
+        for launch in launches:
+            launch(*arguments)
+
+    return queue_all
+
+
+def are_multiples(nbytes: int, itemsize: int, strides: Sequence[int]) -> bool:
+    """Whether all strides, counted in elements, are multiples of so many bytes.
+
+    Examples
+    --------
+    >>> are_multiples(16, 4, [0, -8]), are_multiples(16, 4, [6])
+    (True, False)
+    """
+    return not any(stride * itemsize % nbytes for stride in strides)

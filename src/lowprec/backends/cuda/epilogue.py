@@ -1,0 +1,215 @@
+"""What follows a product in temporary memory: ``out = activation(alpha * product + beta * c + bias)``.
+
+One kernel, ``kernels/epilogue.cu``, in the product's type and with one rounding to the result's. Powers of two that
+scaled the operands are taken back in the same pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lowprec.backends.cuda.batching import (
+    LaunchBatch,
+    are_multiples,
+    in_sequence,
+    launch_batches,
+)
+from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.formats import DType
+from lowprec.planning import Activation, MatrixStack, OperandSpec
+from lowprec.planning.batches import Dimension, coalesce
+
+_THREADS = 256
+_VECTOR_BYTES = 16
+_EXPONENT_BYTES = 4
+
+#: Queues the work: addresses of product, out, c, bias, row and column exponents (0 for what there is not), alpha, beta,
+#: and a stream.
+EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, complex, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What becomes of a product; which element types and activations there are, planning has checked.
+
+    int32 has no factors, and ``c`` is not read where ``beta`` is 0.
+
+    Parameters
+    ----------
+    product_dtype : DType
+        In which the arithmetic is done.
+    leading_dimension : int
+        The product lies row-major and matrix after matrix, its rows so many elements apart.
+    out : MatrixStack
+        Where the result goes; the product has its extents.
+    c : MatrixStack or None
+        The addend, with the shape of ``out``; where it is broadcast its strides are zero.
+    bias : OperandSpec or None
+        One addend per column.
+    activation : Activation or None
+    scaled : bool
+        Whether the product is divided by 2^e, e the sum of two exponents (int32), one per row, one per column of each
+        matrix.
+    """
+
+    product_dtype: DType
+    leading_dimension: int
+    out: MatrixStack
+    c: MatrixStack | None = None
+    bias: OperandSpec | None = None
+    activation: Activation | None = None
+    scaled: bool = False
+
+
+#: Which stride of a dimension is whose: the product's, out's, c's, and the bias's or exponents'.
+_PRODUCT, _OUT, _C, _COLUMN = range(4)
+
+
+def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
+    """Return the function that queues it on a stream of a device, which is the current one then.
+
+    The kernel is compiled at its first call.
+    """
+    return _launcher(libraries().core, spec, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(core: Any, spec: Epilogue, device: int) -> EpilogueLauncher:
+    """Look up or make a launcher; the library is a part of the key, so that tests may exchange it."""
+    if not spec.out.rows * spec.out.cols:
+        return in_sequence(())
+    batch, rows, cols = _dimensions(spec)
+    return in_sequence(
+        [_EpilogueLaunch(spec, rows, cols, part, device) for part in launch_batches(batch, 4)]
+    )
+
+
+def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
+    """Return the batch, the rows and the columns, coalesced."""
+    out, c = spec.out, spec.c
+    per_column = int(spec.bias is not None or spec.scaled)
+    product_stride = out.rows * spec.leading_dimension
+    batch: list[Dimension] = []
+    c_strides = c.batch_strides if c else (0,) * len(out.batch_shape)
+    for extent, out_stride, c_stride in reversed(
+        list(zip(out.batch_shape, out.batch_strides, c_strides, strict=True))
+    ):
+        batch.insert(0, (extent, (product_stride, out_stride, c_stride, 0)))
+        product_stride *= extent
+    rows: Dimension = (
+        out.rows,
+        (spec.leading_dimension, out.row_stride, c.row_stride if c else 0, 0),
+    )
+    cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
+    if spec.scaled:  # the exponents know matrices, rows and columns
+        return coalesce(batch), rows, cols
+    every = coalesce([*batch, rows, cols])
+    # A last dimension with the strides of the columns begins with them: all columns, or the only one.
+    cols = every.pop() if every and every[-1][1] == cols[1] else (1, cols[1])
+    rows = every.pop() if every else (1, rows[1])
+    return every, rows, cols
+
+
+class _EpilogueLaunch:
+    """The kernel for the batch of one launch, compiled for each alignment of the pointers."""
+
+    def __init__(
+        self, spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int
+    ) -> None:
+        sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
+        c_size = spec.c.dtype.itemsize if spec.c else 0
+        before = batch.before * _EXPONENT_BYTES
+        self._offsets = [
+            batch.offsets[_PRODUCT] * sizes[0],
+            batch.offsets[_OUT] * sizes[1],
+            *([batch.offsets[_C] * c_size] if spec.c else []),
+            *([0] if spec.bias else []),
+            *([before * rows[0], before * cols[0]] if spec.scaled else []),
+        ]
+        self._has_c, self._has_bias, self._scaled = bool(spec.c), bool(spec.bias), spec.scaled
+        vector = max(1, _VECTOR_BYTES // min(sizes))
+
+        def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
+            """Whether rows are contiguous and all of them as aligned as the first."""
+            strides = [rows[1][array] if rows[0] > 1 else 0, *batch.strides[array]]
+            return cols[1][array] == 1 and are_multiples(nbytes, itemsize, strides)
+
+        regular = all(
+            rows_aligned(array, _VECTOR_BYTES, size)
+            for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
+        )
+        c_bytes = min(_VECTOR_BYTES, vector * c_size)
+        self._c_mask = c_bytes - 1
+        c_regular = bool(c_size) and rows_aligned(_C, c_bytes, c_size)
+        make = functools.partial(_launch, spec, rows, cols, batch, device)
+        self._any = make(1, 0)
+        self._fast = make(vector, 0) if regular else None
+        self._fast_with_c = make(vector, 1) if regular and c_regular else None
+
+    def __call__(
+        self,
+        product: int,
+        out: int,
+        c: int,
+        bias: int,
+        row_exponents: int,
+        col_exponents: int,
+        alpha: complex,
+        beta: complex,
+        stream: int,
+    ) -> None:
+        given = (
+            *((product, out, c) if self._has_c else (product, out)),
+            *((bias,) if self._has_bias else ()),
+            *((row_exponents, col_exponents) if self._scaled else ()),
+        )
+        addresses = [x + offset for x, offset in zip(given, self._offsets, strict=True)]
+        launch = self._any
+        if self._fast is not None and not (addresses[0] | addresses[1]) & (_VECTOR_BYTES - 1):
+            launch = self._fast
+            if self._fast_with_c is not None and not addresses[2] & self._c_mask:
+                launch = self._fast_with_c
+        launch(
+            stream,
+            addresses,
+            np.float64(alpha.real),
+            np.float64(alpha.imag),
+            np.float64(beta.real),
+            np.float64(beta.imag),
+        )
+
+
+def _launch(
+    spec: Epilogue,
+    rows: Dimension,
+    cols: Dimension,
+    batch: LaunchBatch,
+    device: int,
+    vector: int,
+    c_aligned: int,
+) -> Launch:
+    """Return the kernel with ``vector`` elements per thread."""
+    definitions: dict[str, str | int] = {
+        "PRODUCT": ELEMENT[spec.product_dtype],
+        "RESULT": ELEMENT[spec.out.dtype],
+        "SCALED": int(spec.scaled),
+        "VECTOR": int(vector > 1),
+    }
+    if spec.activation:
+        definitions[spec.activation.name] = 1
+    constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
+    constants += [rows[1][_OUT], cols[1][_OUT], batch.count, *batch.extents, *batch.strides[_OUT]]
+    if spec.c:
+        definitions["ADDEND"] = ELEMENT[spec.c.dtype]
+        constants += [rows[1][_C], cols[1][_C], *batch.strides[_C], c_aligned]
+    if spec.bias:
+        definitions["BIAS"] = ELEMENT[spec.bias.dtype]
+        constants += spec.bias.strides
+    blocks = pick_blocks(-(-batch.count * rows[0] * -(-cols[0] // vector) // _THREADS), device)
+    return Launch("epilogue", "epilogue.cu", definitions, device, blocks, (_THREADS,), constants)

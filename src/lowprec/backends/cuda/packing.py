@@ -1,0 +1,269 @@
+"""Operands packed for cuBLASLt: rounded, scaled, transposed, padded, complex numbers as real ones, all in one pass.
+
+Which kernel of ``kernels/pack.cu`` runs depends on the strides of the source: contiguous columns that are aligned (16
+bytes at a time), contiguous rows (by way of tiles), or anything else. It is decided once per packing, except for the
+alignment of the pointers, which only the call knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+from lowprec.backends.cuda import runtime
+from lowprec.backends.cuda.batching import (
+    LaunchBatch,
+    are_multiples,
+    in_sequence,
+    launch_batches,
+)
+from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.formats import DType
+from lowprec.planning import MatrixStack
+from lowprec.planning.batches import Dimension, coalesce
+from lowprec.planning.calls import ComplexAs
+
+#: Queues the work: addresses of source, destination and exponents (0 without a scale), and a stream.
+Packer: TypeAlias = Callable[[int, int, int, int], None]
+
+_THREADS = 256
+_VECTOR_BYTES = 16
+#: Extents of a matrix from which tiles are worth their barriers.
+_TILED = 8
+#: Threads of a block that share a row, at least.
+_LEAST_ACROSS = 4
+#: A block of tiles: so many words each way, read and written by so many threads.
+_TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
+_EXPONENT_BYTES = 4
+#: Columns of which one block seeks the largest magnitudes.
+_SPAN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What is written: batch after batch, each of ``padded_rows`` lines of ``leading_dimension`` elements.
+
+    Row r and column c of the source go to line r and element c, the padding is zero. Numbers are rounded to nearest,
+    ties to even; NaN stays NaN, infinities stay, what is too large becomes one. Planning asks only for element types
+    of which there is a kernel.
+
+    Parameters
+    ----------
+    source : MatrixStack
+    dtype : DType
+        Of what is written.
+    leading_dimension, padded_rows : int
+        At least the columns and rows that are written.
+    scaled : bool
+        Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
+        magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
+        of zeros.
+    complex_as : {"no", "pairs", "rotated"}
+        "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds
+        (re, -im) and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
+    part : int
+        Which part of each number is written: 0 is the number rounded, each later one what the parts before leave,
+        multiplied by 2^part_exponent for each, rounded.
+    part_exponent : int
+    """
+
+    source: MatrixStack
+    dtype: DType
+    leading_dimension: int
+    padded_rows: int
+    scaled: bool = False
+    complex_as: ComplexAs = "no"
+    part: int = 0
+    part_exponent: int = 0
+
+    @property
+    def lines_per_row(self) -> int:
+        """Lines that a row of the source becomes."""
+        return 2 if self.complex_as == "rotated" else 1
+
+    @property
+    def parts_per_number(self) -> int:
+        """Elements of a line that a number of the source becomes."""
+        return 1 if self.complex_as == "no" else 2
+
+
+class _Shape(NamedTuple):
+    """A packing in source elements, its dimensions coalesced."""
+
+    batch: list[Dimension]
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+    out_rows: int
+    out_cols: int
+
+
+def _shape(packing: Packing) -> _Shape:
+    source = packing.source
+    out_rows = packing.padded_rows // packing.lines_per_row
+    out_cols = packing.leading_dimension // packing.parts_per_number
+    rows, cols = source.rows, source.cols
+    row_stride, col_stride = source.row_stride, source.col_stride
+    dimensions: list[Dimension] = [
+        (extent, (stride,))
+        for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
+    ]
+    # What is written is regular throughout: without padding the source alone decides which dimensions are one.
+    if out_rows == rows:
+        dimensions = coalesce([*dimensions, (rows, (row_stride,))])
+        if out_cols == cols and not packing.scaled and packing.complex_as != "rotated":
+            dimensions = coalesce([*dimensions, (cols, (col_stride,))])
+            cols, (col_stride,) = dimensions.pop() if dimensions else (1, (1,))
+            out_cols = cols
+        rows, (row_stride,) = dimensions.pop() if dimensions else (1, (0,))
+        out_rows = rows
+    if cols == 1:
+        col_stride = 1
+    return _Shape(coalesce(dimensions), rows, cols, row_stride, col_stride, out_rows, out_cols)
+
+
+def prepare_packing(packing: Packing, device: int) -> Packer:
+    """Return the function that queues a packing on a stream of a device, which is the current one then.
+
+    Kernels are compiled at its first call.
+    """
+    return _packer(libraries().core, packing, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packer(core: Any, packing: Packing, device: int) -> Packer:
+    """Look up or make a packer; the library is a part of the key, so that tests may exchange it."""
+    shape, source = _shape(packing), packing.source
+    empty = not shape.out_rows * shape.out_cols
+    batches = () if empty else launch_batches(shape.batch, 1)
+    launches = [_PackingLaunch(packing, shape, batch, device) for batch in batches]
+    steps: list[Packer] = [*launches]
+    if packing.scaled and (empty or any(x.maxima for x in launches)):
+        nbytes = source.rows * prod(source.batch_shape) * _EXPONENT_BYTES
+        steps.insert(0, functools.partial(_clear_exponents, nbytes))
+    return in_sequence(steps)
+
+
+def _clear_exponents(nbytes: int, source: int, target: int, exponents: int, stream: int) -> None:
+    if nbytes:
+        runtime.set_zero_async(exponents, nbytes, stream)
+
+
+class _PackingLaunch:
+    """The kernels that pack the batch of one launch."""
+
+    def __init__(self, packing: Packing, shape: _Shape, batch: LaunchBatch, device: int) -> None:
+        self._packing, self._shape, self._batch, self._device = packing, shape, batch, device
+        self._source_bytes = packing.source.dtype.itemsize
+        self._out_bytes = packing.dtype.itemsize * packing.parts_per_number
+        lines = shape.out_rows * packing.lines_per_row
+        self._offsets = (
+            batch.offsets[0] * self._source_bytes,
+            batch.before * lines * shape.out_cols * self._out_bytes,
+            batch.before * shape.rows * _EXPONENT_BYTES,
+        )
+        self._lines = lines * batch.count
+        #: Raises the exponents, which are zero before, ahead of the kernel that reads them.
+        self.maxima: Launch | None = None
+        self._fast: Launch | None
+        transposed = 0 < abs(shape.row_stride) < abs(shape.col_stride)
+        if transposed and min(shape.rows, shape.cols) >= _TILED:
+            self._by_tiles()
+        else:
+            self._by_lines()
+
+    def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
+        source_offset, target_offset, exponents_offset = self._offsets
+        source, target = source + source_offset, target + target_offset
+        addresses: tuple[int, ...] = (source, target)
+        if self._takes_exponents:
+            exponents += exponents_offset
+            addresses = (source, target, exponents)
+        if self.maxima is not None:
+            self.maxima(stream, (source, exponents))
+        fast = self._fast
+        if fast is not None and not (source & self._source_mask or target & self._target_mask):
+            fast(stream, addresses)
+        else:
+            self._any(stream, addresses)
+
+    def _launch(
+        self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
+    ) -> Launch:
+        """Return a kernel with ``last`` after what all of them take."""
+        packing, shape, batch = self._packing, self._shape, self._batch
+        definitions: dict[str, str | int] = {
+            "SOURCE": ELEMENT[packing.source.dtype],
+            "TARGET": ELEMENT[packing.dtype],
+            "PAIRS": int(packing.complex_as != "no"),
+            "ROTATED": int(packing.complex_as == "rotated"),
+            "SCALED": int(packing.scaled),
+            "PART": packing.part,
+            "PART_FACTOR": 1 << packing.part_exponent,
+            f"KERNEL_{name}": 1,
+        }
+        blocks = pick_blocks(wanted, self._device)
+        out = () if name == "pack_maxima" else (shape.out_rows, shape.out_cols)
+        constants = (
+            *(shape.rows, shape.cols, shape.row_stride, shape.col_stride, *out),
+            *(batch.count, *batch.extents, *batch.strides[0], *last),
+        )
+        return Launch(name, "pack.cu", definitions, self._device, blocks, block, constants)
+
+    def _by_lines(self) -> None:
+        """Adjacent threads take adjacent columns."""
+        shape, batch = self._shape, self._batch
+        vector = max(1, _VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
+        strides = [shape.row_stride if shape.rows > 1 else 0, *batch.strides[0]]
+        regular = shape.col_stride == 1 and are_multiples(
+            _VECTOR_BYTES, self._source_bytes, strides
+        )
+        if self._lines > 1:
+            regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
+        self._source_mask = self._target_mask = _VECTOR_BYTES - 1
+        self._takes_exponents = self._packing.scaled
+        if self._takes_exponents:
+            groups = -(-shape.out_cols // vector)
+            across = min(_THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
+            block = (across, _THREADS // across)
+            wanted = -(-batch.count * shape.out_rows // block[1])
+            self._any = self._launch("pack_rows", wanted, block, (0,))
+            self._fast = self._launch("pack_rows", wanted, block, (1,)) if regular else None
+            return
+
+        def wanted_of(elements: int) -> int:
+            groups = batch.count * shape.out_rows * -(-shape.out_cols // elements)
+            return -(-groups // _THREADS)
+
+        self._any = self._launch("pack_elements", wanted_of(1), (_THREADS,), ())
+        self._fast = None
+        if regular:
+            self._fast = self._launch("pack_groups", wanted_of(vector), (_THREADS,), ())
+
+    def _by_tiles(self) -> None:
+        """Adjacent threads read adjacent rows and write adjacent columns."""
+        shape, batch = self._shape, self._batch
+        source_word = max(_WORD_BYTES, self._source_bytes)
+        target_word = max(_WORD_BYTES, self._out_bytes)
+        regular = (
+            shape.row_stride == 1
+            and are_multiples(
+                source_word, self._source_bytes, [shape.col_stride, *batch.strides[0]]
+            )
+            and are_multiples(target_word, self._out_bytes, [shape.out_cols])
+        )
+        height = _TILE * source_word // self._source_bytes
+        width = _TILE * target_word // self._out_bytes
+        wanted = batch.count * -(-shape.out_rows // height) * -(-shape.out_cols // width)
+        self._source_mask, self._target_mask = source_word - 1, target_word - 1
+        self._takes_exponents = True
+        self._any = self._launch("pack_tiles", wanted, _TILE_BLOCK, (0,))
+        self._fast = self._launch("pack_tiles", wanted, _TILE_BLOCK, (1,)) if regular else None
+        if self._packing.scaled:
+            strips = batch.count * -(-shape.rows // _TILE) * -(-shape.cols // _SPAN)
+            self.maxima = self._launch("pack_maxima", strips, _TILE_BLOCK, (_SPAN,))
