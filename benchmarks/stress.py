@@ -1,6 +1,9 @@
-"""Threads in modes of their own, and memory over a million calls.
+"""Threads in modes of their own, a storm of signals and forks, and memory over a million calls.
 
-usage: python benchmarks/stress.py [--quick] [--output DIR] [--seed N]
+usage: python benchmarks/stress.py [--quick] [--seconds N] [--output DIR] [--seed N]
+
+`--seconds` is how long the storm (`storm.py`) lasts, ten minutes by default. The exit status is 1 if anything happened
+in it, or in the threads, that must not.
 
 The operands of the threads are made so that every sum is exact in FP32 and every mode rounds them to something else. So
 the right result of a mode is one bit pattern, whatever the library and the order of its sums, and any mix-up of modes,
@@ -18,13 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
-import ml_dtypes
 import numpy as np
+import storm
+from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
 
@@ -42,59 +45,7 @@ RSS_TOLERANCE_BYTES = 16 << 20
 BLOCKS_TOLERANCE = 0.02
 
 
-# -- exact operands -------------------------------------------------------------------------------
-
-
-def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Any, Any]:
-    """Return float32 operands whose product has one right bit pattern in each mode.
-
-    ``a`` has 13 significant bits, an odd multiple of 2^-12 times a power of two per row; ``b`` is 1 or 2 with a sign.
-    A sum of k products spans 14 + log2(k) bits, and so do the sums of the rounded numbers: within FP32's 24 for k up to
-    1024. TF32 keeps 11 of the 13 bits, bfloat16 8; float16 keeps 11 in the even rows and 5 in the odd ones, which are
-    scaled into its subnormal numbers.
-    """
-    if k > 1024:
-        raise ValueError(f"k is {k}, but sums of more than 1024 products are not exact in FP32")
-    mantissas = 1 + (2 * rng.integers(0, 2048, (m, k)) + 1) / 4096
-    scales = np.where(np.arange(m) % 2, 2.0**-20, 1.0)[:, np.newaxis]
-    a = (mantissas * rng.choice([-1, 1], (m, k)) * scales).astype(np.float32)
-    b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (k, n))
-    return a, b
-
-
-def _tf32(x: Any) -> Any:
-    # No ties here: two bits are dropped, and the last of them is 1.
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "fp32": lambda x: x,
-    "fp32_pedantic": lambda x: x,
-    "tf32": _tf32,
-    "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
-    "fp16": lambda x: x.astype(np.float16),
-}
-
-
-def reference(a: Any, b: Any, mode: str) -> Any:
-    """Return what a mode must give for exact operands, computed without lowprec."""
-    return (ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
-
-
-def _same_bits(x: Any, y: Any) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
-
-
 # -- threads --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """One product, and its only right result."""
-
-    a: Any
-    b: Any
-    expected: Any
 
 
 def thread_jobs(mode: str, seed: Sequence[int]) -> list[Job]:
@@ -105,7 +56,7 @@ def thread_jobs(mode: str, seed: Sequence[int]) -> list[Job]:
         a, b = exact_operands(rng, *shape)
         results = {m: reference(a, b, m) for m in ("fp32", "tf32", "bf16", "fp16")}
         for one, other in itertools.combinations(results, 2):
-            if _same_bits(results[one], results[other]):
+            if same_bits(results[one], results[other]):
                 raise RuntimeError(f"operands of shape {shape} do not tell {one} from {other}")
         jobs.append(Job(a, b, reference(a, b, mode)))
     return jobs
@@ -123,7 +74,7 @@ def run_threads(calls: int, seed: int = 0, modes: Sequence[str] = THREAD_MODES) 
             job = own[i % len(own)]
             with lowprec.math_mode(mode):
                 result = lowprec.matmul(job.a, job.b)
-            wrong += not _same_bits(result, job.expected)
+            wrong += not same_bits(result, job.expected)
         return wrong
 
     begin = time.perf_counter()
@@ -213,8 +164,10 @@ def _memory() -> tuple[int, int]:
 # -- command line ---------------------------------------------------------------------------------
 
 
-def stress_claims(threads: dict[str, Any], memory: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what must hold of the two runs."""
+def stress_claims(
+    threads: dict[str, Any], hostile: dict[str, Any] | None, memory: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return what must hold of the three runs; there is no storm where a system has no signals and forks."""
     calls = memory["calls"]
     return [
         common.claim(
@@ -223,6 +176,7 @@ def stress_claims(threads: dict[str, Any], memory: dict[str, Any]) -> list[dict[
             0,
             at_most=True,
         ),
+        *storm.claims(hostile),
         common.claim(
             f"growth of resident memory over {calls} calls, MiB",
             memory["rss_growth_bytes"] / 2**20,
@@ -239,19 +193,24 @@ def stress_claims(threads: dict[str, Any], memory: dict[str, Any]) -> list[dict[
 
 
 def main() -> int:
-    """Run both, print and write."""
-    arguments = common.parser(__doc__).parse_args()
-    quick = arguments.quick
-    threads = run_threads(50 if quick else 10_000, arguments.seed)
+    """Run all, print and write."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--seconds", type=float, help="how long the storm lasts; 600 by default")
+    arguments = parser.parse_args()
+    quick, seed = arguments.quick, arguments.seed
+    threads = run_threads(50 if quick else 10_000, seed)
     print(f"threads: {threads['wrong']} wrong results, {threads['seconds']:.1f} s", flush=True)
-    memory = run_memory(
-        5_000 if quick else 1_000_000, 2_000 if quick else 100_000, seed=arguments.seed
-    )
-    results = [threads, memory]
-    settings = {"quick": quick, "seed": arguments.seed}
-    document = common.document(NAME, settings, results, stress_claims(threads, memory))
-    common.finish(common.result_path(arguments.output, NAME), document)
-    return 0
+    seconds = arguments.seconds if arguments.seconds is not None else 5.0 if quick else 600.0
+    hostile = storm.run(seconds, seed) if hasattr(os, "fork") else None
+    if hostile is not None:
+        print(f"storm: {hostile['counts']}", flush=True)
+        print("\n".join(hostile["told"]), flush=True)
+    memory = run_memory(5_000 if quick else 1_000_000, 2_000 if quick else 100_000, seed=seed)
+    results = [threads, *([hostile] if hostile else []), memory]
+    claims = stress_claims(threads, hostile, memory)
+    common.report(NAME, arguments, results, claims, seconds=seconds)
+    failed = threads["wrong"] or (hostile is not None and any(hostile["failures"].values()))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

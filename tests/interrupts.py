@@ -52,9 +52,13 @@ def strike(
 
 
 def interrupted(
-    call: Callable[[], Any], error: type[BaseException] = Interrupt, **where: Any
+    call: Callable[[], Any],
+    error: type[BaseException] = Interrupt,
+    *,
+    step: int = 1,
+    **where: Any,
 ) -> Iterator[BaseException | None]:
-    """Make a call again and again, interrupted at its first line, its second, and so on; yield what came out each time.
+    """Make a call again and again, interrupted at its first line, the next, and so on; yield what came out each time.
 
     The last of them has no interrupt, and nothing is yielded for it.
     """
@@ -71,4 +75,4 @@ def interrupted(
             came = caught
         if struck:
             yield came
-        at += 1
+        at += step

@@ -54,6 +54,7 @@ def _run_joined(execute: Executor, arguments: Arguments, arrays: tuple[Any, ...]
     memory = provider(device)
     with ExitStack() as afterwards:
         if owners:
+            memory.hold(owners, device)
             afterwards.callback(memory.keep, owners, stream, device)
         for other in others:
             memory.order(other, stream, device)

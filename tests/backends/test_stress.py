@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from programs import posix
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -52,12 +56,12 @@ def test_operands_have_one_right_result(
     stress: ModuleType, rng: np.random.Generator, shape: tuple[int, int, int]
 ) -> None:
     a, b = stress.exact_operands(rng, *shape)
-    for mode in stress.ROUNDINGS:
+    for mode in sys.modules["exact"].ROUNDINGS:
         forward = stress.reference(a, b, mode)
         backward = stress.reference(a[:, ::-1], b[::-1], mode)
         assert forward.tobytes() == backward.tobytes()
         # Exact in float64, and float32 holds it: nothing was rounded on the way.
-        rounded = stress.ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)
+        rounded = sys.modules["exact"].ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)
         assert (rounded == forward).all()
 
 
@@ -76,3 +80,61 @@ def test_memory_stays_flat(stress: ModuleType) -> None:
     # A block per call would be 1; caches that are full exchange entries and do not grow.
     assert abs(result["blocks_per_call"]) < 0.05
     assert result["rss_growth_bytes"] < stress.RSS_TOLERANCE_BYTES
+
+
+# -- the storm ------------------------------------------------------------------------------------
+
+
+@posix
+def test_a_storm_leaves_all_as_it_was(stress: ModuleType) -> None:
+    result = stress.storm.run(seconds=3, seed=1)
+    assert result["told"] == []
+    assert not any(result["failures"].values())
+    assert {"forks", "guards", "new shapes", "interrupted in matmul"} <= set(result["counts"])
+    assert all(claim["met"] for claim in stress.storm.claims(result))
+
+
+@posix
+@pytest.mark.parametrize(
+    ("program", "kind"), [("os.abort()", "crash"), ("time.sleep(60)", "hang"), ("", "crash")]
+)
+def test_a_round_that_does_not_end_well_is_noticed(
+    stress: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, kind: str
+) -> None:
+    script = tmp_path / "round.py"
+    script.write_text(f"import os, time\n{program}\n")
+    monkeypatch.setattr(stress.storm, "__file__", str(script))
+    monkeypatch.setattr(stress.storm, "GRACE_SECONDS", 1.0 if kind == "hang" else 60.0)
+    result = stress.storm.run(seconds=0.01)
+    assert result["rounds"] >= 1
+    assert result["failures"] == dict.fromkeys(stress.storm.FAILURES, 0) | {kind: result["rounds"]}
+    assert [claim["met"] for claim in stress.storm.claims(result)].count(False) == 1
+
+
+@posix
+def test_what_must_not_happen_is_noticed(
+    stress: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = stress.storm.Round(0, seconds=0)
+
+    def swallow() -> None:
+        with contextlib.suppress(BaseException):
+            while this.armed is not None:
+                time.sleep(0.001)
+
+    def other() -> None:
+        raise KeyError("not of a handler")
+
+    def late() -> None:
+        this.left_alone.append(np.zeros(3))
+        monkeypatch.setattr(this, "multiply", lambda *_, **__: this.left_alone[0].fill(0))
+
+    before = signal.signal(signal.SIGALRM, this.on_signal)
+    try:
+        while not this.failures:  # some handlers multiply instead, or raise before it begins
+            this.interrupted(swallow, "in matmul")
+        this.interrupted(other, "in matmul")
+        this.interrupted(late, "in matmul")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [kind for kind, _ in this.failures] == ["lost", "error", "late"]

@@ -482,7 +482,7 @@ def test_owners_are_held_where_nothing_can_tell_the_end(runtime: Runtime) -> Non
 def test_letting_go_may_come_back_to_the_pool(runtime: Runtime) -> None:
     class Nested:
         def __del__(self) -> None:
-            free.append(not lock.locked())
+            free.append(not lock._is_owned())
 
     free: list[bool] = []
     lock = memory._pool(GPU)._lock

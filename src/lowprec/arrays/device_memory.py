@@ -46,6 +46,9 @@ class DeviceMemory(Protocol):
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
         """Copy bytes between two addresses of the device, in the order of a stream."""
 
+    def hold(self, owners: Sequence[Any], device: Device) -> None:
+        """Hold objects that work on a device is about to need, whatever happens, until :meth:`keep` tells how long."""
+
     def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
         """Hold objects until the work that a stream holds now is done."""
 

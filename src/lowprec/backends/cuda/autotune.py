@@ -176,7 +176,8 @@ def _span_bytes(invocation: Invocation) -> int:
 
 # -- the cache ------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+#: A signal handler may tune a product while its own thread keeps the choice for another one.
+_lock = threading.RLock()
 
 
 def product_key(invocation: Invocation) -> str:

@@ -49,7 +49,8 @@ _DIGEST_BYTES = 32
 #: Blocks per multiprocessor beyond which blocks take several turns instead.
 _BLOCKS_PER_MULTIPROCESSOR = 32
 
-_lock = threading.Lock()
+#: A signal handler may need a kernel while its own thread compiles one.
+_lock = threading.RLock()
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
@@ -124,7 +125,7 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = _load(*key)
+                found = _kernels.setdefault(key, _load(*key))
     return found
 
 

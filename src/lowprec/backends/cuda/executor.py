@@ -50,7 +50,6 @@ class GemmExecutor:
         self._lowered: dict[tuple[bool, bool], _LoweredPlan] = {}
         #: Whether the call itself adds and activates; not where cuBLASLt turned out to have no algorithm that does.
         self.fuses = True
-        self._lock = threading.Lock()
         self._last = threading.local()
         self._plain: _LoweredPlan | None = None
 
@@ -115,8 +114,7 @@ class GemmExecutor:
         key = (aligned, self.fuses)
         found = self._lowered.get(key)
         if found is None:
-            with self._lock:
-                found = self._lowered.setdefault(key, _LoweredPlan(self.plan, *key))
+            found = self._lowered.setdefault(key, _LoweredPlan(self.plan, *key))
         return found
 
 
@@ -133,7 +131,6 @@ class _LoweredPlan:
         self.call = call
         #: By alignment, and length of the inner dimension where that is not the whole.
         self._invocations: dict[int | tuple[int, int], Invocation] = {}
-        self._lock = threading.Lock()
         self.last: Invocation | None = None
         #: Whether operands, result and nothing else are what a call is about, at any alignment.
         self.is_plain = False
@@ -270,17 +267,16 @@ class _LoweredPlan:
         key = alignment if length == plan.layout.k else (alignment, length)
         found = self._invocations.get(key)
         if found is None:
-            with self._lock:
-                found = self._invocations.get(key)
-                if found is None:
-                    found = self._invocations[key] = Invocation(
-                        call,
-                        alignment,
-                        plan.capabilities.workspace_bytes,
-                        operands,
-                        lambda x: autotune.choose(x, handle, stream, operands),
-                        lambda: f"{title(plan)}, {plan.compute_type}",
-                    )
+            # Threads that come at the same moment prepare one each, and use the first.
+            made = Invocation(
+                call,
+                alignment,
+                plan.capabilities.workspace_bytes,
+                operands,
+                lambda x: autotune.choose(x, handle, stream, operands),
+                lambda: f"{title(plan)}, {plan.compute_type}",
+            )
+            found = self._invocations.setdefault(key, made)
         return found
 
 

@@ -37,12 +37,14 @@ class _Local(threading.local):
 
 
 class HandlePool:
-    """Handles of one library; ``create`` returns a new one on the current device."""
+    """Handles of one library; ``create`` returns a new one on the current device.
+
+    Without a lock, which the end of a thread, a signal handler or a fork could find taken: each step is atomic.
+    """
 
     def __init__(self, create: Callable[[], int], destroy: Callable[[int], None]) -> None:
         self._create = create
         self._destroy = destroy
-        self._lock = threading.Lock()
         self._local = _Local()
         self._free: dict[int, list[int]] = {}
         self._devices: dict[int, int] = {}
@@ -63,36 +65,34 @@ class HandlePool:
         lease = self._local.lease
         if lease is None or lease.generation != self.generation:
             lease = self._local.lease = _Lease(self)
-        with self._lock:
-            free = self._free.get(device)
-            found = free.pop() if free else None
-        if found is None:
+        free = self._free.setdefault(device, [])
+        try:
+            found = free.pop()
+        except IndexError:
             with runtime.relaxed_capture():
                 found = self._create()
-            with self._lock:
-                self._devices[found] = device
-        lease.handles[device] = found
-        return found
+            self._devices[found] = device
+        kept = lease.handles.setdefault(device, found)
+        if kept != found:  # a signal handler has multiplied meanwhile
+            free.append(found)
+        return kept
 
     def give_back(self, lease: _Lease) -> None:
         """Leave the handles of a thread that ended to other threads."""
-        with self._lock:
-            if lease.generation == self.generation:
-                for device, found in lease.handles.items():
-                    self._free.setdefault(device, []).append(found)
+        if lease.generation == self.generation:
+            for device, found in lease.handles.items():
+                self._free.setdefault(device, []).append(found)
 
     def handles(self) -> tuple[int, ...]:
         """Return all handles, in the order in which they were made."""
-        with self._lock:
-            return tuple(self._devices)
+        return tuple(self._devices)
 
     def reset(self) -> None:
         """Destroy all handles; no thread may be using one."""
-        with self._lock:
-            self.generation += 1
-            devices = dict(self._devices)
-            self._free.clear()
-            self._devices.clear()
+        self.generation += 1
+        devices = dict(self._devices)
+        self._free.clear()
+        self._devices.clear()
         for found, device in devices.items():
             with runtime.on_device(device):
                 self._destroy(found)

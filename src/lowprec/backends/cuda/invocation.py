@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,9 +110,7 @@ class Invocation:
         self.alignment_bytes = alignment_bytes
         self.workspace_bytes = workspace_bytes
         self._describe = describe
-        self._lock = threading.Lock()
-        self._set: tuple[int, ...] | None = _pointers_of(operands)
-        self._varies = any(self._set)
+        self._varies = any(_pointers_of(operands))
         self._offsets = byte_offsets(call)
         self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
@@ -127,6 +124,8 @@ class Invocation:
             except BaseException:
                 self.descriptors.close()
                 raise
+        #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
+        self._idle = [(self.descriptors.operation, _pointers_of(operands))]
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
@@ -146,16 +145,19 @@ class Invocation:
         """Queue the product; alpha and beta are read before this returns."""
         try:
             if not self._varies:
-                self._queue(handle, stream, operands)
+                self._queue(handle, stream, operands, self.descriptors.operation)
                 return
-            # These pointers are part of the descriptor, which other threads use too; it is read before matmul returns.
-            with self._lock:
-                pointers = _pointers_of(operands)
-                if pointers != self._set:
-                    self._set = None  # what is set is not known while it changes
-                    _set_pointers(self.descriptors.operation, operands)
-                    self._set = pointers
-                self._queue(handle, stream, operands)
+            # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this
+            # call's own. If the call fails, the descriptor goes, and what is set in it need not be known.
+            pointers = _pointers_of(operands)
+            try:
+                operation, found = self._idle.pop()
+            except IndexError:
+                operation, found = _operation(self.call, operands), pointers
+            if found != pointers:
+                _set_pointers(operation, operands)
+            self._queue(handle, stream, operands, operation)
+            self._idle.append((operation, pointers))
         except LowprecError:
             raise
         except Exception as error:
@@ -188,17 +190,17 @@ class Invocation:
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
-    def _queue(self, handle: int, stream: int, operands: Operands) -> None:
+    def _queue(self, handle: int, stream: int, operands: Operands, operation: Descriptor) -> None:
         scale_dtype = self.call.scale_dtype
         alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
         algorithm, workspace_bytes, _ = self._chosen
         workspace = handles.workspace(handle, stream, workspace_bytes)
-        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
+        _, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul
         for first, second, c, d in self._offsets:
             matmul(
                 handle,
-                operation,
+                operation.pointer,
                 alpha.address,
                 operands.first + first,
                 first_layout,
@@ -228,21 +230,29 @@ class Invocation:
             wanted.close()
 
 
-def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
-    """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
+def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
+    """Return a descriptor of a call's operation, with its pointers set."""
     attributes = {
         "TRANSA": _OPERATIONS[call.op_first],
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
+    made = bindings.matmul_descriptor(
+        call.compute_type.value, call.scale_dtype.cuda_data_type, attributes
+    )
+    try:
+        _set_pointers(made, operands)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
+    """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
     made: list[Descriptor] = []
     try:
-        made.append(
-            bindings.matmul_descriptor(
-                call.compute_type.value, call.scale_dtype.cuda_data_type, attributes
-            )
-        )
-        _set_pointers(made[0], operands)
+        made.append(_operation(call, operands))
         # Without an addend D stands for C, which is then not read.
         for matrix in (call.first, call.second, call.c or call.d, call.d):
             made.append(_layout(matrix, call.batch_count))

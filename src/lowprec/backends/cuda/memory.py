@@ -19,7 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -81,10 +81,11 @@ class _Pool:
 
     def __init__(self, device: int) -> None:
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
-        self._lock = threading.Lock()
+        # A signal handler may come in the midst of a step, in the thread that holds the lock, and take a block too.
+        self._lock = threading.RLock()
         self._returned: deque[_Returned] = deque()
         # By stream and size; the one that was used last comes last.
-        self._unused: dict[tuple[int, int], list[int]] = {}
+        self._unused: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         self._unused_bytes = 0
         self._shared: list[_Returned] = []
         self._shared_bytes = 0
@@ -110,26 +111,23 @@ class _Pool:
     def _take(self, size: int, stream: int) -> int:
         """Return the address of an unused block, 0 if there is none."""
         key = (stream, size)
-        addresses = self._unused.pop(key, None)
-        if not addresses:
+        addresses = self._unused.get(key)
+        found = addresses.pop() if addresses else 0
+        if not found:
             return 0
         self._unused_bytes -= size
-        found = addresses.pop()
-        if addresses:
-            self._unused[key] = addresses
+        self._unused.move_to_end(key)
         return found
 
     def _put(self, block: _Returned) -> None:
         key = (block.stream, block.nbytes)
-        addresses = self._unused.pop(key, [])
-        addresses.append(block.address)
-        self._unused[key] = addresses
+        self._unused.setdefault(key, []).append(block.address)
         self._unused_bytes += block.nbytes
+        self._unused.move_to_end(key)
 
     def _collect(self) -> None:
         """Sort the blocks that died since the last call, and give back what is too much."""
-        while self._returned:
-            block = self._returned.popleft()
+        while block := self._returned.popleft() if self._returned else None:
             if block.shared:
                 self._shared.append(block)
                 self._shared_bytes += block.nbytes
@@ -141,22 +139,26 @@ class _Pool:
 
     def _reclaim(self) -> None:
         """Wait for the device, after which nobody uses the shared blocks."""
-        runtime.synchronize_device()
-        for block in self._shared:
+        # What is shared from here on is not what is waited for.
+        shared, self._shared, self._shared_bytes = self._shared, [], 0
+        try:
+            runtime.synchronize_device()
+        except BaseException:
+            self._shared += shared
+            raise
+        for block in shared:
             self._put(block)
-        self._shared.clear()
-        self._shared_bytes = 0
 
     def _trim(self, limit: int) -> None:
         """Free blocks, those first that were not used for longest, until no more than ``limit`` bytes are unused."""
-        while self._unused_bytes > limit:
-            key = next(iter(self._unused))
-            addresses = self._unused[key]
-            address = addresses.pop()
-            if not addresses:
-                del self._unused[key]
-            self._unused_bytes -= key[1]
-            runtime.free(address)
+        if self._unused_bytes <= limit:
+            return
+        # Count again: an interrupt may have come between a block and its bytes.
+        self._unused_bytes = sum(size * len(x) for (_, size), x in self._unused.items())
+        for key, addresses in list(self._unused.items()):
+            while self._unused_bytes > limit and (address := addresses.pop() if addresses else 0):
+                self._unused_bytes -= key[1]
+                runtime.free(address)
 
     def _new(self, size: int) -> int:
         try:
@@ -181,7 +183,9 @@ class _Pool:
     def own_stream(self) -> int:
         with self._lock:
             if self.stream is None:
-                self.stream = runtime.create_stream()
+                made = runtime.create_stream()
+                if self.stream is None:  # no signal handler was here meanwhile
+                    self.stream = made
             return self.stream
 
     def order(self, before: int, after: int) -> None:
@@ -230,11 +234,15 @@ class _Pool:
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
         with self._lock, runtime.relaxed_capture():
-            for queue in self._kept.values():
-                while queue and runtime.event_is_done(queue[0][0]):
-                    event, owners = queue.popleft()
-                    self._events.append(event)
-                    done.append(owners)
+            for queue in list(self._kept.values()):
+                while queue:
+                    first = queue[0]
+                    if not runtime.event_is_done(first[0]):
+                        break
+                    # A signal handler may have let go of it meanwhile.
+                    if queue and queue[0] is first and queue.popleft():
+                        self._events.append(first[0])
+                        done.append(first[1])
 
     def wait(self) -> None:
         """Wait for all work that needs something alive, and let go of it."""
@@ -256,17 +264,13 @@ class _Pool:
 
 #: By the runtime, which tests exchange, and the device.
 _pools: dict[tuple[Any, int], _Pool] = {}
-_lock = threading.Lock()
 
 
 def _pool(device: Device) -> _Pool:
     key = (libraries().runtime, device.index)
     found = _pools.get(key)
     if found is None:
-        with _lock:
-            found = _pools.get(key)
-            if found is None:
-                found = _pools[key] = _Pool(device.index)
+        found = _pools.setdefault(key, _Pool(device.index))
     return found
 
 
@@ -322,6 +326,11 @@ def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> 
     if nbytes:
         with runtime.on_device(device.index):
             runtime.copy_async(target, source, nbytes, stream)
+
+
+def hold(owners: Sequence[Any], device: Device) -> None:
+    """Hold objects that work is about to need: an interrupt may come between the work and :func:`keep`."""
+    _pool(device).held[id(owners)] = owners
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:

@@ -110,8 +110,8 @@ def on_device(index: int) -> Iterator[None]:
     if before == index:
         yield
         return
-    _call("cudaSetDevice", index)
     try:
+        _call("cudaSetDevice", index)
         yield
     finally:
         _put_back("cudaSetDevice", before)
