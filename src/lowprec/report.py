@@ -21,7 +21,7 @@ from lowprec.backends import backend_of
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
-from lowprec.policy.frameworks import disagreements, switch_rows
+from lowprec.policy.switch_report import disagreements, switch_rows
 
 #: Libraries that matter here: module, distributions that may bring it, what it is for.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (

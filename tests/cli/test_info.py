@@ -20,7 +20,7 @@ from lowprec.cli import main
 from lowprec.cli.machine import conditions
 from lowprec.planning import KernelRow
 from lowprec.policy import environment
-from lowprec.policy.frameworks import SwitchRow
+from lowprec.policy.switch_report import SwitchRow
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")

@@ -24,9 +24,9 @@ from lowprec.policy import (
     entries,
     environment,
     fp32_guard,
-    frameworks,
     get_math_mode,
     math_mode,
+    switch_report,
 )
 from lowprec.policy.protocol import Tier
 
@@ -611,7 +611,7 @@ def test_a_controller_can_be_taken_away(load: Load) -> None:
 @pytest.fixture
 def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
-    from lowprec.policy.library_switches import CupyController
+    from lowprec.policy.frameworks.cupy import CupyController
 
     state = SimpleNamespace(value=7, has_driver=True, written=[])
 
@@ -684,27 +684,27 @@ def test_a_variable_and_a_switch(
     said: str | None,
 ) -> None:
     cupy.value = value
-    assert frameworks.disagreements() == ()
+    assert switch_report.disagreements() == ()
     monkeypatch.setenv(variable, text)
-    told = frameworks.disagreements()
+    told = switch_report.disagreements()
     assert len(told) == (said is not None)
     assert said is None or said in told[0]
     assert cupy.written == []
 
 
 def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert frameworks.disagreements() == ()
+    assert switch_report.disagreements() == ()
     monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
-    assert "start the process with MLX_ENABLE_TF32=0" in frameworks.disagreements()[0]
+    assert "start the process with MLX_ENABLE_TF32=0" in switch_report.disagreements()[0]
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    assert frameworks.disagreements() == ()
+    assert switch_report.disagreements() == ()
 
 
 def test_every_switch_is_shown_and_none_that_cannot_be_read(load: Load) -> None:
     one, bad = load("one"), load("bad", tier=Tier.THREAD)
     load("absent", loaded=False)
     bad.fails["save"] = OSError("no driver")
-    rows = [(r.library, r.switch, r.value, r.tier, r.problem) for r in frameworks.switch_rows()]
+    rows = [(r.library, r.switch, r.value, r.tier, r.problem) for r in switch_report.switch_rows()]
     assert rows == [
         ("one", "products", "low", "process", None),
         ("one", "convolutions", "lower", "process", None),
@@ -721,7 +721,7 @@ def test_a_version_with_other_switches_is_told(cupy: SimpleNamespace) -> None:
 
 
 def test_a_pytorch_with_other_switches_is_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowprec.policy.torch_switches import TorchController
+    from lowprec.policy.frameworks.torch import TorchController
 
     module = ModuleType("torch")
     module._C = SimpleNamespace()  # type: ignore[attr-defined]

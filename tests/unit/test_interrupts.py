@@ -99,7 +99,9 @@ def check(libraries: Libraries) -> None:
     assert [library.values for library in libraries] == [lib.at_start for lib in libraries]
     assert entries.innermost.get().outer is None
     assert not entries.held
-    assert not any([*switches._process_stacks.values(), *switches._thread.stacks.values()])
+    # Those of other tests' libraries may have been set for the rest of the process.
+    stacks = (switches._process_stacks, switches._thread.stacks)
+    assert not any(held.get(library) for held in stacks for library in libraries)
     assert not switches._changing.locked()
     assert not switches._lock._is_owned()  # type: ignore[attr-defined]
     with math_mode("tf32", frameworks=True):

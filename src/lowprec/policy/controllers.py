@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from lowprec.policy.library_switches import (
-    CupyController,
-    JaxController,
-    PaddleController,
-    TensorFlowController,
-)
+from lowprec.policy.frameworks.cupy import CupyController
+from lowprec.policy.frameworks.jax import JaxController
+from lowprec.policy.frameworks.paddle import PaddleController
+from lowprec.policy.frameworks.tensorflow import TensorFlowController
+from lowprec.policy.frameworks.torch import TorchController
 from lowprec.policy.protocol import Controller
-from lowprec.policy.torch_switches import TorchController
-
-__all__ = [
-    "controllers",
-    "known_modules",
-    "loaded_controllers",
-    "register_controller",
-    "unregister_controller",
-]
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 

@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["decorated"]
-
 Scope = AbstractContextManager[Any]
 
 

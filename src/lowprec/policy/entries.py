@@ -19,8 +19,6 @@ from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode
 from lowprec.policy.switches import NOTHING, Block, release
 
-__all__ = ["Entry", "Exit", "Scope", "close_after_all", "held", "innermost"]
-
 
 class Scope(Protocol):
     """What an entry belongs to."""

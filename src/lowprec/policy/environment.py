@@ -19,23 +19,6 @@ from typing import Any, Generic, TypeVar
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
 
-__all__ = [
-    "VARIABLES",
-    "EnvironmentSnapshot",
-    "Variable",
-    "VariableRow",
-    "autotune",
-    "cache_directory",
-    "changed_since_snapshot",
-    "child_environment",
-    "numba_is_off",
-    "problems",
-    "refresh",
-    "rows",
-    "snapshot",
-    "thread_limit",
-]
-
 T = TypeVar("T")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
-__all__ = ["fp32_guard"]
-
 
 class fp32_guard(PolicyScope):
     """Keep float32 products at full FP32 or above, inside a ``with`` block or a decorated function.

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from lowprec.errors import UnsupportedError
 
-__all__ = ["attempt", "attempt_again", "comes_again", "in_words"]
-
 T = TypeVar("T")
 
 #: How often a step that fails is done again to hear the same words twice.

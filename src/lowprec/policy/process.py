@@ -19,8 +19,6 @@ from lowprec.policy.protocol import Controller, HasDefault, Tier
 from lowprec.policy.scopes import guarded_libraries
 from lowprec.policy.switches import FLOOR, Block, hold, release
 
-__all__ = ["changes", "set_library"]
-
 #: By library under the guard: the switches as it set them.
 _guarded: dict[Controller, Mapping[str, Any]] = {}
 

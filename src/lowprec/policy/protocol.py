@@ -12,8 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from lowprec.modes import MathMode
 
-__all__ = ["Controller", "HasDefault", "Tier"]
-
 
 @unique
 class Tier(str, Enum):

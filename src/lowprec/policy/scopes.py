@@ -22,8 +22,6 @@ from lowprec.policy.entries import Entry, Exit, close_after_all, held, innermost
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import FLOOR, hold
 
-__all__ = ["Frameworks", "LibraryStatus", "PolicyScope", "guarded_libraries"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
 

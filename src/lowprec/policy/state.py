@@ -15,16 +15,6 @@ from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
-__all__ = [
-    "FULL_FP32",
-    "finish",
-    "get_math_mode",
-    "math_mode",
-    "overriding_mode",
-    "resolve",
-    "set_math_mode",
-]
-
 #: What the guard lets pass. ``fp32_emulated`` is not among them: a bound as good as fp32's is a promise about the
 #: error, while the guard promises the arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC})

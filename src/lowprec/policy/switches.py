@@ -25,8 +25,6 @@ from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt_again, in_words
 from lowprec.policy.protocol import Controller, Tier
 
-__all__ = ["FLOOR", "NOTHING", "Block", "hold", "release"]
-
 #: Why a block did not lower a library's switches.
 FLOOR = "nothing lowers it while an fp32_guard is open"
 

@@ -22,8 +22,6 @@ from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt, comes_again
 from lowprec.policy.protocol import Tier
 
-__all__ = ["TorchController"]
-
 T = TypeVar("T")
 Pair = tuple[str, str]
 

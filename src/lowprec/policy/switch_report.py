@@ -11,8 +11,6 @@ from lowprec.policy import environment
 from lowprec.policy.controllers import loaded_controllers
 from lowprec.policy.interrupts import attempt, in_words
 
-__all__ = ["SwitchRow", "disagreements", "switch_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class SwitchRow:
