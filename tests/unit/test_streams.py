@@ -89,6 +89,10 @@ class Diary:
         assert device == GPU
         self.note("order", before, after)
 
+    def hold(self, owners: Any, device: Device) -> None:
+        assert device == GPU
+        assert "execute" not in {entry[0] for entry in self.entries}, "held too late"
+
     def keep(self, owners: Any, stream: int, device: Device) -> None:
         assert device == GPU
         self.note("keep", [repr(x) for x in owners], stream)
