@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import pkgutil
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -15,7 +15,8 @@ from lowprec.planning import Capabilities, GemmPlan
 @functools.cache
 def resolve(name: str) -> Any:
     """Return what a kernel's row names as ``"module:name"``; its module is imported with the first product."""
-    return pkgutil.resolve_name(name)
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Arguments(NamedTuple):
