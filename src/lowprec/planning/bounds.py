@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import expm1, frexp, inf, log1p, sqrt
+from typing import NamedTuple
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, row
@@ -127,8 +128,7 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
     return compute_dtype.format
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
+class _Sum(NamedTuple):
     """How an element is summed.
 
     ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
@@ -169,8 +169,7 @@ def _summation(
     return _Sum(accumulator, depth, terms, components)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounding:
+class _Rounding(NamedTuple):
     """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's.
 
     ``scaled_over`` is the length of the rows that were scaled before, 0 where none was.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from math import inf
+from typing import NamedTuple
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType, NumberFormat
@@ -98,8 +99,7 @@ class Capabilities:
         return cost
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
+class KernelChoice(NamedTuple):
     """A kernel, why the more welcome ones were passed over, and which one takes what it cannot treat."""
 
     kernel: KernelRow

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.planning.bounds import ErrorBound
-from lowprec.planning.calls import CublasLtCall
 from lowprec.planning.kernels import Capabilities, KernelRow
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
 
+if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+    from lowprec.planning.calls import CublasLtCall
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+
+class Copy(NamedTuple):
     """A copy that is made because of where or how an array lies."""
 
     operand: str  # "a", "b" or "out"
@@ -31,8 +32,7 @@ class Copy:
         return rendering.copy_reason(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A mode that ``rtol`` considered."""
 
     mode: MathMode
@@ -42,8 +42,7 @@ class Candidate:
     why: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """One matrix product of a plan's schedule: ``sum (+)= 2^exponent * a_part[:, k] @ b_part[k, :]``."""
 
     a_part: int  # part of the operand; 0 is the leading one

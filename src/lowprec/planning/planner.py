@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError, UnsupportedError
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.modes import MathMode, mode_names, row
 from lowprec.planning.advice import advise
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds, operand_format
-from lowprec.planning.calls import CublasLtCall
 from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
 from lowprec.planning.layout import (
     GemmLayout,
@@ -20,10 +20,12 @@ from lowprec.planning.layout import (
     gemm_layout,
     stacked_layout,
 )
-from lowprec.planning.lowering import lower
 from lowprec.planning.plan import Copy, GemmPlan, Product
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, Why
+
+if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+    from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
 
@@ -95,9 +97,17 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
             capability=capabilities.compute_capability,
         ),
     )  # fmt: skip
-    call = lower(plan) if kernel.is_cublaslt and plan.flops else None
+    call = _call(plan)
     copies = _copies_of_call(call) if kernel.is_cublaslt else _copies(plan)
     return replace(plan, call=call, copies=copies, advice=_advice(plan, call))
+
+
+def _call(plan: GemmPlan) -> CublasLtCall | None:
+    if not (plan.kernel_row.is_cublaslt and plan.flops):
+        return None
+    from lowprec.planning.lowering import lower
+
+    return lower(plan)
 
 
 def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:

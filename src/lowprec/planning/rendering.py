@@ -173,6 +173,8 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "__dataclass_fields__"):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, tuple | frozenset):
         return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, float) and not isfinite(value):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
@@ -292,8 +292,7 @@ def changed_since_snapshot() -> tuple[str, ...]:
     return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
 
 
-@dataclass(frozen=True, slots=True)
-class VariableRow:
+class VariableRow(NamedTuple):
     """What ``info()`` tells about one variable.
 
     Parameters
