@@ -20,7 +20,7 @@ from lowprec.policy.controllers import controllers, known_modules, loaded_contro
 from lowprec.policy.decorators import decorated
 from lowprec.policy.entries import Entry, Exit, close_after_all, held, innermost
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import FLOOR, hold
+from lowprec.policy.switches import hold
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
@@ -187,7 +187,9 @@ class PolicyScope:
             return
         verb = "does not protect" if mode is None else "does not reach"
         told = [
-            f"{name} ({why})" for name, why in sorted(entry.failures.items()) if why is not FLOOR
+            f"{name} ({why.reason})"
+            for name, why in sorted(entry.failures.items())
+            if not why.is_guarded
         ]
         if told:
             warnings.warn(f"{self!r} {verb} {'; '.join(told)}", LowprecWarning, stacklevel=3)
@@ -227,7 +229,7 @@ class PolicyScope:
         if entry is None:
             return False, "the block is not entered in this thread or task"
         if name in entry.failures:
-            return False, entry.failures[name]
+            return False, entry.failures[name].reason
         if name not in entry.layers:
             return False, "imported inside the block; the next entry finds it"
         if not entry.is_open:
