@@ -60,6 +60,17 @@ def on(machine: str) -> Iterator[None]:
             executors.forget()
 
 
+@contextmanager
+def with_rows(*rows: KernelRow) -> Iterator[None]:
+    """Run on a CPU that has these kernels and no others."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _pretend(monkeypatch, Capabilities("cpu", "a CPU of these rows", rows))
+        try:
+            yield
+        finally:
+            executors.forget()
+
+
 def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
     monkeypatch.setattr(cpu, "capabilities", lambda device: able)
     # Executors are kept without the capabilities, which do not change while a process lives.

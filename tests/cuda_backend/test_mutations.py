@@ -33,9 +33,10 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import executors
+from lowprec import executors, modes
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
+from lowprec.modes import MathMode
 from lowprec.planning import lowering, planner
 from lowprec.planning.calls import CublasLtCall
 
@@ -238,3 +239,28 @@ def test_a_mistake_in_the_call(software: Gpu, monkeypatch: pytest.MonkeyPatch, n
 def test_a_mistake_elsewhere(software: Gpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ELSEWHERE[name](monkeypatch)
     assert noticed(software)
+
+
+# -- one source of facts --------------------------------------------------------------------------
+
+
+def test_the_plan_and_the_descriptor_follow_the_mode_row(
+    software: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = invocation.bindings.matmul_descriptor
+
+    def recorded(compute_type: int, *rest: Any) -> Any:
+        made.append(compute_type)
+        return make(compute_type, *rest)
+
+    monkeypatch.setattr(invocation.bindings, "matmul_descriptor", recorded)
+    a, b = software.put(draw(0, 16, 16)), software.put(draw(1, 16, 16))
+    for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
+        row = replace(modes.row(MathMode.TF32), compute_type=compute_type)
+        monkeypatch.setitem(modes._ROWS, MathMode.TF32, row)
+        executors.forget()
+        made.clear()
+        lowprec.matmul(a, b, math_mode="tf32")
+        assert lowprec.plan(a, b, math_mode="tf32").compute_type.startswith(compute_type.name)
+        assert set(made) == {compute_type.value}
