@@ -37,7 +37,7 @@ from lowprec import executors, modes
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import lowering, planner
+from lowprec.planning import lowering
 from lowprec.planning.calls import CublasLtCall
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -163,8 +163,8 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 
 
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    lower = planner.lower
-    monkeypatch.setattr(planner, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
+    lower = lowering.lower
+    monkeypatch.setattr(lowering, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
 
 
 def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
