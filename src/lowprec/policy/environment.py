@@ -284,14 +284,6 @@ def refresh() -> None:
     _taken.clear()
 
 
-def changed_since_snapshot() -> tuple[str, ...]:
-    """Return the names of the variables that were read once and hold another text now."""
-    taken = _taken.get(None)
-    if taken is None:
-        return ()
-    return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
-
-
 class VariableRow(NamedTuple):
     """What ``info()`` tells about one variable.
 
