@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
     from lowprec import linalg
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
+    from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.explain import plan
     from lowprec.profiling import profile
     from lowprec.report import info
@@ -59,16 +60,20 @@ __all__ = [
     "autotune",
     "check",
     "cublas_handle",
+    "einsum",
     "fp32_guard",
     "get_math_mode",
     "info",
     "linalg",
+    "linear",
     "math_mode",
     "matmul",
     "plan",
     "profile",
     "register_controller",
     "set_math_mode",
+    "tensordot",
+    "vecdot",
 ]
 
 
@@ -77,10 +82,14 @@ _LAZY = {
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
+    "einsum": "lowprec.contractions",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",
+    "linear": "lowprec.contractions",
     "plan": "lowprec.explain",
     "profile": "lowprec.profiling",
+    "tensordot": "lowprec.contractions",
+    "vecdot": "lowprec.contractions",
 }
 
 

@@ -30,16 +30,20 @@ NAMES = [
     "autotune",
     "check",
     "cublas_handle",
+    "einsum",
     "fp32_guard",
     "get_math_mode",
     "info",
     "linalg",
+    "linear",
     "math_mode",
     "matmul",
     "plan",
     "profile",
     "register_controller",
     "set_math_mode",
+    "tensordot",
+    "vecdot",
 ]
 
 CALLABLES = [name for name in NAMES if name[0].islower() or name in ("DLPackArray", "ShapeDtype")]
