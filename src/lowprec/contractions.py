@@ -71,7 +71,7 @@ def tensordot(
     shape = tuple(a.shape[i] for i in free_a) + tuple(b.shape[i] for i in free_b)
     k = prod(a.shape[i] for i in summed_a)
     left = xp.arranged(a, (*free_a, *summed_a), (prod(a.shape[i] for i in free_a), k))
-    right = namespace_of(b).arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
+    right = yp.arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
     product = matmul(left, right, out_dtype=out_dtype, math_mode=math_mode, rtol=rtol)
     return xp.reshaped(product, shape)
 
