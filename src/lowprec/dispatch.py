@@ -6,11 +6,14 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.backends.execution import resolve
+from lowprec.errors import ElsewhereError, UnsupportedError
 from lowprec.executors import look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
@@ -91,13 +94,24 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
-    library = library_of(a)
-    x = library.view(a)
-    y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-    if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
-        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    try:
+        library = library_of(a)
+        x = library.view(a)
+        y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
+        if not (
+            factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
+        ):
+            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    except ElsewhereError as elsewhere:
+        given = {
+            "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
+            "math_mode": math_mode, "rtol": rtol, "scale_a": scale_a, "scale_b": scale_b,
+        }  # fmt: skip
+        if not factors:
+            given |= {"alpha": alpha, "beta": beta}
+        return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
     if rtol is None:
         resolved = policy.resolve(math_mode)
     else:
@@ -118,6 +132,18 @@ def matmul(
         arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
+
+
+def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
+    """Multiply on the road of an operand's own library, with the arguments that were given."""
+    road = resolve(found.road)
+    takes = inspect.signature(road).parameters
+    lacking = sorted(given.keys() - takes.keys())
+    if lacking:
+        raise UnsupportedError(
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
+        )
+    return road(a, b, **given)
 
 
 def _out_of_place(
