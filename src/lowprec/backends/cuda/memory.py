@@ -321,6 +321,12 @@ def order(before: int, after: int, device: Device) -> None:
         pool.order(before, after)
 
 
+def synchronize(stream: int, device: Device) -> None:
+    """Wait on the host for what a stream holds now."""
+    with runtime.on_device(device.index), runtime.relaxed_capture():
+        runtime.synchronize_stream(stream)
+
+
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
     """Copy bytes between two addresses of the device, in the order of a stream."""
     if nbytes:
