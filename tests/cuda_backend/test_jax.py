@@ -5,9 +5,13 @@ JAX is a stand-in on the software CUDA. Its streams are untold and late, and mem
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -147,3 +151,69 @@ def test_other_refusals_of_an_export_are_not_taken_for_a_missing_stream(
     a = jax.asarray(A)
     with pytest.raises(lowprec.ArrayError, match="INTERNAL: the device was lost"):
         lowprec.matmul(a, a)
+
+
+# -- operands are let go of -----------------------------------------------------------------------
+
+
+def test_an_operand_is_held_until_somebody_looks(jax: Jax, software: SoftwareGpu) -> None:
+    """What the test below sees is the thread's doing: without it, work that is done holds its operand."""
+    a = jax.asarray(A)
+    lowprec.matmul(a, a)
+    software.software.drain()
+    assert a.buffer.is_held
+    assert not jax.donate(a)
+
+
+@pytest.mark.usefixtures("waiting_thread")
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -> None:
+    a = jax.asarray(A, device=device)
+    found = lowprec.matmul(a, a, math_mode="bf16")
+    assert a.buffer.free.wait(60)  # only a failure takes this long
+    assert jax.donate(a)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_an_operand_that_nobody_else_has_goes_without_another_call(
+    jax: Jax, software: SoftwareGpu
+) -> None:
+    gone = threading.Event()
+    a = jax.asarray(A)
+    weakref.finalize(a.buffer, gone.set)
+    found = lowprec.matmul(a, a)
+    del a
+    assert gone.wait(60)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu) -> None:
+    failing = software.failing_call("cudaEventQuery")
+    with failing as failure:
+        a = jax.asarray(A)
+        with contextlib.suppress(
+            lowprec.BackendError
+        ):  # whoever asks first, the thread or the call itself
+            lowprec.matmul(a, a)
+    assert failure.happened
+    b = jax.asarray(B)
+    found = lowprec.matmul(b, b)
+    assert b.buffer.free.wait(60)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(B, B))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_threads_multiply_while_it_looks(jax: Jax) -> None:
+    def work(number: int) -> bool:
+        right = True
+        x, y = jax.asarray(A + number), jax.asarray(B)
+        true = oracles.product(A + number, B)
+        for mode in MODES * 3:
+            found = lowprec.matmul(x, y, math_mode=mode)
+            right &= np.array_equal(jax.asnumpy(found), true)
+        return bool(right)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

@@ -7,6 +7,7 @@ capsule holds cannot be donated. Source: ``jax.dlpack`` and the array class of J
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,7 @@ class _Device:
         return _Buffer(self, memory, None)
 
     def compute(self, function: Any, operands: list[_Buffer], result: _Buffer) -> None:
-        """Queue the writing of a result. What is queued holds no memory: the order of the stream is what protects it."""
+        """Queue the writing of a result. What is queued holds no memory: the order of the stream protects it."""
         runtime, target = self.jax.runtime, result.unheld()
         after = [x.ready for x in operands if x.ready is not None]
 
@@ -158,6 +159,7 @@ class _Buffer:
         self.memory = memory
         self.ready = ready
         self.holds: list[None] = []
+        self.free = threading.Event()  # set when the last of those goes who held it
 
     @property
     def is_held(self) -> bool:
@@ -181,9 +183,13 @@ class _Hold:
     def __init__(self, buffer: _Buffer) -> None:
         self._buffer = buffer
         buffer.holds.append(None)
+        buffer.free.clear()
 
     def __del__(self) -> None:
-        self._buffer.holds.pop()
+        buffer = self._buffer
+        buffer.holds.pop()
+        if not buffer.holds:
+            buffer.free.set()
 
 
 class _Deleted:
