@@ -91,7 +91,7 @@ class Compiler:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warn_once.cache_clear()
+    disk._warned.clear()
     return tmp_path / "cache"
 
 
