@@ -117,7 +117,8 @@ def matmul(
     else:
         check_devices(request.views(x, y))
         problem = request.problem(spec_of(x), spec_of(y))
-        resolved, _ = mode_within(rtol, math_mode, problem, x.device)
+        able = backend_of(x.device).capabilities(x.device)
+        resolved, _ = mode_within(rtol, math_mode, problem, able)
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
-from lowprec.backends import backend_of
+from lowprec.backends import backend_of, predicted
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
 from lowprec.request import Request, bind, check_devices, check_scalars, spec_of, view_of
@@ -32,6 +32,7 @@ def plan(
     rtol: float | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
+    device: str | None = None,
 ) -> GemmPlan:
     """Return what ``matmul`` with the same arguments would run, and why; nothing is computed.
 
@@ -41,6 +42,10 @@ def plan(
         As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.
+    device : str, optional
+        An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
+        plan is then that of arrays with these shapes and strides in its memory, by what is published of it, wherever
+        they lie; neither a driver nor a CUDA library is needed.
 
     Returns
     -------
@@ -50,7 +55,7 @@ def plan(
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``.
+        The same errors as ``matmul``. DeviceError for a ``device`` that is not known; the message lists the others.
 
     Examples
     --------
@@ -59,6 +64,8 @@ def plan(
     >>> made = lowprec.plan(a, a, math_mode="bf16")
     >>> made.a_becomes.split(",")[0], made.resolved.source.value
     ('bfloat16', 'math_mode= argument')
+    >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
+    'NVIDIA H200 SXM'
     """
     x, y = view_of(a, describing=True), view_of(b, describing=True)
     request = bind(
@@ -66,7 +73,8 @@ def plan(
     )
     views = request.views(x, y)
     check_devices(views)
-    device = next((view.device for view in views.values() if not view.is_description), CPU)
+    place = next((view.device for view in views.values() if not view.is_description), CPU)
+    able = backend_of(place).capabilities(place) if device is None else predicted(device)
     staged = request.needs_staging(x, y)
     if staged:
         request = request._replace(out=None)
@@ -75,8 +83,8 @@ def plan(
     if rtol is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved, candidates = mode_within(rtol, math_mode, problem, device)
-    made = plan_gemm(problem, backend_of(device).capabilities(device), resolved.mode)
+        resolved, candidates = mode_within(rtol, math_mode, problem, able)
+    made = plan_gemm(problem, able, resolved.mode)
     check_scalars(request, made.compute_dtype)
     copies = [
         Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
@@ -86,13 +94,13 @@ def plan(
     if staged:
         nbytes = prod(made.out_shape) * made.out_dtype.itemsize
         copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
-    described = any(view.is_description for view in views.values())
+    is_there = device is None and not any(view.is_description for view in views.values())
     return dataclasses.replace(
         made,
         resolved=resolved,
         candidates=candidates,
         copies=(*made.copies, *copies),
-        algorithm=() if described or device.is_host else _algorithm(made, x, y, request),
+        algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
     )
 
 

@@ -351,12 +351,16 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
   device        cpu: a CPU with AMX
   mode          tf32, from with math_mode(...)
   because       with math_mode('tf32') is the innermost scope.
-  a becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2 bfloat16 parts
-  b becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2 bfloat16 parts
+  a becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2
+                bfloat16 parts
+  b becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2
+                bfloat16 parts
   products      4, each operand in 2 parts
-  kernel        amx_bf16_pair: bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts
+  kernel        amx_bf16_pair: bfloat16 tile units (AMX), on the exact sum of
+                two bfloat16 parts
   compute type  COMPUTE_32F_FAST_TF32
-  fallback      an Inf or NaN in an operand: FP32 units with the same rounded operands
+  fallback      an Inf or NaN in an operand: FP32 units with the same rounded
+                operands
   layout        m 4096, n 256, k 1001, the batch as rows of one product
     a           row-major, leading dimension 1001, op N
     b           col-major, leading dimension 1001, op T
@@ -365,21 +369,22 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
   copies        none
   work          2.1 Gflop, 21.6 MB moved, 97.1 flop/B
   error         at most 0.000985 |A| |B| (Frobenius norms)
-  because       (1 + 2^-11)^2 (1 + gamma_145) - 1; gamma_d = d u / (1 - d u), u = 2^-24
-  underflow     2^-126 per element of an operand, 2^-126 per product (units that count subnormals as
-                zero)
+  because       (1 + 2^-11)^2 (1 + gamma_145) - 1; gamma_d = d u / (1 - d u), u
+                = 2^-24
+  underflow     2^-126 per element of an operand, 2^-126 per product (units that
+                count subnormals as zero)
   provided      no partial sum beyond float32's range
   advice        k = 1001 is odd: pad"""
 
 
 @pytest.mark.parametrize("capabilities", [BARE, MKL, AMX])
 @pytest.mark.parametrize("dtype", ON_CPUS)
-def test_no_line_of_a_table_is_wider_than_100(dtype, capabilities):
+def test_no_line_of_a_table_is_wider_than_80(dtype, capabilities):
     for mode in available_modes():
         made = plan(
             GemmProblem(array(dtype, 3, 5, 7), array(dtype, 2, 1, 7, 9)), mode, capabilities
         )
-        assert max(map(len, str(made).splitlines())) <= 100
+        assert max(map(len, str(made).splitlines())) <= 80
 
 
 def test_a_device_without_a_kernel_for_the_numbers_says_so():

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lowprec.errors import LowprecError
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
+from lowprec.planning.gpus import MODELS, model_names, parse_capability, parse_model
 
 T = TypeVar("T")
 
@@ -48,6 +49,15 @@ def dtype(text: str) -> DType:
         return dtype_from_name(text)
     except LowprecError as error:
         similar = did_you_mean(text, map(str, OPERAND_DTYPES))
+        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
+
+
+def device(text: str) -> str:
+    """Read the name of a GPU, which need not be there."""
+    try:
+        return parse_model(text).key if parse_capability(text) is None else text
+    except LowprecError as error:
+        similar = did_you_mean(text, [model.key for model in MODELS])
         raise argparse.ArgumentTypeError(f"{error}{similar}") from None
 
 
@@ -131,6 +141,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--out-dtype": {"type": dtype, "help": "element type of the result"},
     "--seed": {"type": _seed, "default": 0, "help": "of the random operands (default: 0)"},
+    "--device": {
+        "type": device,
+        "metavar": "GPU",
+        "help": f"plan for an NVIDIA GPU that need not be here: {model_names()}",
+    },
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }
 

@@ -85,6 +85,13 @@ class Capabilities:
     compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
     workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
+    bytes_per_second: float = 0.0  # of its memory, where it is known
+    source: str = ""  # of the figures, where the device was not asked and its plans are predictions
+
+    @property
+    def predicted(self) -> bool:
+        """Whether these are the figures of a model that need not be there."""
+        return bool(self.source)
 
     @property
     def has_float8(self) -> bool:

@@ -13,8 +13,9 @@ from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
 
-if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+if TYPE_CHECKING:  # what only cuBLASLt, or who prints a plan, needs is imported then
     from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.roofline import Roofline
 
 
 class Copy(NamedTuple):
@@ -152,6 +153,13 @@ class GemmPlan:
     def arithmetic_intensity(self) -> float:
         """Flops per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """The least time that the device's peak rate and bandwidth allow; None where they are not known."""
+        from lowprec.planning.roofline import roofline  # only who prints a plan needs it
+
+        return roofline(self)
 
     # In words, for people and for JSON.
 

@@ -15,12 +15,19 @@ from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
     from lowprec.formats import ComputeType, DType, NumberFormat
+    from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
+    from lowprec.planning.roofline import Roofline
 
-WIDTH = 100
+WIDTH = 80
 
 Row = tuple[str, str]
+
+_PREDICTION = (
+    "no device was asked, so the algorithm and its units are not known; "
+    "peak rate and bandwidth by the {source}"
+)
 
 
 def to_text(plan: GemmPlan) -> str:
@@ -47,6 +54,8 @@ def title(plan: GemmPlan) -> str:
 def _rows(plan: GemmPlan) -> Iterator[Row]:
     """Yield the table's rows in the order of the questions: which mode, what runs, at what cost, how exact."""
     yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
+    if plan.capabilities.predicted:
+        yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
     yield from _mode_rows(plan)
     yield "a becomes", plan.a_becomes
     yield "b becomes", plan.b_becomes
@@ -64,11 +73,30 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "copy", f"{copy.operand}, {_quantity(copy.nbytes, 'B')}: {copy.reason}"
     flops, moved = _quantity(plan.flops, "flop"), _quantity(plan.bytes_moved, "B")
     yield "work", f"{flops}, {moved} moved, {plan.arithmetic_intensity:.3g} flop/B"
+    if plan.roofline:
+        yield "roofline", _roofline(plan.roofline, plan.capabilities)
     yield from _bound_rows(plan)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
     for advice in plan.advice:
         yield "advice", str(advice)
+
+
+def _roofline(found: Roofline, able: Capabilities) -> str:
+    """Return the least time and what it is made of."""
+    rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
+    return (
+        f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
+        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} beside it "
+        f"({_quantity(able.bytes_per_second, 'B')}/s){rewriting}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
@@ -164,7 +192,15 @@ def to_dict(plan: GemmPlan) -> dict[str, Any]:
     A bound that is infinite becomes None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
-    derived = ("kernel", *WORDS, "fallbacks", "parts", "products", "arithmetic_intensity")
+    derived = (
+        "kernel",
+        *WORDS,
+        "fallbacks",
+        "parts",
+        "products",
+        "arithmetic_intensity",
+        "roofline",
+    )
     return {**result, **{name: _plain(getattr(plan, name)) for name in derived}}
 
 

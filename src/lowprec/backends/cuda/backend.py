@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from math import prod
 
@@ -11,8 +10,8 @@ from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, 
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
-from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
     AlgorithmTiming,
     Arguments,
@@ -25,41 +24,10 @@ from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
 
-#: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
-_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
-_LARGE_SINCE = (9, 0)
-
-#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100 and H100; (capability from
-#: which it holds, flops per byte), the newest first.
-_FLOPS_PER_BYTE = (((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
-
-#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100).
-_FLOPS_PER_CLOCK: dict[tuple[int, int], dict[str, int]] = {
-    (7, 0): {"float32": 128, "float64": 64, "float16": 1024},
-    (8, 0): {"float32": 128, "float64": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float32": 256, "float64": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
-}  # fmt: skip
-
 
 def capabilities(device: Device) -> Capabilities:
     """Return what a GPU can do. Looked up once per device."""
-    return _capabilities(runtime.properties(device.index))
-
-
-@functools.lru_cache(maxsize=64)
-def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
-    intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
-    clock = found.multiprocessors * found.clock_khz * 1e3
-    peak = _FLOPS_PER_CLOCK.get(found.capability, {}) if clock else {}
-    return Capabilities(
-        device=f"cuda:{found.index}",
-        name=found.name,
-        kernels=KERNELS,
-        flops_per_byte=intensity,
-        compute_capability=found.capability,
-        workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
-        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in peak.items()),
-    )
+    return present(runtime.properties(device.index))
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -157,7 +125,7 @@ def reset() -> None:
     timing.release()
     memory.release()
     autotune.forget()
-    _capabilities.cache_clear()
+    present.cache_clear()
 
 
 def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
