@@ -32,10 +32,11 @@ from lowprec.policy import (
 from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
-    from lowprec import linalg
+    from lowprec import emulation, linalg
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.explain import plan
+    from lowprec.policy.emulation import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -59,6 +60,8 @@ __all__ = [
     "autotune",
     "check",
     "cublas_handle",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",
@@ -77,6 +80,8 @@ _LAZY = {
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
+    "emulate": "lowprec.policy.emulation",
+    "emulation": "lowprec.emulation",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",
     "plan": "lowprec.explain",

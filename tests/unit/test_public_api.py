@@ -30,6 +30,8 @@ NAMES = [
     "autotune",
     "check",
     "cublas_handle",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",
