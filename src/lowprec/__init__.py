@@ -32,11 +32,12 @@ from lowprec.policy import (
 from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
-    from lowprec import linalg
+    from lowprec import emulation, linalg
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.explain import plan
+    from lowprec.policy.emulation import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -61,6 +62,8 @@ __all__ = [
     "check",
     "cublas_handle",
     "einsum",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",
@@ -83,6 +86,8 @@ _LAZY = {
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
     "einsum": "lowprec.contractions",
+    "emulate": "lowprec.policy.emulation",
+    "emulation": "lowprec.emulation",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",
     "linear": "lowprec.contractions",

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import TYPE_CHECKING
 
 from lowprec import formats
 from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 
 @unique
@@ -168,6 +172,7 @@ class ResolvedMode:
     #: ``fp32``), or what an argument asked for that was overruled.
     requested: MathMode | None = None
     reasons: tuple[str, ...] = ()  # the story in full sentences, for people
+    emulates: Architecture | None = None  # whose tensor cores the CPU imitates
 
 
 #: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses

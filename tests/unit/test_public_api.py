@@ -31,6 +31,8 @@ NAMES = [
     "check",
     "cublas_handle",
     "einsum",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.tensor_cores import tensor_cores_multiply
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 #: Stands for a format where integers are multiplied.
 INT8 = "int8"
@@ -60,6 +63,7 @@ class KernelRow:
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
+    emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch

@@ -94,7 +94,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         advice=(),
         bound=error_bound(
             mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=a_exact, b_exact=b_exact,
-            capability=capabilities.compute_capability,
+            capability=kernel.emulates.capability if kernel.emulates else capabilities.compute_capability,
         ),
     )  # fmt: skip
     call = _call(plan)

@@ -14,6 +14,7 @@ from lowprec.planning.reasons import Reason
 from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
     from lowprec.formats import ComputeType, DType, NumberFormat
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
@@ -110,6 +111,17 @@ def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
             yield "because", reason
     if plan.note:
         yield "note", plan.note
+    if resolved and resolved.emulates:
+        yield "emulates", _emulates(plan, resolved.emulates)
+
+
+def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
+    if plan.kernel_row.emulates:
+        return f"{architecture.label}'s tensor cores"
+    return (
+        f"nothing here: {architecture.label}'s tensor cores are imitated on the CPU, for the float16, bfloat16 and "
+        "tf32 numbers that they multiply"
+    )
 
 
 def _products(plan: GemmPlan) -> str:
