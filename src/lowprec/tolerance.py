@@ -7,20 +7,25 @@ from lowprec.arrays import Device
 from lowprec.backends import backend_of
 from lowprec.errors import ModeError
 from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
-from lowprec.planning import Candidate, GemmProblem, check_rtol, select_mode
+from lowprec.planning import Bound, Candidate, GemmProblem, check_bound, check_rtol, select_mode
 
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 
 def mode_within(
-    rtol: float, math_mode: str | MathMode | None, problem: GemmProblem, device: Device
+    rtol: float,
+    math_mode: str | MathMode | None,
+    problem: GemmProblem,
+    device: Device,
+    bound: str = Bound.GUARANTEED,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
 
     Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is the mode that they impose, and none was considered.
-    Raises ModeError if both arguments are given, ``rtol`` is no tolerance, or no mode meets it.
+    Raises ModeError if both arguments are given, ``rtol`` is no tolerance or ``bound``
+    no bound, or no mode meets it.
     """
-    rtol = check_rtol(rtol)
+    rtol, measure = check_rtol(rtol), check_bound(bound)
     if math_mode is not None:
         raise ModeError(
             f"rtol={rtol} and math_mode={str(parse_mode(math_mode))!r} exclude each other; pass one of them"
@@ -30,5 +35,5 @@ def mode_within(
         return imposed, ()
     excluded = _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
     capabilities = backend_of(device).capabilities(device)
-    selection = select_mode(problem, capabilities, rtol, excluded)
+    selection = select_mode(problem, capabilities, rtol, excluded, measure)
     return policy.finish(selection.mode, ModeSource.RTOL), selection.candidates
