@@ -31,6 +31,8 @@ def matmul(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
 ) -> Any:
@@ -60,7 +62,13 @@ def matmul(
     math_mode : str or MathMode, optional
         How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
     rtol : float, optional
-        Choose the cheapest mode whose guaranteed bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+        Choose the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+    bound : {"guaranteed", "probable"}, optional
+        Which bound ``rtol`` is about. The probable one holds with a probability of 0.999, where rounding errors have a
+        mean of zero, and grows with the square root of the inner dimension.
+    k_chunk : int, optional
+        For experts: sum the (leading) product in pieces of the inner dimension of this length. By default the plan
+        chooses: where tensor cores cut what they sum, as long a piece as keeps their error within that of FP32.
     scale_a, scale_b : number or array of one float32, optional
         Factors of FP8 operands, which their values were divided by when they were rounded.
 
@@ -78,7 +86,7 @@ def matmul(
     DeviceError
         The arrays lie on different devices, or on one that no backend serves.
     ModeError
-        There is no such mode, or no mode meets ``rtol``.
+        There is no such mode or bound, or no mode meets ``rtol``.
     UnsupportedError
         The combination is legal but cannot be served here.
 
@@ -96,14 +104,17 @@ def matmul(
     y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-    if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
-        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
-    if rtol is None:
+    if not (
+        factors
+        and out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
+    ):
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+    if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
         check_devices(request.views(x, y))
         problem = request.problem(spec_of(x), spec_of(y))
-        resolved, _ = mode_within(rtol, math_mode, problem, x.device)
+        resolved, _ = mode_within(rtol, math_mode, problem, x.device, bound)
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:

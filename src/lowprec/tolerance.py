@@ -13,11 +13,11 @@ _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 
 def mode_within(
-    rtol: float,
+    rtol: float | None,
     math_mode: str | MathMode | None,
     problem: GemmProblem,
     device: Device,
-    bound: str = Bound.GUARANTEED,
+    bound: str | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
 
@@ -25,7 +25,10 @@ def mode_within(
     Raises ModeError if both arguments are given, ``rtol`` is no tolerance or ``bound``
     no bound, or no mode meets it.
     """
-    rtol, measure = check_rtol(rtol), check_bound(bound)
+    measure = Bound.GUARANTEED if bound is None else check_bound(bound)
+    if rtol is None:
+        raise ModeError(f"bound={str(measure)!r} says what rtol= is about; pass rtol=, too")
+    rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
             f"rtol={rtol} and math_mode={str(parse_mode(math_mode))!r} exclude each other; pass one of them"
