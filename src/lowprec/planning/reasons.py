@@ -26,6 +26,7 @@ class Why(Enum):
     NOT_FINITE_IN_TWO_PARTS = (
         "an Inf or NaN in an operand: FP32 units with the same rounded operands"
     )
+    NOT_FINITE_IN_PARTS = "an element that comes out NaN or infinite is computed again, in FP32"
 
     # Why an operand is rewritten, or copied.
     OTHER_DTYPE = "{dtype} becomes {data}"

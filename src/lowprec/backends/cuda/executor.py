@@ -249,7 +249,7 @@ class _LoweredPlan:
         a += first * call.first.dtype.itemsize
         b += second * call.second.dtype.itemsize
         if call.staged:
-            factor, kept = 2.0**product.exponent, float(product.accumulates)
+            factor, kept = product.factor, float(product.accumulates)
             return call, Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0

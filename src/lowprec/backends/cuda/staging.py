@@ -58,7 +58,7 @@ class Staging:
     def _fill(self) -> None:
         call, layout, arguments = self._call, self._plan.layout, self._arguments
         if call is None:
-            dtype = self._plan.compute_dtype.accumulator
+            dtype = self._plan.accumulator
             self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
             return
         a, a_exponents = self._packed(arguments.a, layout.a, call.pack_a)
@@ -134,7 +134,7 @@ def packings(plan: GemmPlan, stack: MatrixStack, pack: Pack) -> Iterator[Packing
             pack.scaled,
             pack.complex_as,
             part,
-            row(plan.mode).part_exponent if part else 0,
+            row(plan.scheme).part_exponent if part else 0,
         )
 
 
@@ -145,7 +145,7 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
     if problem.has_beta and problem.c is not None:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
         assert c is not None, "the plan collapsed a batch that c cannot follow"
-    product_dtype = plan.compute_dtype.accumulator
+    product_dtype = plan.accumulator
     leading = call.d.leading_dimension if call else layout.n
     if call and product_dtype.is_complex and not call.d.dtype.is_complex:
         leading //= 2
