@@ -19,8 +19,10 @@ from lowprec.planning import Capabilities, KernelRow
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
 BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
-MKL = Capabilities("cpu", "a CPU with MKL", CPU_KERNELS, frozenset({"mkl"}))
-AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"mkl", "amx_bf16", "amx_int8"}))
+OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
+AMX = Capabilities(
+    "cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"})
+)
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:

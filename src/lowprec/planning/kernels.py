@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, unique
+<<<<<<< HEAD
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
+=======
+>>>>>>> openblas
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT64, DType, NumberFormat
@@ -72,7 +75,6 @@ class KernelRow:
     minimum_k: int = 0
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
-    maximum_extent: float = inf  # of m, n, k and leading dimensions
 
     def __str__(self) -> str:
         return self.name
@@ -182,9 +184,6 @@ def _unsupported_reason(
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    leading = [operand.leading_dimension or 0 for operand in (layout.a, layout.b, layout.out)]
-    if max(m, n, k, *leading) > row.maximum_extent:
-        return Reason.of(Why.TOO_LARGE_FOR_32_BITS, units=row.units)
     elements = m * k + k * n + m * n
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:

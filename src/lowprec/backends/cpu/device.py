@@ -10,7 +10,7 @@ from lowprec.arrays import Device
 from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.mkl import mkl
+from lowprec.backends.cpu.openblas import openblas
 from lowprec.planning import Capabilities
 from lowprec.policy.emulation import emulated
 
@@ -42,6 +42,6 @@ def features() -> frozenset[str]:
     found = {
         "amx_bf16": amx.is_available(),
         "amx_int8": amx.is_available(),
-        "mkl": mkl() is not None,
+        "openblas": openblas() is not None,
     }
     return frozenset(name for name, present in found.items() if present)
