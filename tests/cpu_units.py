@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, is_available
 
 #: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
 NO_AMX = "this machine has no AMX units (or no numba to reach them)"
 MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
-needs_amx = pytest.mark.skipif(not amx.is_available(), reason=NO_AMX)
+needs_amx = pytest.mark.skipif(not is_available(AMX_BF16), reason=NO_AMX)
 
 _ASKED = """
 import sys, torch

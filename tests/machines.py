@@ -11,7 +11,7 @@ import pytest
 import software_tiles
 from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
@@ -52,7 +52,7 @@ def on(machine: str) -> Iterator[None]:
                 replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
             )
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
-            monkeypatch.setattr(amx, "gemm", software_tiles.gemm)
+            monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
         try:
             yield

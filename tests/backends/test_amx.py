@@ -20,7 +20,7 @@ import pytest
 
 from cpu_units import needs_amx
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import packed_gemm
 
 pytestmark = needs_amx
 

@@ -22,8 +22,9 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
-from lowprec.backends.cpu.amx import job
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import job
+from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
 needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
@@ -185,9 +186,9 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         inside.pop()
         return 0
 
-    kernels = amx._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = amx._Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
-    for error in interrupts.interrupted(lambda: amx._run(kernels, cut, {}, 2), opcodes=True):
+    kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
+    cut = packed_gemm._Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
+    for error in interrupts.interrupted(lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True):
         assert type(error) is interrupts.Interrupt
         assert inside == clashes == []
 
@@ -379,7 +380,7 @@ def expired_limits() -> int:
     "call",
     [
         pytest.param(mkl.mkl.__wrapped__, id="mkl"),
-        pytest.param(amx.obstacle.__wrapped__, id="amx"),
+        pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads"),
         pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),

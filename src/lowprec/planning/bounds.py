@@ -13,6 +13,10 @@ where u_a and u_b round the operands and u_out the result. The absolute term is 
 products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
 bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 
+*Vector units for bfloat16* (the same manual, VDPBF16PS): each instruction adds two products to an element. Whether one
+after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
+even number. Subnormal inputs and results count as zero here, too.
+
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
 to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
 
@@ -163,6 +167,9 @@ def _summation(
         instructions = components * products * -(-k // TILE_K)
         depth = _TILE_DEPTH + instructions + components - 1 if k else 0
         return _Sum(accumulator, depth, products * terms, components, flushes=True)
+    if kernel.summation is Summation.PAIRS:
+        depth = components * 2 * -(-k // 2) + components - 1 if k else 0
+        return _Sum(accumulator, depth, terms, components, flushes=True)
     depth = terms
     if kernel.summation is Summation.TENSOR_CORES and capability and accumulator is FLOAT32:
         depth = roundings(terms, fmt.name, capability)

@@ -31,6 +31,7 @@ class Summation(Enum):
 
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
+    PAIRS = "bfloat16 vector instructions, pairs of products"
     TENSOR_CORES = "tensor cores"
 
 
@@ -42,6 +43,7 @@ class KernelRow:
     units: str  # what it runs on, for people
     executor: str  # function from a plan to its executor, as "module:function"
     blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
+    micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # what to say where the device has it not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from lowprec.arrays import Device
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.mkl import mkl
@@ -25,8 +25,7 @@ def _capabilities() -> Capabilities:
 def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
-        "amx_bf16": amx.is_available(),
-        "amx_int8": amx.is_available(),
+        **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
         "mkl": mkl() is not None,
     }
     return frozenset(name for name, present in found.items() if present)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import cpuinfo, mkl, threads
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 
@@ -20,11 +20,12 @@ _X86_64 = ("x86_64", "AMD64")
 
 def info() -> dict[str, Any]:
     """Return the CPU, NumPy's BLAS, MKL's version (None where it cannot be opened), and what the machine lacks."""
-    obstacle, library = amx.obstacle(), mkl.mkl()
+    no_tiles, library = obstacle(AMX_BF16), mkl.mkl()
     warnings = []
-    if obstacle:
+    if no_tiles:
+        modes = "modes" if obstacle(AVX512_BF16) else "modes other than bf16"
         warnings.append(
-            f"{obstacle}: modes round the operands and multiply in FP32, which is not faster than fp32"
+            f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32"
         )
     if library is None and platform.machine() in _X86_64:
         warnings.append(

@@ -77,3 +77,8 @@ KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
 
 RELU, GELU = 1, 2
 ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
+
+#: Arguments of a micro-kernel, and the cache lines of the next piece of B that it prefetches in each step: a strip
+#: within eight calls.
+MICRO_ARITY = 6
+PREFETCH_LINES = 4
