@@ -11,8 +11,8 @@ import pytest
 import software_tiles
 from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
+from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 

@@ -1,4 +1,4 @@
-"""The contract of ``packed_gemm.gemm`` in NumPy, so that what leads to the tile kernels runs on machines without tile units."""
+"""The contract of ``packed_gemm.gemm`` in NumPy, so that what leads to it runs on machines without tile units."""
 
 from __future__ import annotations
 

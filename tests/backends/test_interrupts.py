@@ -22,8 +22,7 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
-from lowprec.backends.cpu.packed import job
-from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed import job, packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
@@ -133,8 +132,8 @@ def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
-#: Through MKL's panels, where it is installed; rounding shared by the threads.
-@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+#: Through MKL's panels, where it is installed; rounding shared by the threads; through the macro-kernel.
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
 def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b, want = operands(400)
@@ -187,8 +186,12 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         return 0
 
     kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = packed_gemm._Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
-    for error in interrupts.interrupted(lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True):
+    cut = packed_gemm._Cut(
+        (), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0
+    )
+    for error in interrupts.interrupted(
+        lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True
+    ):
         assert type(error) is interrupts.Interrupt
         assert inside == clashes == []
 

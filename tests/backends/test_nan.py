@@ -238,9 +238,8 @@ def test_packing_loses_no_nan(
 def test_writing_a_block_loses_no_nan(
     dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
 ) -> None:
-    from lowprec.backends.cpu.packed import epilogue, native
+    from lowprec.backends.cpu.packed import epilogue, native, packed_gemm
     from lowprec.backends.cpu.packed import job as J
-    from lowprec.backends.cpu.packed import packed_gemm
 
     block = oracles.random_matrix(rng, (32, 32), np.float32)
     nans = oracles.nans(np.float32)

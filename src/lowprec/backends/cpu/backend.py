@@ -62,7 +62,7 @@ def stopwatch(arguments: Arguments) -> None:
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return whether this thread's last product ran on tile units, or vector units for its numbers; where a part of it fell back, it did not."""
+    """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
     by_units = isinstance(execute, functools.partial) and execute.func is packed.execute
     return ExecutionInfo(by_units and not packed.fell_back())
 

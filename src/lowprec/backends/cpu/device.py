@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 from lowprec.arrays import Device
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.mkl import mkl
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.planning import Capabilities
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import cpuinfo, mkl, threads
-from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 
 _BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
 _X86_64 = ("x86_64", "AMD64")

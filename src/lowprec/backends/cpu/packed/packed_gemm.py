@@ -45,6 +45,7 @@ from lowprec.formats import dtype_from_name
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.packing import Scheme
 
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A matrix in memory.
@@ -70,7 +71,6 @@ class Operand:
 # Strides that are a power of two put the same line of every strip into one set of the caches.
 _STRIP_PAD = 192
 _STREAM_BYTES = 1 << 20  # a larger result is written past the caches
-_SMALL = 1 << 27  # products of parts below which waking a thread costs what it brings
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -131,7 +131,15 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _cut(
-    m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, block_bytes: int, inner_bytes: int, workers: int
+    m: int,
+    n: int,
+    k: int,
+    step: int,
+    parts_a: int,
+    parts_b: int,
+    block_bytes: int,
+    inner_bytes: int,
+    workers: int,
 ) -> _Cut:
     from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
 
@@ -355,7 +363,7 @@ def gemm(
         c = _transposed(c) if c is not None else None
         kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     products = m * n * k * kernels.parts_a * kernels.parts_b
-    workers = 1 if products < _SMALL else threads.num_threads()
+    workers = 1 if products < micro_kernel.shared_from else threads.num_threads()
     shift = _shift(m, n, out)
     cut = _cut(
         m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b,

@@ -41,6 +41,8 @@ class MicroKernel:
         Packed A of a task: half of the second-level cache.
     inner_bytes : int
         A piece of a strip of B that stays in the first-level cache.
+    shared_from : int
+        Products of numbers from which waking a thread costs less than it brings.
     has_tiles : bool
         Whether tiles are to be configured, which the system must permit.
     offset_a : int
@@ -55,6 +57,7 @@ class MicroKernel:
     parts: int = 1
     block_bytes: int = 1 << 20
     inner_bytes: int = 32 << 10
+    shared_from: int = 1 << 27
     has_tiles: bool = False
     offset_a: int = 0
 
@@ -76,6 +79,7 @@ AVX512_BF16 = MicroKernel(
     f"{_HERE}.avx512_bf16:micro_kernel",
     block_bytes=512 << 10,
     inner_bytes=16 << 10,
+    shared_from=1 << 25,
 )
 AVX512_VNNI = MicroKernel(
     "avx512_vnni",
@@ -85,6 +89,7 @@ AVX512_VNNI = MicroKernel(
     f"{_HERE}.avx512_vnni:micro_kernel",
     block_bytes=512 << 10,
     inner_bytes=16 << 10,
+    shared_from=1 << 26,
     offset_a=128,
 )
 

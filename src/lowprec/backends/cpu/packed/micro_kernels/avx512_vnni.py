@@ -16,7 +16,7 @@ def micro_kernel(parts_a: int, parts_b: int) -> int:
     """Address of the micro-kernel for operands in one part."""
     fingerprint = FINGERPRINT
 
-    def micro(a, b, acc, steps, add, following):  # type: ignore[no-untyped-def]
+    def micro(a, b, acc, steps, add, following):
         _micro(a, b, acc, steps, add, following)
         return fingerprint & 0
 

@@ -115,8 +115,8 @@ def micro_kernel_intrinsic(multiply: str, *, offset: int = 0) -> Any:
     text = micro_kernel_text(multiply, offset=offset)
 
     @intrinsic
-    def micro(typing_context, a, b, acc, steps, add, following):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def micro(typing_context, a, b, acc, steps, add, following):
+        def generate(context, builder, signature, args):
             emit(builder, text, args)
             return context.get_dummy_value()
 
