@@ -21,6 +21,9 @@ ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERN
 BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
 MKL = Capabilities("cpu", "a CPU with MKL", CPU_KERNELS, frozenset({"mkl"}))
 AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"mkl", "amx_bf16", "amx_int8"}))
+AVX512 = Capabilities(
+    "cpu", "a CPU with AVX-512", CPU_KERNELS, frozenset({"mkl", "avx512_bf16", "avx512_vnni"})
+)
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:

@@ -21,7 +21,7 @@ from lowprec.planning import (
     plan_gemm,
 )
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import AMX, BARE, MKL, ROWS, gpu
+from machines import AMX, AVX512, BARE, MKL, ROWS, gpu
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
@@ -43,31 +43,36 @@ def plan(p: GemmProblem, mode: MathMode = MathMode.FP32, capabilities: Capabilit
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mode", "bare", "mkl", "amx"),
+    ("dtype", "mode", "bare", "mkl", "avx512", "amx"),
     [
-        (F64, MathMode.FP32, "numpy", "mkl", "mkl"),
-        (F32, MathMode.FP32, "numpy", "mkl", "mkl"),
-        (F32, MathMode.FP32_PEDANTIC, "numpy", "mkl", "mkl"),
-        (F32, MathMode.TF32, "numpy", "mkl", "amx_bf16_pair"),
-        (F32, MathMode.FP16, "numpy", "mkl", "amx_bf16_pair"),
-        (F32, MathMode.BF16, "numpy", "mkl", "amx_bf16"),
-        (C64, MathMode.FP32, "numpy", "mkl", "mkl"),
-        (C64, MathMode.BF16, "numpy", "mkl", "amx_bf16"),
-        (C128, MathMode.BF16, "numpy", "mkl", "mkl"),
-        (F16, MathMode.FP32, "numpy", "mkl", "amx_bf16_pair"),
-        (BF16, MathMode.FP32, "numpy", "mkl", "amx_bf16"),
-        (I8, MathMode.FP32, "numpy", "mkl", "amx_int8"),
+        (F64, MathMode.FP32, "numpy", "mkl", "mkl", "mkl"),
+        (F32, MathMode.FP32, "numpy", "mkl", "mkl", "mkl"),
+        (F32, MathMode.FP32_PEDANTIC, "numpy", "mkl", "mkl", "mkl"),
+        (F32, MathMode.TF32, "numpy", "mkl", "mkl", "amx_bf16_pair"),
+        (F32, MathMode.FP16, "numpy", "mkl", "mkl", "amx_bf16_pair"),
+        (F32, MathMode.BF16, "numpy", "mkl", "avx512_bf16", "amx_bf16"),
+        (C64, MathMode.FP32, "numpy", "mkl", "mkl", "mkl"),
+        (C64, MathMode.BF16, "numpy", "mkl", "avx512_bf16", "amx_bf16"),
+        (C128, MathMode.BF16, "numpy", "mkl", "mkl", "mkl"),
+        (F16, MathMode.FP32, "numpy", "mkl", "mkl", "amx_bf16_pair"),
+        (BF16, MathMode.FP32, "numpy", "mkl", "avx512_bf16", "amx_bf16"),
+        (I8, MathMode.FP32, "numpy", "mkl", "avx512_vnni", "amx_int8"),
     ],
 )
-def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, mkl, amx):
+def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, mkl, avx512, amx):
     p = problem(dtype)
-    assert [plan(p, mode, c).kernel for c in (BARE, MKL, AMX)] == [bare, mkl, amx]
+    assert [plan(p, mode, c).kernel for c in (BARE, MKL, AVX512, AMX)] == [
+        bare,
+        mkl,
+        avx512,
+        amx,
+    ]
 
 
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     small = plan(problem(F32, size=32), MathMode.BF16, AMX)
     assert small.kernel == "mkl"
-    assert "amx_bf16 pays from 20,000 elements of a, b and the result, here are 3,072" in (
+    assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (
         small.kernel_reason
     )
     row = dataclasses.replace(ROWS["amx_bf16"], minimum_elements=0)

@@ -12,9 +12,12 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import fp32_units
 from lowprec.backends.cpu.packed import executor as packed
+from lowprec.backends.cpu.packed import launch
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
+
+_BY_UNITS = (packed.execute, launch.execute)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -63,8 +66,8 @@ def stopwatch(arguments: Arguments) -> None:
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
-    by_units = isinstance(execute, functools.partial) and execute.func is packed.execute
-    return ExecutionInfo(by_units and not packed.fell_back())
+    by_units = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    return ExecutionInfo(by_units and not (plan.fallback and packed.fell_back()))
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:

@@ -24,7 +24,7 @@ _TILES = KernelRow(
     reads_any_strides=True,
     single_product=True,
     # Below these, most of what the kernel does is padding.
-    minimum_elements=20_000,
+    minimum_elements=8_000,
     minimum_elements_complex=100_000,
     minimum_k=16,
     minimum_extent_complex=64,
@@ -49,6 +49,8 @@ AMX_BF16_PAIR = replace(
     units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
     formats=frozenset({"tf32", "float16"}),
     cost_per_flop=0.35,
+    # These take the long way to the kernel, since it may decline.
+    minimum_elements=20_000,
     parts=2,
     fallback=Why.NOT_FINITE_IN_TWO_PARTS,
 )
@@ -75,6 +77,8 @@ AVX512_BF16 = replace(
     requires="avx512_bf16",
     missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
+    minimum_elements=0,
+    minimum_k=0,
     cost_per_flop=0.48,
     summation=Summation.PAIRS,
 )

@@ -16,9 +16,9 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import fp32_units, threads
-from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed import launch, packed_gemm
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
-from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
@@ -32,7 +32,26 @@ _last = threading.local()
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
+    found = _launch(plan)
+    if found is not None:
+        return functools.partial(launch.execute, found)
     return functools.partial(execute, plan)
+
+
+def _launch(plan: GemmPlan) -> launch.Launch | None:
+    """Return what runs small products and batches of them in one call, None where that is not to be."""
+    problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
+    in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
+    if (
+        problem.has_epilogue
+        or plan.fallback
+        or not in_compute_dtype
+        or plan.compute_dtype.is_complex
+    ):
+        return None
+    if not is_available(micro_kernel):  # something stands in for it
+        return None
+    return launch.launch_of(micro_kernel, layout, _ROUNDINGS[fp32_units.rounding_format(plan)])
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:

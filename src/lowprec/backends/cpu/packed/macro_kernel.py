@@ -37,6 +37,7 @@ from lowprec.backends.cpu.packed.native import (
     inline_asm,
     load,
     pause,
+    store,
     yield_cpu,
 )
 
@@ -225,6 +226,46 @@ def _task(job, index, scratch):
             return 1
         _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch)
     return 0
+
+
+@njit
+def _copy_job(source, target):
+    for i in range(J.WORDS):
+        store(target + 8 * i, load(source + 8 * i, "i64"), "i64")
+
+
+@cache
+def batch_kernel() -> int:
+    """Address of what runs the macro-kernel for each product of a batch.
+
+    Its arguments, `MACRO_ARITY` integers: address of the batch, address of this thread's memory: its copy of the job in
+    the first 4096 bytes, then packed B, then scratch.
+    """
+    fingerprint = FINGERPRINT
+
+    def drive_all(batch, memory):
+        count, packed_b = _field(batch, J.BATCH_COUNT), memory + 4096
+        scratch, drive = memory + _field(batch, J.BATCH_SCRATCH), _field(batch, J.BATCH_DRIVE)
+        field_a = 8 * _field(batch, J.BATCH_FIELD_A)
+        field_b = 8 * _field(batch, J.BATCH_FIELD_B)
+        before = 0  # B of the product before, which is packed already
+        while True:
+            index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
+            if index >= count:
+                break
+            addresses = _field(batch, J.BATCH_TABLE) + 24 * index
+            _copy_job(_field(batch, J.BATCH_JOB), memory)
+            store(memory + field_a, _field(addresses, 0), "i64")
+            store(memory + field_b, _field(addresses, 1), "i64")
+            store(memory + 8 * J.OUT, _field(addresses, 2), "i64")
+            store(memory + 8 * J.B_PACKED, packed_b, "i64")
+            if _field(memory, J.B) == before:
+                store(memory + 8 * J.PACK_TASKS, 0, "i64")
+            before = _field(memory, J.B)
+            call(drive, (memory, scratch))
+        return fingerprint & 0
+
+    return compile_kernel(drive_all, MACRO_ARITY)
 
 
 @cache

@@ -33,7 +33,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
@@ -253,6 +253,14 @@ def _operand_fields(
     }
 
 
+def _array_fields(a: Operand, b: Operand, out: Operand) -> dict[int, int]:
+    return {
+        **_operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE),
+        **_operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE),
+        **_operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE),
+    }
+
+
 def _epilogue_fields(
     alpha: float,
     beta: float,
@@ -281,14 +289,24 @@ def _transposed(operand: Operand) -> Operand:
     return Operand(operand.address, operand.dtype, operand.col_stride, operand.row_stride)
 
 
+def _writes_columns(out: Operand) -> bool:
+    """Whether the columns of the result are contiguous; then the transposed product writes whole rows."""
+    return out.row_stride == 1 and out.col_stride != 1
+
+
+def _job(fields: dict[int, int]) -> Any:
+    job = (ctypes.c_int64 * J.WORDS)()
+    for index, value in fields.items():
+        job[index] = value
+    return job
+
+
 def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> bool:
     """Pack B into borrowed memory and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
     with buffers.borrow(cut.packed_b_bytes) as packed_b:
         fields[J.B_PACKED] = packed_b
-        job = (ctypes.c_int64 * J.WORDS)()
-        for index, value in fields.items():
-            job[index] = value
+        job = _job(fields)
         address = ctypes.addressof(job)
 
         def work() -> None:
@@ -297,6 +315,52 @@ def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> 
 
         threads.run(work, workers)
         return not job[J.NOT_FINITE]
+
+
+class SingleThreadJob(NamedTuple):
+    """A product for one thread, made once, and run at other addresses with each call."""
+
+    job: Any
+    transposed: bool
+    drive: Callable[[int, int], int]
+    packed_b_bytes: int
+    scratch_bytes: int
+
+
+def single_thread_job(
+    micro_kernel: MicroKernel,
+    m: int,
+    n: int,
+    k: int,
+    a: Operand,
+    b: Operand,
+    out: Operand,
+    *,
+    rounding: str,
+) -> SingleThreadJob | None:
+    """Return the job of ``out = a @ b`` as `gemm` would run it in one thread; None if it would use several.
+
+    The addresses of the operands count for nothing. `transposed`: they go into the fields of one another.
+    """
+    if m * n * k >= micro_kernel.shared_from:
+        return None
+    transposed = _writes_columns(out)
+    if transposed:
+        a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
+    if m * n * dtype_from_name(out.dtype).itemsize > _STREAM_BYTES:
+        return None
+    kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
+    cut = _cut(
+        m, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
+        micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
+    )  # fmt: skip
+    fields = dict(kernels.fields + cut.fields)
+    fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS]}
+    fields |= _array_fields(a, b, out)
+    fields |= _epilogue_fields(1.0, 0.0, None, None, False, None)
+    return SingleThreadJob(
+        _job(fields), transposed, kernels.drive, cut.packed_b_bytes, cut.scratch_bytes
+    )
 
 
 def gemm(
@@ -356,9 +420,8 @@ def gemm(
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     if beta == 0:
         c = None
-    along_rows = out.row_stride == 1 and out.col_stride != 1
+    along_rows = _writes_columns(out)
     if along_rows:
-        # The transposed product writes whole rows.
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
         c = _transposed(c) if c is not None else None
         kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
@@ -371,9 +434,7 @@ def gemm(
     )  # fmt: skip
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.SHIFT: shift or 0, J.STREAM: int(shift is not None)}
-    fields |= _operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE)
-    fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
-    fields |= _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
+    fields |= _array_fields(a, b, out)
     fields |= _epilogue_fields(alpha, beta, c, bias, along_rows, activation)
     if out.dtype == "int32" and not fields[J.PLAIN]:
         raise ValueError("int8 products take no alpha, beta, bias or activation")
