@@ -21,7 +21,7 @@ from lowprec.planning import (
     plan_gemm,
 )
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import AMX, BARE, OPENBLAS, ROWS, gpu
+from machines import AMX, AVX512, BARE, OPENBLAS, ROWS, gpu
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
@@ -43,31 +43,32 @@ def plan(p: GemmProblem, mode: MathMode = MathMode.FP32, capabilities: Capabilit
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mode", "bare", "openblas", "amx"),
+    ("dtype", "mode", "bare", "openblas", "avx512", "amx"),
     [
-        (F64, MathMode.FP32, "numpy", "openblas", "openblas"),
-        (F32, MathMode.FP32, "numpy", "openblas", "openblas"),
-        (F32, MathMode.FP32_PEDANTIC, "numpy", "openblas", "openblas"),
-        (F32, MathMode.TF32, "numpy", "openblas", "amx_bf16_pair"),
-        (F32, MathMode.FP16, "numpy", "openblas", "amx_bf16_pair"),
-        (F32, MathMode.BF16, "numpy", "openblas", "amx_bf16"),
-        (C64, MathMode.FP32, "numpy", "openblas", "openblas"),
-        (C64, MathMode.BF16, "numpy", "openblas", "amx_bf16"),
-        (C128, MathMode.BF16, "numpy", "openblas", "openblas"),
-        (F16, MathMode.FP32, "numpy", "openblas", "amx_bf16_pair"),
-        (BF16, MathMode.FP32, "numpy", "openblas", "amx_bf16"),
-        (I8, MathMode.FP32, "numpy", "openblas", "amx_int8"),
+        (F64, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
+        (F32, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
+        (F32, MathMode.FP32_PEDANTIC, "numpy", "openblas", "openblas", "openblas"),
+        (F32, MathMode.TF32, "numpy", "openblas", "openblas", "amx_bf16_pair"),
+        (F32, MathMode.FP16, "numpy", "openblas", "openblas", "amx_bf16_pair"),
+        (F32, MathMode.BF16, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
+        (C64, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
+        (C64, MathMode.BF16, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
+        (C128, MathMode.BF16, "numpy", "openblas", "openblas", "openblas"),
+        (F16, MathMode.FP32, "numpy", "openblas", "openblas", "amx_bf16_pair"),
+        (BF16, MathMode.FP32, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
+        (I8, MathMode.FP32, "numpy", "openblas", "avx512_vnni", "amx_int8"),
     ],
 )
-def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas, amx):
+def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas, avx512, amx):
     p = problem(dtype)
-    assert [plan(p, mode, c).kernel for c in (BARE, OPENBLAS, AMX)] == [bare, openblas, amx]
+    found = [plan(p, mode, c).kernel for c in (BARE, OPENBLAS, AVX512, AMX)]
+    assert found == [bare, openblas, avx512, amx]
 
 
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     small = plan(problem(F32, size=32), MathMode.BF16, AMX)
     assert small.kernel == "openblas"
-    assert "amx_bf16 pays from 20,000 elements of a, b and the result, here are 3,072" in (
+    assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (
         small.kernel_reason
     )
     row = dataclasses.replace(ROWS["amx_bf16"], minimum_elements=0)

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, unique
-<<<<<<< HEAD
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
-=======
->>>>>>> openblas
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT64, DType, NumberFormat
@@ -38,6 +34,7 @@ class Summation(Enum):
 
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
+    PAIRS = "bfloat16 vector instructions, pairs of products"
     TENSOR_CORES = "tensor cores"
 
 
@@ -49,6 +46,7 @@ class KernelRow:
     units: str  # what it runs on, for people
     executor: str  # function from a plan to its executor, as "module:function"
     blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
+    micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # what to say where the device has it not
