@@ -41,6 +41,19 @@ def test_where_no_mode_is_faster_fp32_runs():
     assert select_mode(square(DType.FLOAT32), BARE, 1.0).mode is MathMode.FP32
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), (7, 5), (8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("n", [64, 1024, 16384])
+def test_modes_that_the_tensor_cores_do_not_multiply_are_no_cheaper_than_fp32(capability, n):
+    """Volta's and Turing's multiply float16 of the floating types, and nothing else."""
+    selection = select_mode(square(DType.FLOAT32, n), gpu(capability), 0.1)
+    costs = {c.mode: c.cost for c in selection.candidates}
+    for mode in (MathMode.TF32, MathMode.BF16):
+        assert (costs[mode] < costs[MathMode.FP32]) is (capability >= (8, 0))
+    assert selection.mode in (
+        {MathMode.TF32, MathMode.BF16} if capability >= (8, 0) else {MathMode.FP16, MathMode.FP32}
+    )
+
+
 def test_a_narrow_product_is_not_worth_rounding():
     a = OperandSpec.contiguous(DType.FLOAT32, (8, 4096))
     b = OperandSpec.contiguous(DType.FLOAT32, (4096, 4096))
