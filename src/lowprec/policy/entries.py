@@ -112,6 +112,9 @@ _ATTEMPTS = 9
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[Entry, None] = {}
 
+#: Told of every change of the scopes in a thread; ``lowprec.torch`` sets it.
+changed: Callable[..., None] | None = None
+
 #: Of the last ``__exit__`` that was looked up. A ``with`` statement does that right before it enters.
 prepared: Entry | None = None
 
@@ -140,6 +143,8 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
         outer = entry.outer
         if outer is not None and innermost.get() is entry and entry.layers is NOTHING:
             innermost.set(outer)  # in short what _close does
+            if changed is not None:
+                changed()
             entry.is_open = False
             entry.statement = None
             return
@@ -192,6 +197,8 @@ def _close(entry: Entry) -> list[str]:
         )
     else:
         innermost.set(rest)
+        if changed is not None:
+            changed()
     if entry in held:
         told += release(entry)
         held.pop(entry, None)

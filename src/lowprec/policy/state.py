@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
-from lowprec.policy import environment
+from lowprec.policy import entries, environment
 from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
@@ -105,6 +105,8 @@ def set_math_mode(name: str | MathMode | None) -> None:
     """
     global _process_mode
     _process_mode = None if name is None else parse_mode(name)
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 def get_math_mode() -> MathMode:
