@@ -1,5 +1,6 @@
-"""``matmul`` and ``linear`` for PyTorch: a short way for plain tensors, an ``autograd.Function`` under ``torch.func``,
-the operator in graphs and modes.
+"""``matmul`` and ``linear`` for PyTorch.
+
+Plain tensors take a short way, ``torch.func`` an ``autograd.Function``, graphs and modes the operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
+_innermost = torch._C._functorch.peek_interpreter_stack
 _JVP = torch._C._functorch.TransformType.Jvp
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 _ACTIVATIONS = {
     "relu": torch.nn.functional.relu,
@@ -159,7 +162,7 @@ def _product(
                 recorded: Tensor = _Plain.apply(a, b, *rest)
                 return recorded
             return _multiply(a, b, mode, alpha, out_dtype)
-    elif not _transforms():
+    elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         seen: Tensor = OPERATOR(a, b, *rest)
         return seen
     transformed: Tensor = _Transformed.apply(a, b, *rest)
