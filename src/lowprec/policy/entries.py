@@ -143,10 +143,10 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
         outer = entry.outer
         if outer is not None and innermost.get() is entry and entry.layers is NOTHING:
             innermost.set(outer)  # in short what _close does
-            if changed is not None:
-                changed()
             entry.is_open = False
             entry.statement = None
+            if changed is not None:
+                changed()
             return
         if not entry.is_open:  # looked up for its own sake: guard.__exit__()
             entry = innermost.get().of(scope) or _entered_elsewhere(scope)
@@ -197,11 +197,11 @@ def _close(entry: Entry) -> list[str]:
         )
     else:
         innermost.set(rest)
-        if changed is not None:
-            changed()
     if entry in held:
         told += release(entry)
         held.pop(entry, None)
     entry.is_open = False
     entry.statement = None
+    if changed is not None:
+        changed()
     return told

@@ -8,9 +8,11 @@ the note may be another task's: the operator asks the scopes again when it runs.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from contextvars import Context
 
 from lowprec import policy
+from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import entries
 
 
@@ -22,7 +24,7 @@ class _Thread(threading.local):
 
 thread = _Thread()
 #: Outside of all scopes.
-default: str = policy.resolve().mode.value
+default: str = "fp32"
 
 
 def mode() -> str:
@@ -32,10 +34,11 @@ def mode() -> str:
 
 def _note(whole_process: bool = False) -> None:
     global default
-    if whole_process:
-        default = Context().run(policy.resolve).mode.value
-    inside = entries.innermost.get().outer is not None
-    thread.mode = policy.resolve().mode.value if inside else ""
+    with suppress(EnvironmentVariableError):  # the product will raise it
+        if whole_process:
+            default = Context().run(policy.resolve).mode.value
+        inside = entries.innermost.get().outer is not None
+        thread.mode = policy.resolve().mode.value if inside else ""
 
 
 entries.changed = _note
