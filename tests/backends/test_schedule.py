@@ -19,7 +19,7 @@ import schedules
 def test_every_pair_of_parts_is_multiplied_and_summed(machine, mode, dtype):
     x, summed = schedules.TWO_PARTS[mode]
     a, b = (schedules.constant(x, *shape).astype(dtype) for shape in ((40, 8), (8, 30)))
-    with machines.on(machine), schedules.available(mode):
+    with machines.on(machine):
         found = lowprec.matmul(a, b, math_mode=mode)
         assert len(lowprec.plan(a, b, math_mode=mode).schedule) == mode_products(mode)
     # 8 products of numbers with at most 21 bits: exact in float32.
@@ -36,8 +36,7 @@ def test_what_a_format_holds_has_one_part():
 
     mode = lowprec.modes.MathMode.BF16X3
     wide, narrow = np.ones((4, 4), np.float32), np.ones((4, 4), ml_dtypes.bfloat16)
-    with schedules.available(mode):
-        schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
+    schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
     assert [(p.a_part, p.b_part, p.accumulates) for p in schedule] == [(1, 0, False), (0, 0, True)]
 
 

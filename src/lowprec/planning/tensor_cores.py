@@ -29,7 +29,9 @@ class Accumulation(NamedTuple):
     #: Exponent to which terms are aligned at least. None is needed on Volta: with a term that is not zero, float16
     #: products and an FP32 accumulator do not get below -126.
     least_exponent: int
-    instruction_k: int  # products of an element that one instruction adds: one or two groups, in order
+    instruction_k: (
+        int  # products of an element that one instruction adds: one or two groups, in order
+    )
     result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
 
 
@@ -57,6 +59,19 @@ _MODELS: dict[str, tuple[_Model, ...]] = {
     "float64": (((8, 0), None),),
     "int8": (((7, 2), None),),
 }
+
+
+#: FP64 in units of FP32, by capability: data sheets of V100, A100, H100 and B200. Other GPUs have next to no FP64.
+_FLOAT64_COSTS = {(6, 0): 2.0, (7, 0): 2.0, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 2.0}
+_FLOAT64_COST_ELSEWHERE = 64.0
+_FLOAT64_COST_OF_A_CPU = 2.0
+
+
+def float64_cost(capability: Capability | None) -> float:
+    """Return what a flop in FP64 costs in units of FP32 on a GPU, or on a CPU (None)."""
+    if capability is None:
+        return _FLOAT64_COST_OF_A_CPU
+    return _FLOAT64_COSTS.get(capability, _FLOAT64_COST_ELSEWHERE)
 
 
 def first_capability(fmt: str) -> Capability | None:

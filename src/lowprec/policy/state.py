@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: What the guard lets pass. ``fp32_emulated`` is not among them: a bound as good as fp32's is a promise about the
 #: error, while the guard promises the arithmetic.
-FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC})
+FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
 
