@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 import lowprec
+import lowprec.planning
 from interrupting import at_every_step
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
+from lowprec.backends.cpu.emulation import arithmetic
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
+from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.emulation import emulated
 from oracles import bfloat16
 
@@ -130,7 +133,7 @@ def test_the_rest_stays_as_it_is(dtype: Any, mode: str, rng: np.random.Generator
         assert identical(lowprec.matmul(a, b, math_mode=mode), expected)
         plan = lowprec.plan(a, b, math_mode=mode)
     assert plan.kernel_row.emulates is None
-    assert "nothing here: Hopper's tensor cores" in str(plan)
+    assert "nothing here: Hopper's tensor cores" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16"])
@@ -152,13 +155,46 @@ def test_errors_are_within_the_bound_of_the_architecture(
             found = lowprec.matmul(a, b, out_dtype="float32")
             plan = lowprec.plan(a, b, out_dtype="float32")
         x, y = a.astype(np.float64), b.astype(np.float64)
-        bound = plan.bound.relative * (np.abs(x) @ np.abs(y)) + plan.bound.result_absolute
-        bound += plan.bound.operand_absolute * (np.abs(x).sum(1)[:, None] + np.abs(y).sum(0))
+        bound = guaranteed(plan, x, y)
         error = np.abs(found - x @ y)
         assert (error <= bound).all()
         if draw == rng.random:
             # Rounding toward zero adds up on positive data: far above what rounding to nearest would give.
             assert (error > bound / 100).any()
+
+
+def guaranteed(plan: lowprec.planning.GemmPlan, x: Any, y: Any) -> Any:
+    """Return the bound of a plan for operands in float64, element by element."""
+    bound, k = plan.bound, x.shape[-1]
+    sums = np.abs(x).sum(1)[:, None] + np.abs(y).sum(0) + k * bound.operand_absolute
+    absolute = bound.operand_absolute * sums + bound.result_absolute
+    return bound.relative * (np.abs(x) @ np.abs(y)) + absolute
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(np.float16, "float16"), (bfloat16, "bfloat16")])
+@pytest.mark.parametrize("arch", Architecture)
+def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, fmt: str) -> None:
+    model = accumulation(fmt, arch.capability)
+    if model is None:
+        with pytest.raises(UnsupportedError, match="do not multiply"):
+            arithmetic(arch, fmt)
+        return
+    # The first factor is subnormal and aligned like the smallest normal number, so that all other products, each half
+    # of what is kept then, are cut off; and they are not small beside the first product.
+    first, second = {"float16": (2.0**-24, 2.0**-19), "bfloat16": (2.0**-133, 2.0**-126)}[fmt]
+    scale, smallest = {"float16": (1.0, 2.0**-14), "bfloat16": (2.0**100, 2.0**-126)}[fmt]
+    a, b = np.full((1, 64), second), np.zeros((64, 1))
+    a[0, 0], b[0, 0] = first, scale
+    b[1:] = scale * smallest * 2.0 ** (-1 - model.fraction_bits) / second
+    x, y = a.astype(dtype), b.astype(dtype)
+    assert (x.astype(float) == a).all()
+    assert (y.astype(float) == b).all()
+    with emulate(arch):
+        found = lowprec.matmul(x, y, out_dtype="float32")
+        plan = lowprec.plan(x, y, out_dtype="float32")
+    error = np.abs(found - a @ b)
+    assert (error > 4 * plan.bound.relative * (a @ b)).all()
+    assert (error <= guaranteed(plan, a, b)).all()
 
 
 # -- who says so ----------------------------------------------------------------------------------
@@ -169,8 +205,8 @@ def test_the_plan_shows_it(operands: Any) -> None:
         plan = lowprec.plan(*operands, math_mode="tf32")
     assert plan.resolved is not None
     assert plan.resolved.emulates is plan.kernel_row.emulates is Architecture.HOPPER
-    text = str(plan)
-    assert "emulates      Hopper's tensor cores" in text
+    text = " ".join(str(plan).split())  # however lines are broken
+    assert "emulates Hopper's tensor cores" in text
     assert "hopper_tf32: Hopper's tensor cores, imitated bit by bit: groups of 8 products" in text
     assert plan.to_dict()["resolved"]["emulates"] == "hopper"
     # 100 products are 13 groups of 8, of which each counts 9/2 + 2 roundings.

@@ -18,7 +18,11 @@ after the other, or their sum at once, no product goes through more than two rou
 even number. Subnormal inputs and results count as zero here, too.
 
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
-to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
+to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
+are normalised, a subnormal factor with the exponent of nu, the smallest normal number: what is cut is gamma_d of the
+sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of the
+result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
+are cut, too.
 
 *Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
 each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
@@ -66,6 +70,9 @@ _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
 # What scaling leaves to underflow, over the largest number of a row.
 _SCALED_LOSS = 2.0**-39
+
+# Twice the smallest normal float16 over the same number.
+_SCALED_NORMAL = 2.0**-27
 
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
 _TILE_DEPTH = 17
@@ -157,7 +164,7 @@ class _Sum(NamedTuple):
     """How an element is summed.
 
     ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
-    units count subnormals as zero.
+    units count subnormals as zero, ``cuts`` where they are tensor cores.
     """
 
     accumulator: NumberFormat
@@ -165,6 +172,7 @@ class _Sum(NamedTuple):
     terms: int
     components: int
     flushes: bool = False
+    cuts: bool = False
 
     @property
     def growth(self) -> float:
@@ -186,7 +194,7 @@ def _summation(
     terms = sum(components * product.length + 1 for product in schedule[1:])
     terms += components * schedule[0].length * kernel.parts**2
     flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
-    return _Sum(accumulator, depth, terms, components, flushes)
+    return _Sum(accumulator, depth, terms, components, flushes, cuts=depth.cut > 0)
 
 
 def _depth_of_sum(
@@ -293,9 +301,16 @@ def error_bound(
     else:
         error = _plain_error(rounding, how, size)
     last = [out.unit_roundoff] if out else []
-    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
     operand_loss *= 1 + is_split
+    if how.cuts:
+        cut = how.growth * how.depth.worst(how.accumulator) * (1 + row(mode).parts * is_split)
+        if scaled:
+            last.append(cut * _SCALED_NORMAL * sqrt(scaled))
+        else:
+            operand_loss += cut * fmt.smallest_normal
+            out_loss += cut * how.terms * fmt.smallest_normal**2
+    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
     carried = min(1 + relative, FLOAT64.largest) * how.components
@@ -341,6 +356,9 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
     if how.flushes:
         smallest = how.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
+    if how.cuts:
+        # The result of a group, by up to the spacing; more than its terms, which are cut below that.
+        return operand, 2 * how.accumulator.smallest_subnormal, out
     # Half of float64's spacing is no float64.
     return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
 
@@ -378,8 +396,9 @@ def _absolute_text(
 
 
 def _power(value: float) -> str:
-    """Return a power of two as text: ``2^-25``."""
-    return f"2^{frexp(value)[1] - 1}"
+    """Return the power of two that is not below a number as text: ``2^-25``."""
+    mantissa, exponent = frexp(value)
+    return f"2^{exponent - (mantissa == 0.5)}"
 
 
 def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
