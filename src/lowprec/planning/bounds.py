@@ -300,16 +300,10 @@ def error_bound(
         )  # fmt: skip
     else:
         error = _plain_error(rounding, how, size)
-    last = [out.unit_roundoff] if out else []
+    norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
-    operand_loss *= 1 + is_split
-    if how.cuts:
-        cut = how.growth * how.depth.worst(how.accumulator) * (1 + row(mode).parts * is_split)
-        if scaled:
-            last.append(cut * _SCALED_NORMAL * sqrt(scaled))
-        else:
-            operand_loss += cut * fmt.smallest_normal
-            out_loss += cut * how.terms * fmt.smallest_normal**2
+    operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
+    last = [out.unit_roundoff if out else 0.0, norms_loss]
     relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
@@ -361,6 +355,21 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
         return operand, 2 * how.accumulator.smallest_subnormal, out
     # Half of float64's spacing is no float64.
     return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+
+
+def _aligned_early(rounding: _Rounding, how: _Sum, parts: int) -> tuple[float, float, float]:
+    """Return what tensor cores lose because they align subnormal factors like the smallest normal number.
+
+    Relative to the norms, per element of an operand, per element of C. Of parts, each is multiplied by all of the other
+    operand's, which together are less than one part more than the first.
+    """
+    if not how.cuts:
+        return 0.0, 0.0, 0.0
+    cut = parts * how.growth * how.depth.worst(how.accumulator)
+    if rounding.scaled_over:
+        return cut * _SCALED_NORMAL * sqrt(rounding.scaled_over), 0.0, 0.0
+    smallest = rounding.operand.smallest_normal
+    return 0.0, cut * smallest, cut * how.terms * smallest**2
 
 
 def _formula(rounding: _Rounding, how: _Sum) -> str:
