@@ -106,8 +106,8 @@ def _product(
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)
-    mode = str(resolved.mode), emulates
-    name = f"lowprec-matmul-{tokenize(a, b, mode, out)}"
+    mode = str(resolved.mode)
+    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out)}"
     depth = a.numblocks[-1]
     graph: dict[Any, Any] = {}
     for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
@@ -117,7 +117,7 @@ def _product(
             key = (name, *outer, i, j) if last else (f"{name}-sum", *outer, i, j, k)
             x = (a.name, *_block_of(a, outer), i, k)
             y = (b.name, *_block_of(b, outer), k, j)
-            graph[key] = (_add_product, before, x, y, *mode, out if last else accumulator)
+            graph[key] = (_add_product, before, x, y, mode, out if last else accumulator, emulates)
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
     meta = a._meta if isinstance(a._meta, np.ndarray) else None
     if meta is not None:
@@ -145,11 +145,11 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
 
 
-def _add_product(acc: Any, a: Any, b: Any, mode: str, emulates: str | None, out: str) -> Any:
+def _add_product(acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None) -> Any:
     """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
     if emulates is not None:
         with emulate(emulates):
-            return _add_product(acc, a, b, mode, None, out)
+            return _add_product(acc, a, b, mode, out)
     if acc is None:
         return dispatch.matmul(a, b, math_mode=mode, out_dtype=out)
     if out == "int32":  # whose epilogues add no matrix
