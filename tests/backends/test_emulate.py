@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -195,6 +196,18 @@ def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, f
     error = np.abs(found - a @ b)
     assert (error > 4 * plan.bound.relative * (a @ b)).all()
     assert (error <= guaranteed(plan, a, b)).all()
+
+
+@pytest.mark.parametrize("arch", [None, "hopper"])
+@pytest.mark.parametrize("mode", ["fp16x3", "fp16x4_unscaled", "fp16_karatsuba", "bf16x3", "tf32"])
+def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None) -> None:
+    # A product that is one and a half times the smallest float32.
+    x, y = np.full((1, 1), 1.5 * 2.0**-75), np.full((1, 1), 2.0**-74)
+    with emulate(arch) if arch else contextlib.nullcontext():
+        found = lowprec.matmul(x.astype(np.float32), y.astype(np.float32), math_mode=mode)
+        plan = lowprec.plan(x.astype(np.float32), y.astype(np.float32), math_mode=mode)
+    error = abs(found - x * y)
+    assert 2.0**-151 < error <= guaranteed(plan, x, y)
 
 
 # -- who says so ----------------------------------------------------------------------------------

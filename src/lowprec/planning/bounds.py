@@ -345,6 +345,8 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
     fmt = rounding.operand
     operand = fmt.smallest_subnormal / 2 if rounding.operands and not rounding.scaled_over else 0.0
     out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
+    # Taking the scales back may leave a subnormal number of the accumulator.
+    out += how.accumulator.smallest_subnormal if rounding.scaled_over else 0.0
     if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
         return operand, 0.0, out
     if how.flushes:
@@ -399,7 +401,7 @@ def _absolute_text(
         parts.append(f"{_power(operand_loss)} per element of an operand")
     if term_loss >= accumulator.smallest_normal:
         parts.append(f"{_power(term_loss)} per product (units that count subnormals as zero)")
-    if out_loss:
+    if out_loss > accumulator.smallest_subnormal:
         parts.append(f"{_power(out_loss)} per element of the result")
     return ", ".join(parts)
 
