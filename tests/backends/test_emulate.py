@@ -17,9 +17,11 @@ from interrupting import at_every_step
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation import arithmetic
+from lowprec.backends.cpu.emulation.arithmetic import FORMATS
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
+from lowprec.modes import TABLE, MathMode
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.emulation import emulated
 from oracles import bfloat16
@@ -208,6 +210,33 @@ def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None
         plan = lowprec.plan(x.astype(np.float32), y.astype(np.float32), math_mode=mode)
     error = abs(found - x * y)
     assert 2.0**-151 < error <= guaranteed(plan, x, y)
+
+
+ROUNDED = [row.mode for row in TABLE if row.available and row.operand_format.name in FORMATS]
+
+
+@pytest.mark.parametrize("mode", ROUNDED)
+def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Generator) -> None:
+    # Exponents from where all is subnormal to where float16 ends; signs alike or not; short sums and longer ones.
+    ranges = [(0, 1), (-30, 3), (-140, 14), (-70, 14)]
+    for low, high in ranges * 8:
+        k = int(rng.choice([1, 3, 17, 100]))
+        sign = rng.choice([abs, lambda x: x])
+        x, y = (
+            sign(rng.standard_normal(shape) * 2.0 ** rng.integers(low, high, shape))
+            .astype(np.float32)
+            .astype(np.float64)
+            for shape in ((4, k), (k, 3))
+        )
+        a, b = x.astype(np.float32), y.astype(np.float32)
+        with emulate(rng.choice(list(Architecture))):
+            found, plan = (f(a, b, math_mode=mode) for f in (lowprec.matmul, lowprec.plan))
+        allowed = guaranteed(plan, x, y)
+        if plan.bound.by_norms:
+            norms = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=0)
+            allowed += plan.bound.relative * (norms - np.abs(x) @ np.abs(y))
+        # float64 itself is off by k 2^-53 at most.
+        assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
 
 
 # -- who says so ----------------------------------------------------------------------------------
