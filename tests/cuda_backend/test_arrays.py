@@ -60,7 +60,7 @@ class Gpu:
 def gpu() -> Iterator[Gpu]:
     recorder = Recorder()
     software = Runtime(recorder, [DeviceModel(), DeviceModel()])
-    before = use(Libraries(None, None, software, None))
+    before = use(Libraries(None, None, software, None, None))
     yield Gpu(software, recorder)
     software.drain()
     memory.release()

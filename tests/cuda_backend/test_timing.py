@@ -100,7 +100,7 @@ class Runtime:
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
     fake: Any = Runtime()
-    before = use(Libraries(None, None, fake, None))
+    before = use(Libraries(None, None, fake, None, None))
     yield fake
     timing.release()
     use(before)

@@ -20,6 +20,7 @@ from software_cuda.core import Core, compiler
 from software_cuda.cublas import Cublas
 from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
+from software_cuda.driver import Driver
 from software_cuda.memory import POISON
 from software_cuda.recorder import Fault, Recorder
 from software_cuda.runtime import DeviceModel, Graph, Refusal, Runtime
@@ -53,7 +54,7 @@ class Software:
 
     Attributes
     ----------
-    runtime, cublas_lt, cublas, core
+    runtime, cublas_lt, cublas, core, driver
         The parts, which stand for the modules.
     libraries : Libraries
         The parts, as lowprec takes them.
@@ -67,7 +68,10 @@ class Software:
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime, version)
         self.core = Core(self.recorder, self.runtime)
-        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core)
+        self.driver = Driver(self.recorder, self.runtime)
+        self.libraries = Libraries(
+            self.cublas_lt, self.cublas, self.runtime, self.core, self.driver
+        )
 
     @property
     def calls(self) -> list[str]:

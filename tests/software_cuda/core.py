@@ -81,6 +81,8 @@ class Core(Part):
         config.check()
         runtime = self.runtime
         with runtime.lock:
+            if runtime.context is None:  # the driver makes none, other than the runtime
+                raise CUDAError(f"launch of {kernel.name}: CUDA_ERROR_INVALID_CONTEXT")
             try:
                 runtime.check_sticky()
                 found = runtime.stream(handle, current=True)

@@ -107,13 +107,18 @@ class _Stream:
     cupy: Cupy
 
     def __init__(
-        self, *, null: bool = False, non_blocking: bool = True, device: int | None = None
+        self,
+        *,
+        null: bool = False,
+        ptds: bool = False,
+        non_blocking: bool = True,
+        device: int | None = None,
     ) -> None:
         runtime = self.cupy.runtime
         self.device_id = runtime.device if device is None else device
-        if null:
-            self.ptr = 0
-            self.stream = runtime.stream_of(self.device_id, 0)
+        if null or ptds:
+            self.ptr = 2 if ptds else 0  # per-thread default stream: another in each thread
+            self.stream = runtime.stream_of(self.device_id, self.ptr)
         else:
             self.stream = RuntimeStream(0, self.device_id, blocking=not non_blocking)
             runtime.scheduler.streams.append(self.stream)
