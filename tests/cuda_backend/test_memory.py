@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lowprec.arrays import Device, device_memory
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.errors import BackendError, DeviceMemoryError
+from software_cuda.driver import DeviceDriver
 
 GPU, OTHER_GPU = Device(2, 0), Device(2, 1)
 LEGACY, FIRST, SECOND, CAPTURED = 1, 11, 12, 13
@@ -86,8 +88,8 @@ class Runtime:
         self.has_pools = True
         self.lock = threading.RLock()
 
-    def driver(self) -> Driver:
-        return Driver(self)
+    def driver(self) -> DeviceDriver:
+        return DeviceDriver(self)
 
     def finish(self, stream: int) -> None:
         self.busy.discard(stream)
@@ -222,32 +224,6 @@ class Runtime:
 
     def cudaMemcpyAsync(self, target: int, source: int, n: int, kind: int, stream: int) -> Any:
         return self._status("cudaMemcpyAsync", target, source, n, stream)
-
-
-class Driver:
-    """The context of the one thread: that of a device, whose number is one less."""
-
-    CUresult = types.SimpleNamespace(CUDA_SUCCESS=0)
-    cuuint64_t = int
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def cuCtxGetDevice(self) -> tuple[int, int]:
-        return 0, self.runtime.device
-
-    def cuCtxGetCurrent(self) -> tuple[int, int]:
-        return 0, self.runtime.device + 1
-
-    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
-        self.runtime.device = context - 1
-        return (0,)
-
-    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
-        return 0, ordinal
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
-        return 0, device + 1
 
 
 @pytest.fixture
@@ -597,6 +573,7 @@ def test_the_end_of_the_process_is_quiet() -> None:
     """In its own process: blocks and owners that are alive at the end, some of them in cycles."""
     code = f"""
 import runpy, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use

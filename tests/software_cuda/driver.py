@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from cuda.bindings import driver as real
@@ -86,3 +87,29 @@ class Driver(Part):
     def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
         self.machine.contexts.add(int(device))
         return real.CUcontext(_CONTEXTS + int(device))
+
+
+class DeviceDriver:
+    """A driver beside a stand-in for the runtime that has a ``device``: there is one thread, and it has a context."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    cuuint64_t = int
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime = runtime
+
+    def cuCtxGetDevice(self) -> tuple[int, int]:
+        return 0, self.runtime.device
+
+    def cuCtxGetCurrent(self) -> tuple[int, int]:
+        return 0, self.runtime.device + 1
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
+        self.runtime.device = context - 1
+        return (0,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
+        return 0, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        return 0, device + 1

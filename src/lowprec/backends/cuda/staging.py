@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import memory, runtime
@@ -17,9 +16,6 @@ from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
 
 _INT32_BYTES = 4
-
-#: Of each part of the memory, as of what CUDA allocates.
-_ALIGNMENT = 256
 
 
 class Staging:
@@ -43,61 +39,38 @@ class Staging:
         self._device = device
         self._arguments = arguments
         self._stream = arguments.stream
+        self._blocks: list[memory.Block] = []
         self._product = 0
         self._exponents = (0, 0)
         self._operands = (0, 0)
 
     def __enter__(self) -> Staging:
-        sizes = self._sizes()
-        starts = [0, *accumulate(-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes)]
-        self._block = memory.temporary(starts.pop(), self._device.index, self._stream)
         try:
-            first = self._block.address
-            self._fill(*[first + start if n else 0 for start, n in zip(starts, sizes, strict=True)])
-        except BaseException as error:
-            self._block.__exit__(type(error))
+            self._fill()
+        except BaseException:
+            self._blocks.clear()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._block.__exit__(kind)
+    def __exit__(self, *_: object) -> None:
+        self._blocks.clear()
 
-    def _sizes(self) -> tuple[int, int, int, int, int]:
-        """Return the bytes of the exponents of either operand, of both operands packed, and of the product."""
-        call, layout = self._call, self._plan.layout
+    def _fill(self) -> None:
+        call, layout, arguments = self._call, self._plan.layout, self._arguments
         if call is None:
             dtype = self._plan.compute_dtype.accumulator
-            return 0, 0, 0, 0, layout.batch_count * layout.m * layout.n * dtype.itemsize
-        packs, stacks = (call.pack_a, call.pack_b), (layout.a, layout.b)
-        exponents = [0, 0]
-        if any(pack is not None and pack.scaled for pack in packs):
-            exponents = [_INT32_BYTES * layout.batch_count * n for n in (layout.m, layout.n)]
-            for side, (pack, stack) in enumerate(zip(packs, stacks, strict=True)):
-                if pack is not None and pack.scaled:
-                    rows = stack.cols if pack.transposed else stack.rows
-                    exponents[side] = _INT32_BYTES * rows * pack.count
-        operands = [0 if pack is None else pack.nbytes for pack in packs]
-        return *exponents, *operands, call.product_bytes if call.staged else 0
-
-    def _fill(self, exponents_a: int, exponents_b: int, a: int, b: int, product: int) -> None:
-        """Queue the work that fills the memory, of which these are the addresses, 0 for none."""
-        call, layout, arguments = self._call, self._plan.layout, self._arguments
-        self._product = product
-        if call is None:
-            runtime.set_zero_async(product, self._block.nbytes, self._stream)
+            self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
             return
-        self._exponents = (exponents_a, exponents_b)
-        self._operands = (
-            self._packed(arguments.a, layout.a, call.pack_a, a, exponents_a),
-            self._packed(arguments.b, layout.b, call.pack_b, b, exponents_b),
-        )
-        for exponents, pack, n in (
-            (exponents_a, call.pack_a, layout.m),
-            (exponents_b, call.pack_b, layout.n),
-        ):
-            if exponents and not (pack is not None and pack.scaled):
-                nbytes = _INT32_BYTES * layout.batch_count * n
-                runtime.set_zero_async(exponents, nbytes, self._stream)
+        a, a_exponents = self._packed(arguments.a, layout.a, call.pack_a)
+        b, b_exponents = self._packed(arguments.b, layout.b, call.pack_b)
+        if a_exponents or b_exponents:
+            count = _INT32_BYTES * layout.batch_count
+            self._exponents = (
+                a_exponents or self._zeros(count * layout.m),
+                b_exponents or self._zeros(count * layout.n),
+            )
+        self._product = self._block(call.product_bytes) if call.staged else 0
+        self._operands = (a, b)
 
     def addresses(self, product: Product) -> tuple[int, int, int]:
         """Return where the parts of ``a`` and ``b`` lie that a product multiplies, and where it goes."""
@@ -107,17 +80,27 @@ class Staging:
         b += product.b_part * (call.pack_b.part_bytes if call.pack_b else 0)
         return a, b, self._product or self._arguments.out.address
 
-    def _packed(
-        self, view: ArrayView, stack: MatrixStack, pack: Pack | None, target: int, exponents: int
-    ) -> int:
-        """Return the address of an operand as it is multiplied."""
+    def _block(self, nbytes: int) -> int:
+        self._blocks.append(memory.allocate(nbytes, self._device, self._stream))
+        return self._blocks[-1].address
+
+    def _zeros(self, nbytes: int) -> int:
+        address = self._block(nbytes)
+        runtime.set_zero_async(address, nbytes, self._stream)
+        return address
+
+    def _packed(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
+        """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
         if pack is None:
-            return view.address
+            return view.address, 0
+        rows = stack.cols if pack.transposed else stack.rows
+        exponents = self._block(_INT32_BYTES * rows * pack.count) if pack.scaled else 0
+        target = self._block(pack.nbytes)
         for packing in packings(self._plan, stack, pack):
             launch = prepare_packing(packing, self._device.index)
             part = target + packing.part * pack.part_bytes
-            launch(view.address, part, exponents if pack.scaled else 0, self._stream)
-        return target
+            launch(view.address, part, exponents, self._stream)
+        return target, exponents
 
     def apply_epilogue(self, alpha: complex) -> None:
         """Write the result, where the product is staged; the scales of the operands are in ``alpha``."""
