@@ -28,7 +28,7 @@ from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 from lowprec.request import PLAIN
-from software_cuda.driver import Driver
+from software_cuda.driver import Contexts
 from software_cuda.recorder import Recorder
 from software_cuda.runtime import DeviceModel, Runtime
 
@@ -61,7 +61,7 @@ class Gpu:
 def gpu() -> Iterator[Gpu]:
     recorder = Recorder()
     software = Runtime(recorder, [DeviceModel(), DeviceModel()])
-    before = use(Libraries(None, None, software, None, Driver(recorder, software)))
+    before = use(Libraries(None, None, software, None, Contexts(recorder, software)))
     yield Gpu(software, recorder)
     software.drain()
     memory.release()

@@ -154,14 +154,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def small() -> Any:
-    """A device with 16 MiB, on which lowprec has used, and keeps, 4 MiB or more."""
+def small() -> Iterator[SoftwareGpu]:
+    """A device with 16 MiB, of which lowprec has used 6 and keeps them."""
     found = software_cuda.install(1, memory_bytes=16 * MIB)
     executors.forget()
     gpu = SoftwareGpu(found)
-    large = gpu.put(np.ones((1024, 1024), np.float32))
-    gpu.get(lowprec.matmul(large, large[:, :8] if False else gpu.put(np.ones((1024, 8), np.float32)), math_mode="bf16"))
+    found.runtime.cudaSetDevice(0)
+    x = gpu.put(np.ones((1024, 1024), np.float32))
+    found.drain()
+    gpu.get(lowprec.matmul(x, x[:, :8] if False else x, math_mode="bf16"))
     yield gpu
-
-
-# -- what is told ---------------------------------------------------------------------------------
+    software_cuda.uninstall()

@@ -16,11 +16,10 @@ import numpy as np
 from lowprec.backends.cuda import libraries as installed
 from lowprec.backends.cuda.libraries import Libraries
 from software_cuda.arrays import DeviceArray, read
-from software_cuda.core import Core, compiler
+from software_cuda.core import Core, Driver, compiler
 from software_cuda.cublas import Cublas
 from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
-from software_cuda.driver import Driver
 from software_cuda.memory import POISON
 from software_cuda.recorder import Fault, Recorder
 from software_cuda.runtime import DeviceModel, Graph, Refusal, Runtime
@@ -68,7 +67,7 @@ class Software:
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime, version)
         self.core = Core(self.recorder, self.runtime)
-        self.driver = Driver(self.recorder, self.runtime)
+        self.driver = Driver(self.recorder, self.core)
         self.libraries = Libraries(
             self.cublas_lt, self.cublas, self.runtime, self.core, self.driver
         )

@@ -65,6 +65,7 @@ class Cupy(ModuleType):
 
     def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
         """Return a new array on the current device; its memory is ordered on the current stream."""
+        self.runtime.make_context()
         device = self.runtime.device
         memory = empty(self.runtime, shape, dtype, device, self.current().stream)
         return self.ndarray(memory, device)

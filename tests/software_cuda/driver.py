@@ -26,7 +26,7 @@ def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def call(self: Driver, *arguments: Any) -> tuple[Any, ...]:
+        def call(self: Contexts, *arguments: Any) -> tuple[Any, ...]:
             plan = self.recorder.called(self.part, method.__name__)
             if plan is not None:
                 return (plan.status or Result.CUDA_ERROR_UNKNOWN, *[None] * values)
@@ -40,8 +40,8 @@ def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return mark
 
 
-class Driver(Part):
-    """Stands for ``cuda.bindings.driver``.
+class Contexts(Part):
+    """What ``cuda.bindings.driver`` has for contexts.
 
     Parameters
     ----------

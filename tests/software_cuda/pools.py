@@ -131,7 +131,7 @@ class Pools(Machine):
             self.enqueue(found, "cudaFreeAsync", lambda: self._give(block))
 
     def free_of_pool(self, address: int) -> bool:
-        """Give memory of a pool back now, of which ``cudaFree`` takes it that nobody uses it; False for other memory."""
+        """Give memory of a pool back now, as ``cudaFree`` does: nobody may use it. False for other memory."""
         block = self.memory.find(address)
         if block is None or block.address != address or not isinstance(block.owner, Pool):
             return False

@@ -10,7 +10,7 @@ from lowprec.errors import ModeError, ShapeError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm, select_mode
-from machines import AMX, BARE, ROWS
+from machines import AMX, BARE, ROWS, gpu
 
 
 def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
@@ -31,6 +31,19 @@ def test_the_cheapest_mode_within_rtol_is_taken(rtol, mode):
 def test_where_no_mode_is_faster_fp32_runs():
     """Without tile units rounding only adds work."""
     assert select_mode(square(DType.FLOAT32), BARE, 1.0).mode is MathMode.FP32
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), (7, 5), (8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("n", [64, 1024, 16384])
+def test_modes_that_the_tensor_cores_do_not_multiply_are_no_cheaper_than_fp32(capability, n):
+    """Volta's and Turing's multiply float16 of the floating types, and nothing else."""
+    selection = select_mode(square(DType.FLOAT32, n), gpu(capability), 0.1)
+    costs = {c.mode: c.cost for c in selection.candidates}
+    for mode in (MathMode.TF32, MathMode.BF16):
+        assert (costs[mode] < costs[MathMode.FP32]) is (capability >= (8, 0))
+    assert selection.mode in (
+        {MathMode.TF32, MathMode.BF16} if capability >= (8, 0) else {MathMode.FP16, MathMode.FP32}
+    )
 
 
 def test_a_narrow_product_is_not_worth_rounding():

@@ -15,9 +15,10 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by what they are for: ``runtime`` has devices, memory, streams and events, ``core`` the kernels.
+    """Modules by what they are for.
 
-    ``driver`` tells each thread's current context.
+    ``runtime`` has devices, memory, streams and events; ``core`` makes kernels; ``driver`` launches them, and tells
+    each thread's current context.
     """
 
     cublas_lt: Any
@@ -28,7 +29,10 @@ class Libraries(NamedTuple):
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core",
+    "nvmath.bindings.cublasLt",
+    "nvmath.bindings.cublas",
+    "cuda.bindings.runtime",
+    "cuda.core",
     "cuda.bindings.driver",
 )
 

@@ -144,7 +144,9 @@ class _Pool:
                 self._dead += dead
                 raise
             while dead:
-                with contextlib.suppress(BackendError):  # of a lost device, which the next call tells
+                with contextlib.suppress(
+                    BackendError
+                ):  # of a lost device, which the next call tells
                     runtime.free(dead.pop())
 
     # -- order ------------------------------------------------------------------------------------
