@@ -33,6 +33,7 @@ from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
     from lowprec import linalg
+    from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.explain import plan
@@ -68,6 +69,7 @@ __all__ = [
     "plan",
     "profile",
     "register_controller",
+    "release_memory",
     "set_math_mode",
 ]
 
@@ -81,6 +83,7 @@ _LAZY = {
     "linalg": "lowprec.linalg",
     "plan": "lowprec.explain",
     "profile": "lowprec.profiling",
+    "release_memory": "lowprec.backends",
 }
 
 

@@ -39,6 +39,7 @@ NAMES = [
     "plan",
     "profile",
     "register_controller",
+    "release_memory",
     "set_math_mode",
 ]
 

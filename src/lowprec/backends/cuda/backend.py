@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
@@ -172,10 +173,14 @@ def reset() -> None:
     _capabilities.cache_clear()
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
-    """Return a new row-major array in memory of lowprec's own, for work on a stream."""
-    block = memory.allocate(prod(shape) * dtype.itemsize, device, stream)
-    return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
+@contextlib.contextmanager
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> Iterator[ArrayView]:
+    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
+        yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
 
 def staging_dtype(dtype: DType) -> DType:

@@ -52,6 +52,11 @@ def libraries() -> Libraries:
     return _loaded if _loaded is not None else _load()
 
 
+def loaded() -> Libraries | None:
+    """Return the modules if they are loaded."""
+    return _loaded
+
+
 def use(replacement: Libraries | None) -> Libraries | None:
     """Stand other modules in for NVIDIA's, and return those that were in use; None loads them anew."""
     global _loaded

@@ -21,7 +21,7 @@ from typing import Any
 
 from lowprec.arrays import Device
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
 #: What a device's pool may keep unused, and as much again of results that died: the larger of bytes and share.
@@ -330,8 +330,10 @@ def release() -> None:
 
 
 def _current_pools() -> list[tuple[int, _Pool]]:
-    current = libraries().runtime
-    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is current]
+    found = loaded()
+    if found is None:
+        return []
+    return [(n, pool) for (owner, n), pool in list(_pools.items()) if owner is found.runtime]
 
 
 @atexit.register
