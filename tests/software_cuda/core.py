@@ -102,7 +102,10 @@ class Core(Part):
             def run() -> None:
                 kernel.run(config, values, runtime, device)
 
-            runtime.enqueue(found, f"kernel {kernel.name}", run, 0.005)
+            cost_ms = 0.005
+            if kernel.name == "spin":
+                cost_ms = values[0].value / runtime.devices[device].clock_khz
+            runtime.enqueue(found, f"kernel {kernel.name}", run, cost_ms)
 
 
 class Driver(Part):

@@ -22,6 +22,7 @@ from lowprec.backends.cuda.invocation import (
     alignment_of,
     byte_offsets,
 )
+from lowprec.backends.cuda.measuring import Measured
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
@@ -135,7 +136,7 @@ class GemmExecutor:
         arguments: Arguments,
         candidates: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
         return self._as_it_can(arguments, lambda x: x.tune(arguments, candidates, progress))
 
@@ -259,7 +260,7 @@ class _LoweredPlan:
         arguments: Arguments,
         candidates: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
         device, stream, term = arguments.a.device, arguments.stream, self._terms[0]
         handle = handles.handle(device.index)
