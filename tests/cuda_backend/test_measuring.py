@@ -134,7 +134,8 @@ def test_no_product_reads_what_one_before_has_read(
 ) -> None:
     a, b, c = ARRAYS[name]
     x, y = software.put(a), software.put(b)
-    out = software.put(np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)[::-1])
+    out = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    out = software.put(out[::-1] if a.ndim > 2 else out)
     addend = {} if c is None else {"c": software.put(c), "beta": 2.0}
     given: list[Operands] = []
     seen: list[int] = []

@@ -50,8 +50,9 @@ def compiler() -> str | None:
 class Core(Part):
     """Stands for ``cuda.core``."""
 
-    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, recorder: Recorder, runtime: Runtime, cuda_major: int) -> None:
         super().__init__("core", real, recorder)
+        self.cuda_major = cuda_major
         self.__version__ = real.__version__
         self.runtime = runtime
         self.ProgramOptions = real.ProgramOptions
@@ -179,6 +180,10 @@ class _Program:
         if plan is not None:
             raise NVRTCError("NVRTC_ERROR_COMPILATION: compile was made to fail")
         assert target_type == "cubin"
+        if self._arch in ("sm_70", "sm_72") and core.cuda_major >= 13:
+            raise NVRTCError(
+                "NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)"
+            )
         library = _compiled(self._code)
         digest = hashlib.sha256(library).hexdigest()
         header = json.dumps({"arch": self._arch, "digest": digest}).encode()

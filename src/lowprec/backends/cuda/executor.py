@@ -14,7 +14,8 @@ from operator import or_
 from typing import NamedTuple, TypeVar
 
 from lowprec.arrays import ArrayView
-from lowprec.backends.cuda import autotune, handles, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
+from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     Invocation,
@@ -113,6 +114,9 @@ class GemmExecutor:
                 _refused.clear()
             _refused[self.plan] = (way, str(refusal))
             return found
+        capability = self.plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
+        if capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000:
+            raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
         raise refusal
 
     @property

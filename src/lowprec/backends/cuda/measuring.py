@@ -206,8 +206,7 @@ def _places(
 
 
 def _span(matrix: LtMatrix, starts: list[int], batch_count: int) -> tuple[int, int]:
-    """Return the first byte of a batch, from its pointer, and the one after the last; strides may be negative."""
+    """Return the first byte of all calls, from their pointer, and the one after the last; starts may be negative."""
     furthest = (batch_count - 1) * matrix.batch_stride
-    inner = (matrix.cols - 1) * matrix.leading_dimension + matrix.rows
-    first, end = min(starts) + min(furthest, 0), max(starts) + max(furthest, 0) + inner
-    return first * matrix.dtype.itemsize, end * matrix.dtype.itemsize
+    end = max(starts) + furthest + (matrix.cols - 1) * matrix.leading_dimension + matrix.rows
+    return min(starts) * matrix.dtype.itemsize, end * matrix.dtype.itemsize
