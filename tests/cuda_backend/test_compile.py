@@ -222,7 +222,7 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
 def test_each_architecture_has_its_own(core: Compiler) -> None:
     forget()
     kernel()
-    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core))
+    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 

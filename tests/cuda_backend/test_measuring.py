@@ -180,14 +180,14 @@ def test_operands_that_are_not_copied(
     if why == "large":
         monkeypatch.setattr(runtime, "l2_bytes", lambda index: 1000)
     else:
-        allocate = measuring.memory.allocate
+        allocate = measuring.memory.temporary
 
         def only_small(nbytes: int, *rest: Any) -> Any:
             if nbytes > 1 << 17:
                 raise lowprec.DeviceMemoryError("there is no more")
             return allocate(nbytes, *rest)
 
-        monkeypatch.setattr(measuring.memory, "allocate", only_small)
+        monkeypatch.setattr(measuring.memory, "temporary", only_small)
     x = software.put(A)
     seen = []
 

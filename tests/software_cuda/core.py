@@ -26,6 +26,8 @@ from cuda.bindings import driver as real_driver
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from numpy.typing import NDArray
 
+from software_cuda.driver import Contexts
+from software_cuda.machine import Status
 from software_cuda.recorder import Fault, Part, Recorder, function
 from software_cuda.runtime import Refusal, Runtime
 
@@ -96,6 +98,8 @@ class Core(Part):
         """
         runtime = self.runtime
         with runtime.lock:
+            if runtime.context is None:  # the driver makes none, other than the runtime
+                raise Refusal(Status.cudaErrorDeviceUninitialized)
             runtime.check_sticky()
             found = runtime.stream(stream, current=True)
             device = found.device
@@ -109,11 +113,11 @@ class Core(Part):
             runtime.enqueue(found, f"kernel {kernel.name}", run, cost_ms)
 
 
-class Driver(Part):
+class Driver(Contexts):
     """Stands for ``cuda.bindings.driver``."""
 
     def __init__(self, recorder: Recorder, core: Core) -> None:
-        super().__init__("driver", real_driver, recorder)
+        super().__init__(recorder, core.runtime)
         self._core = core
 
     def failed(self, function: str, status: Any) -> Any:

@@ -65,6 +65,7 @@ class Cupy(ModuleType):
 
     def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
         """Return a new array on the current device; its memory is ordered on the current stream."""
+        self.runtime.make_context()
         device = self.runtime.device
         memory = empty(self.runtime, shape, dtype, device, self.current().stream)
         return self.ndarray(memory, device)
@@ -107,13 +108,18 @@ class _Stream:
     cupy: Cupy
 
     def __init__(
-        self, *, null: bool = False, non_blocking: bool = True, device: int | None = None
+        self,
+        *,
+        null: bool = False,
+        ptds: bool = False,
+        non_blocking: bool = True,
+        device: int | None = None,
     ) -> None:
         runtime = self.cupy.runtime
         self.device_id = runtime.device if device is None else device
-        if null:
-            self.ptr = 0
-            self.stream = runtime.stream_of(self.device_id, 0)
+        if null or ptds:
+            self.ptr = 2 if ptds else 0  # per-thread default stream: another in each thread
+            self.stream = runtime.stream_of(self.device_id, self.ptr)
         else:
             self.stream = RuntimeStream(0, self.device_id, blocking=not non_blocking)
             runtime.scheduler.streams.append(self.stream)

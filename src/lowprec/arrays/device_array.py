@@ -96,7 +96,6 @@ class DeviceArray(DLPackArray):
         )
 
     def _hand_over(self, consumer: int) -> None:
-        self._block.share()
         if consumer != _NO_SYNCHRONISATION:
             provider(self._device).order(self._stream, consumer, self._device)
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowprec.arrays import Device
 from lowprec.backends.cuda import bindings, disk, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
@@ -61,9 +60,8 @@ def tune(
     found = invocation.search(handle, candidates)
     if not found:
         return ()
-    device = Device(2, runtime.current_device())
     with (
-        rotated(invocation, operands, device, stream) as turns,
+        rotated(invocation, operands, runtime.current_device(), stream) as turns,
         _timing_event() as start,
         _timing_event() as end,
     ):

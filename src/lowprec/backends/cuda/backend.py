@@ -165,14 +165,19 @@ def tune(
         )
 
 
+def release_memory() -> None:
+    """Give back the memory and the events of all GPUs that no work uses, once what is queued there is done."""
+    timing.release()
+    memory.release()
+
+
 def reset() -> None:
-    """Give back handles, workspaces, events and pooled memory; no product may be running.
+    """Give back handles, events and pooled memory; no product may be running.
 
     Executors stay valid and create what they need at their next call.
     """
     handles.reset()
-    timing.release()
-    memory.release()
+    release_memory()
     autotune.forget()
     forget_refusals()
     _capabilities.cache_clear()

@@ -6,6 +6,7 @@ at all: an invocation is made for each alignment that comes, and kept with the p
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import reduce
@@ -225,17 +226,13 @@ class _LoweredPlan:
         if staging is None:
             a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
             return self._multiply(device, arguments, a, b, out, self._terms[0])
-        # The block goes back to the pool of its stream once the work is queued: later work there comes later.
-        block = memory.allocate(staging.nbytes, arguments.a.device, arguments.stream)
-        try:
-            a, b, d = staging.fill(block.address, arguments)
+        with memory.temporary(staging.nbytes, device, arguments.stream) as block:
+            a, b, d = staging.fill(block, arguments)
             ran = None
             for term in self._terms:
                 ran = self._multiply(device, arguments, a, b, d, term)
-            staging.apply_epilogue(block.address, arguments, _alpha(arguments))
+            staging.apply_epilogue(block, arguments, _alpha(arguments))
             return ran
-        finally:
-            del block
 
     def _multiply(
         self, device: int, arguments: Arguments, a: int, b: int, d: int, term: _Term
@@ -266,14 +263,13 @@ class _LoweredPlan:
         progress: Callable[[int, int], None] | None,
     ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        device, stream, term = arguments.a.device, arguments.stream, self._terms[0]
-        handle = handles.handle(device.index)
+        device, stream, term = arguments.a.device.index, arguments.stream, self._terms[0]
+        handle = handles.handle(device)
         a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
-        block = None
-        try:
+        with contextlib.ExitStack() as stack:
             if self._staging is not None:
-                block = memory.allocate(self._staging.nbytes, device, stream)
-                a, b, d = self._staging.fill(block.address, arguments)
+                block = memory.temporary(self._staging.nbytes, device, stream)
+                a, b, d = self._staging.fill(stack.enter_context(block), arguments)
             operands = self._operands(arguments, a, b, d, term)
             invocation = self._invocation(handle, stream, operands, term)
             before = invocation.algorithm
@@ -283,8 +279,6 @@ class _LoweredPlan:
                 )
             finally:
                 invocation.use(before)
-        finally:
-            del block
         if measured:
             invocation.use(measured[0].algorithm)
         return measured

@@ -167,26 +167,28 @@ class Invocation:
         """Queue the product with alpha = 1 and beta = 0, at offset 0."""
         algorithm, workspace_bytes, _ = self._chosen
         operation, first_layout, second_layout, c_layout, d_layout = self._pointers
-        workspace = handles.workspace(handle, stream, workspace_bytes) if workspace_bytes else 0
         try:
-            libraries().cublas_lt.matmul(
-                handle,
-                operation,
-                self._one.address,
-                first,
-                first_layout,
-                second,
-                second_layout,
-                self._zero.address,
-                d,
-                c_layout,
-                d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
+            with handles.workspace(handle, stream, workspace_bytes) as workspace:
+                libraries().cublas_lt.matmul(
+                    handle,
+                    operation,
+                    self._one.address,
+                    first,
+                    first_layout,
+                    second,
+                    second_layout,
+                    self._zero.address,
+                    d,
+                    c_layout,
+                    d,
+                    d_layout,
+                    algorithm,
+                    workspace,
+                    workspace_bytes,
+                    stream,
+                )
+        except LowprecError:
+            raise
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
@@ -194,28 +196,28 @@ class Invocation:
         scale_dtype = self.call.scale_dtype
         alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
         algorithm, workspace_bytes, _ = self._chosen
-        workspace = handles.workspace(handle, stream, workspace_bytes)
         _, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul
-        for first, second, c, d in self._offsets:
-            matmul(
-                handle,
-                operation.pointer,
-                alpha.address,
-                operands.first + first,
-                first_layout,
-                operands.second + second,
-                second_layout,
-                beta.address,
-                operands.c + c,
-                c_layout,
-                operands.d + d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
+        with handles.workspace(handle, stream, workspace_bytes) as workspace:
+            for first, second, c, d in self._offsets:
+                matmul(
+                    handle,
+                    operation.pointer,
+                    alpha.address,
+                    operands.first + first,
+                    first_layout,
+                    operands.second + second,
+                    second_layout,
+                    beta.address,
+                    operands.c + c,
+                    c_layout,
+                    operands.d + d,
+                    d_layout,
+                    algorithm,
+                    workspace,
+                    workspace_bytes,
+                    stream,
+                )
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
         """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""

@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lowprec.arrays import Device
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.compiling import Launch
@@ -148,7 +147,7 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def rotated(
-    invocation: Invocation, operands: Operands, device: Device, stream: int
+    invocation: Invocation, operands: Operands, device: int, stream: int
 ) -> Iterator[Iterator[Operands]]:
     """Yield the operands of one product after another, as aligned as ``operands``, which nothing is written to.
 
@@ -156,17 +155,15 @@ def rotated(
     """
     read = ("first", "second", *(("c",) if operands.beta else ()))
     places, nbytes = _places(invocation, operands, (*read, "d"))
-    wanted = _CACHES * runtime.l2_bytes(device.index)
-    count = -(-wanted // nbytes)
+    count = -(-_CACHES * runtime.l2_bytes(device) // nbytes)
     block = None
-    try:
-        if count > 1:
-            with contextlib.suppress(DeviceMemoryError):
-                block = memory.allocate(count * nbytes, device, stream)
-        if block is None:
-            (places, nbytes), count, read = _places(invocation, operands, ("d",)), 1, ()
-            block = memory.allocate(nbytes, device, stream)
-        first = block.address
+    if count > 1:
+        with contextlib.suppress(DeviceMemoryError):
+            block = memory.temporary(count * nbytes, device, stream)
+    if block is None:
+        (places, nbytes), count, read = _places(invocation, operands, ("d",)), 1, ()
+        block = memory.temporary(nbytes, device, stream)
+    with block as first:
         for name in read:
             place, source = places[name], getattr(operands, name)
             start = first + place.pointer + place.lowest
@@ -177,8 +174,6 @@ def rotated(
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
         yield _turns(operands, places, [first + i * nbytes for i in range(count)])
-    finally:
-        del block
 
 
 def _turns(operands: Operands, places: dict[str, _Place], starts: list[int]) -> Iterator[Operands]:
