@@ -34,7 +34,7 @@ class DeviceModel:
     ----------
     name : str
     capability : tuple of int
-    memory_bytes, multiprocessors, clock_khz : int
+    memory_bytes, multiprocessors, clock_khz, l2_bytes : int
     has_pools : bool
         Whether it allocates in the order of streams.
     """
@@ -44,6 +44,7 @@ class DeviceModel:
     memory_bytes: int = 1 << 30
     multiprocessors: int = 132
     clock_khz: int = 1_980_000
+    l2_bytes: int = 1 << 16
     has_pools: bool = True
 
 

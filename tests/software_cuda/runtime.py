@@ -58,6 +58,7 @@ class Runtime(Pools):
         model, names = self.model(device), real.cudaDeviceAttr
         return {
             names.cudaDevAttrClockRate: model.clock_khz,
+            names.cudaDevAttrL2CacheSize: model.l2_bytes,
             names.cudaDevAttrMultiProcessorCount: model.multiprocessors,
             names.cudaDevAttrComputeCapabilityMajor: model.capability[0],
             names.cudaDevAttrComputeCapabilityMinor: model.capability[1],

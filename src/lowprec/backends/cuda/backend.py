@@ -30,16 +30,27 @@ from lowprec.strides import contiguous_strides
 _LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
 _LARGE_SINCE = (9, 0)
 
-#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100 and H100; (capability from
-#: which it holds, flops per byte), the newest first.
-_FLOPS_PER_BYTE = (((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
+#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100, H100 and B200; (capability
+#: from which it holds, flops per byte), the newest first.
+_FLOPS_PER_BYTE = (((10, 0), 281.0), ((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
 
-#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100).
-_FLOPS_PER_CLOCK: dict[tuple[int, int], dict[str, int]] = {
-    (7, 0): {"float32": 128, "float64": 64, "float16": 1024},
-    (8, 0): {"float32": 128, "float64": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float32": 256, "float64": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
-}  # fmt: skip
+#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100; data sheet of B200).
+_FORMATS = (
+    "float32",
+    "float64",
+    "tf32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+_FLOPS_PER_CLOCK = {
+    (7, 0): (128, 64, 0, 1024, 0, 0, 0, 0),
+    (8, 0): (128, 128, 1024, 2048, 2048, 4096, 0, 0),
+    (9, 0): (256, 256, 2048, 4096, 4096, 8192, 8192, 8192),
+    (10, 0): (256, 128, 4096, 8192, 8192, 16384, 16384, 16384),
+}
 
 
 def capabilities(device: Device) -> Capabilities:
@@ -51,7 +62,7 @@ def capabilities(device: Device) -> Capabilities:
 def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
     intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
     clock = found.multiprocessors * found.clock_khz * 1e3
-    peak = _FLOPS_PER_CLOCK.get(found.capability, {}) if clock else {}
+    rates = zip(_FORMATS, _FLOPS_PER_CLOCK.get(found.capability, ()), strict=False)
     return Capabilities(
         device=f"cuda:{found.index}",
         name=found.name,
@@ -59,7 +70,7 @@ def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
         flops_per_byte=intensity,
         compute_capability=found.capability,
         workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
-        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in peak.items()),
+        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in rates if rate * clock),
     )
 
 

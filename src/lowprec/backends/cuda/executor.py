@@ -15,7 +15,8 @@ from operator import or_
 from typing import NamedTuple, TypeVar
 
 from lowprec.arrays import ArrayView
-from lowprec.backends.cuda import autotune, handles, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
+from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     Invocation,
@@ -23,6 +24,7 @@ from lowprec.backends.cuda.invocation import (
     alignment_of,
     byte_offsets,
 )
+from lowprec.backends.cuda.measuring import Measured
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
@@ -113,6 +115,9 @@ class GemmExecutor:
                 _refused.clear()
             _refused[self.plan] = (way, str(refusal))
             return found
+        capability = self.plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
+        if capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000:
+            raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
         raise refusal
 
     @property
@@ -136,7 +141,7 @@ class GemmExecutor:
         arguments: Arguments,
         candidates: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
         return self._as_it_can(arguments, lambda x: x.tune(arguments, candidates, progress))
 
@@ -256,7 +261,7 @@ class _LoweredPlan:
         arguments: Arguments,
         candidates: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
         device, stream, term = arguments.a.device.index, arguments.stream, self._terms[0]
         handle = handles.handle(device)

@@ -99,6 +99,12 @@ def device_count() -> int:
     return int(_call("cudaGetDeviceCount"))
 
 
+def l2_bytes(index: int) -> int:
+    """Return the size of a device's L2 cache."""
+    wanted = libraries().runtime.cudaDeviceAttr.cudaDevAttrL2CacheSize
+    return int(_call("cudaDeviceGetAttribute", wanted, index))
+
+
 def driver_version() -> tuple[int, int]:
     """Return the newest version of CUDA that the driver serves, (major, minor)."""
     version = int(_call("cudaDriverGetVersion"))
