@@ -15,16 +15,21 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by what they are for: ``runtime`` has devices, memory, streams and events, ``core`` the kernels."""
+    """Modules: ``runtime`` has devices, memory, streams, events; ``core`` makes kernels, ``driver`` launches them."""
 
     cublas_lt: Any
     cublas: Any
     runtime: Any
     core: Any
+    driver: Any = None
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core"
+    "nvmath.bindings.cublasLt",
+    "nvmath.bindings.cublas",
+    "cuda.bindings.runtime",
+    "cuda.core",
+    "cuda.bindings.driver",
 )
 
 _loaded: Libraries | None = None
