@@ -336,6 +336,22 @@ def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Pa
     assert len(core.compiled) == 2
 
 
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(
+    core: Compiler, cache: Path
+) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    path.unlink()
+    core.refuses = (code,)
+    forget()
+    with pytest.raises(
+        BackendError, match=r"epilogue .* for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"
+    ):
+        kernel(A=1)
+    assert files(cache) == []
+
+
 def test_a_folder_that_cannot_be_written_costs_one_warning(
     core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
