@@ -206,8 +206,8 @@ def _load(
         loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
     except Exception as error:
         raise BackendError(
-            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not be "
-            "of a later version of CUDA than the driver serves"
+            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
+            "be of a later version of CUDA than the driver serves"
         ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
