@@ -534,7 +534,9 @@ from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use
 use(Libraries(None, None, runpy.run_path({__file__!r})["Runtime"](), None))
-pool = memory._pool(Device(2, 0))
+device = Device(2, 0)
+memory.keep([object()], 11, device)
+(pool,) = memory._pools.values()
 taken, leave = threading.Event(), threading.Event()
 def hold():
     with pool._lock:
@@ -545,7 +547,7 @@ thread.start()
 taken.wait()
 child = os.fork()
 if not child:
-    memory.allocate(10, Device(2, 0), 11)
+    memory.keep([object()], 11, device)
     os._exit(0)
 _, status = os.waitpid(child, 0)
 leave.set()
