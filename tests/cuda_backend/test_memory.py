@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -529,13 +530,14 @@ memory.keep([Owner()], 11, Device(2, 0))
 def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     """In its own process: another thread lets go of operands, with the pool's lock, while the process is forked."""
     code = f"""
-import os, runpy, threading
+import os, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import software_cuda
 from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
-from lowprec.backends.cuda.libraries import Libraries, use
-use(Libraries(None, None, runpy.run_path({__file__!r})["Runtime"](), None))
+software_cuda.install()
 device = Device(2, 0)
-memory.keep([object()], 11, device)
+memory.keep([object()], 1, device)
 (pool,) = memory._pools.values()
 taken, leave = threading.Event(), threading.Event()
 def hold():
@@ -547,7 +549,7 @@ thread.start()
 taken.wait()
 child = os.fork()
 if not child:
-    memory.keep([object()], 11, device)
+    memory.keep([object()], 1, device)
     os._exit(0)
 _, status = os.waitpid(child, 0)
 leave.set()
