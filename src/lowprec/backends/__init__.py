@@ -10,7 +10,7 @@ from lowprec.backends.execution import (
     Executor,
     Stopwatch,
 )
-from lowprec.backends.registry import backend_of, is_out_of_memory, release_memory
+from lowprec.backends.registry import backend_of, is_out_of_memory, predicted, release_memory
 
 __all__ = [
     "AlgorithmTiming",
@@ -21,5 +21,6 @@ __all__ = [
     "Stopwatch",
     "backend_of",
     "is_out_of_memory",
+    "predicted",
     "release_memory",
 ]

@@ -10,7 +10,8 @@ from typing import cast
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
-from lowprec.errors import DeviceError
+from lowprec.errors import DeviceError, DeviceMemoryError
+from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
@@ -39,6 +40,19 @@ def backend_of(device: Device) -> Backend:
     return _backend(device.type)
 
 
+def predicted(device: str) -> Capabilities:
+    """Return what a GPU can do that need not be there, by its model or compute capability.
+
+    Raises
+    ------
+    DeviceError
+        If no such model is known; the message lists those that are.
+    """
+    from lowprec.backends.cuda import models  # with the first plan that asks
+
+    return models.predicted(device)
+
+
 def release_memory() -> None:
     """Give back the memory that lowprec keeps for later products: buffers of the CPU, pools of each GPU.
 
@@ -64,7 +78,10 @@ def release_memory() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a library says that there is too little memory: PyTorch and CuPy have a class of that name each."""
+    """Whether a library says that there is too little memory; not lowprec itself, which has tried twice then."""
+    if isinstance(error, DeviceMemoryError):
+        return False
+    # PyTorch and CuPy have a class of that name each.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 

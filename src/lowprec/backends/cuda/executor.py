@@ -336,7 +336,7 @@ def _term(
         call,
         first + before_first * call.first.dtype.itemsize,
         second + before_second * call.second.dtype.itemsize,
-        2.0**product.exponent,
+        product.factor,
         float(product.accumulates),
         invocations,
     )
