@@ -53,7 +53,7 @@ SHEETS: dict[tuple[int, int], tuple[int, int, dict[str, float]]] = {
     (7, 0): (80, 1_530_000, {"float16": 125}),
     (8, 0): (108, 1_410_000, {"tf32": 156, "float16": 312, "bfloat16": 312, "int8": 624}),
     (9, 0): (132, 1_980_000, {"float16": 989, "float8_e4m3fn": 1979, "int8": 1979}),
-    (10, 0): (148, 1_965_000, {"tf32": 1130, "float16": 2250, "float8_e5m2": 4500, "int8": 4500}),
+    (10, 0): (148, 1_965_000, {"tf32": 1130, "float16": 2250, "float8_e4m3fn": 4500, "int8": 4500}),
 }
 
 
@@ -65,7 +65,7 @@ def test_peak_rates(install: Install, capability: tuple[int, int]) -> None:
     told = dict(found.peak_tflops)
     for name, rate in sheet.items():
         assert told[name] == pytest.approx(rate, rel=0.03)
-    assert ("float8_e5m2" in told) is found.has_float8
+    assert ("float8_e4m3fn" in told) is found.has_float8
     assert ("bfloat16" in told) is (capability >= (8, 0))
 
 

@@ -19,10 +19,14 @@ from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
+    NO_ROOM,
     Invocation,
+    Number,
     Operands,
+    Room,
     alignment_of,
     byte_offsets,
+    number,
 )
 from lowprec.backends.cuda.measuring import Measured
 from lowprec.backends.cuda.staging import Staging
@@ -165,8 +169,8 @@ class _Term(NamedTuple):
     call: CublasLtCall
     first: int
     second: int
-    factor: float
-    kept: float
+    factor: Number
+    kept: Number
     #: By the alignment of the pointers; terms of one length share them.
     invocations: dict[int, Invocation]
 
@@ -185,8 +189,10 @@ class _LoweredPlan:
         #: None where cuBLASLt reads and writes the caller's arrays.
         self._staging: Staging | None = None
         self.last: Invocation | None = None
-        #: Whether operands, result and nothing else are what a call is about, at any alignment.
-        self.is_plain = False
+        #: Beside the staging, for a workspace.
+        self._room = 0
+        #: Whether the addresses of two operands and a result are all that varies, and whether they are the caller's.
+        self._is_alone = self.is_plain = False
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
         if call is None:
@@ -199,26 +205,19 @@ class _LoweredPlan:
         self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
         self._fuses_bias = "BIAS" in call.epilogue
         self._swapped = call.swapped
-        self.is_plain = (
-            self._staging is None
-            and call.c is None
+        self._is_alone = (
+            call.c is None
             and not self._fuses_bias
-            and not plan.problem.has_alpha
+            and not (plan.problem.has_alpha and not call.staged)
             and len(call.offsets) == 1
             and not reads_k_contiguous(plan.compute_dtype)
         )
+        self.is_plain = self._is_alone and self._staging is None
 
     def run_plain(self, device: int, arguments: Arguments) -> bool:
         """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
         a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
-        bits = ALIGNMENT_BYTES | a | b | d
-        invocation = self._terms[0].invocations.get(bits & -bits)
-        if invocation is None:
-            return False
-        self.last = invocation
-        first, second = (b, a) if self._swapped else (a, b)
-        invocation.run_plain(handles.handle(device), arguments.stream, first, second, d)
-        return True
+        return self._multiply_alone(device, arguments.stream, a, b, d, self._terms[0]) is not None
 
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
@@ -226,23 +225,60 @@ class _LoweredPlan:
         if staging is None:
             a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
             return self._multiply(device, arguments, a, b, out, self._terms[0])
-        with memory.temporary(staging.nbytes, device, arguments.stream) as block:
+        room, ran = self._room, None
+        with memory.temporary(staging.nbytes + room, device, arguments.stream) as block:
             a, b, d = staging.fill(block, arguments)
-            ran = None
             for term in self._terms:
-                ran = self._multiply(device, arguments, a, b, d, term)
+                ran = self._multiply(
+                    device, arguments, a, b, d, term, (block + staging.nbytes, room)
+                )
+                self._room = max(self._room, ran.needed_bytes)
             staging.apply_epilogue(block, arguments, _alpha(arguments))
-            return ran
+        return ran
 
     def _multiply(
-        self, device: int, arguments: Arguments, a: int, b: int, d: int, term: _Term
+        self,
+        device: int,
+        arguments: Arguments,
+        a: int,
+        b: int,
+        d: int,
+        term: _Term,
+        room: Room = NO_ROOM,
     ) -> Invocation:
         """Queue one product of the schedule."""
         handle, stream = handles.handle(device), arguments.stream
+        if self._is_alone:
+            found = self._multiply_alone(device, stream, a, b, d, term, room)
+            if found is not None:
+                return found
         operands = self._operands(arguments, a, b, d, term)
         invocation = self._invocation(handle, stream, operands, term)
-        invocation.run(handle, stream, operands)
+        invocation.run(handle, stream, operands, room)
         self.last = invocation
+        return invocation
+
+    def _multiply_alone(
+        self,
+        device: int,
+        stream: int,
+        a: int,
+        b: int,
+        d: int,
+        term: _Term,
+        room: Room = NO_ROOM,
+    ) -> Invocation | None:
+        """Queue a product of which nothing but its three addresses varies; None if it is the first of its alignment."""
+        first, second = (b, a) if self._swapped else (a, b)
+        first += term.first
+        second += term.second
+        bits = ALIGNMENT_BYTES | first | second | d
+        invocation = term.invocations.get(bits & -bits)
+        if invocation is None:
+            return None
+        self.last = invocation
+        handle = handles.handle(device)
+        invocation.run_plain(handle, stream, term.factor, first, second, term.kept, d, room)
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
@@ -295,7 +331,8 @@ class _LoweredPlan:
         a += term.first
         b += term.second
         if call.staged:
-            return Operands(a, b, d, d, 0, scale_a, scale_b, term.factor, term.kept)
+            factor, kept = term.factor.value, term.kept.value
+            return Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
         beta = arguments.beta if call.c else 0.0
@@ -336,8 +373,8 @@ def _term(
         call,
         first + before_first * call.first.dtype.itemsize,
         second + before_second * call.second.dtype.itemsize,
-        product.factor,
-        float(product.accumulates),
+        number(product.factor, call.scale_dtype),
+        number(float(product.accumulates), call.scale_dtype),
         invocations,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from lowprec.planning.calls import CublasLtCall, LtMatrix
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
+
+#: Address and bytes of memory that a product may have for its workspace; where it is too little, it takes some.
+Room: TypeAlias = tuple[int, int]
+NO_ROOM: Room = (0, 0)
 
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
@@ -59,19 +63,20 @@ def alignment_of(*addresses: int) -> int:
     return bits & -bits
 
 
-class _Number(NamedTuple):
+class Number(NamedTuple):
     """Alpha or beta in memory of the host, and its address."""
 
+    value: complex
     address: int
     memory: np.ndarray[Any, Any]
 
 
 @functools.lru_cache(maxsize=64)
-def _number(value: complex, dtype: DType) -> _Number:
+def number(value: complex, dtype: DType) -> Number:
     """Return a factor for a call; kept, as the same few come back."""
     memory = np.empty(1, NUMPY_DTYPES[dtype])
     memory[0] = value if dtype.is_complex else value.real
-    return _Number(memory.ctypes.data, memory)
+    return Number(value, memory.ctypes.data, memory)
 
 
 class Invocation:
@@ -110,11 +115,11 @@ class Invocation:
         self.alignment_bytes = alignment_bytes
         self.workspace_bytes = workspace_bytes
         self._describe = describe
-        self._varies = any(_pointers_of(operands))
         self._offsets = byte_offsets(call)
-        self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.descriptors = _descriptors(call, operands)
+            #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
+            self._idle = [(self.descriptors.operation, _pointers_of(operands))]
             try:
                 algorithm = choose(self)
                 if algorithm is None:
@@ -124,8 +129,6 @@ class Invocation:
             except BaseException:
                 self.descriptors.close()
                 raise
-        #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
-        self._idle = [(self.descriptors.operation, _pointers_of(operands))]
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
@@ -141,83 +144,103 @@ class Invocation:
         """What cuBLASLt tells of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: Operands) -> None:
+    @property
+    def needed_bytes(self) -> int:
+        """Workspace of the algorithm."""
+        return self._chosen[1]
+
+    def run(self, handle: int, stream: int, operands: Operands, room: Room = NO_ROOM) -> None:
         """Queue the product; alpha and beta are read before this returns."""
+        scale_dtype = self.call.scale_dtype
+        alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
+        # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this call's
+        # own. If the call fails, the descriptor goes, and what is set in it need not be known.
+        pointers = _pointers_of(operands)
         try:
-            if not self._varies:
-                self._queue(handle, stream, operands, self.descriptors.operation)
-                return
-            # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this
-            # call's own. If the call fails, the descriptor goes, and what is set in it need not be known.
-            pointers = _pointers_of(operands)
             try:
                 operation, found = self._idle.pop()
             except IndexError:
                 operation, found = _operation(self.call, operands), pointers
             if found != pointers:
                 _set_pointers(operation, operands)
-            self._queue(handle, stream, operands, operation)
+            for first, second, c, d in self._offsets:
+                self._matmul(
+                    handle,
+                    stream,
+                    operation.pointer,
+                    alpha,
+                    operands.first + first,
+                    operands.second + second,
+                    beta,
+                    operands.c + c,
+                    operands.d + d,
+                    room,
+                )
             self._idle.append((operation, pointers))
         except LowprecError:
             raise
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
-    def run_plain(self, handle: int, stream: int, first: int, second: int, d: int) -> None:
-        """Queue the product with alpha = 1 and beta = 0, at offset 0."""
-        algorithm, workspace_bytes, _ = self._chosen
-        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
+    def run_plain(
+        self,
+        handle: int,
+        stream: int,
+        alpha: Number,
+        first: int,
+        second: int,
+        beta: Number,
+        d: int,
+        room: Room = NO_ROOM,
+    ) -> None:
+        """Queue a product of one call without pointers in its descriptor, and D for C."""
         try:
-            with handles.workspace(handle, stream, workspace_bytes) as workspace:
-                libraries().cublas_lt.matmul(
-                    handle,
-                    operation,
-                    self._one.address,
-                    first,
-                    first_layout,
-                    second,
-                    second_layout,
-                    self._zero.address,
-                    d,
-                    c_layout,
-                    d,
-                    d_layout,
-                    algorithm,
-                    workspace,
-                    workspace_bytes,
-                    stream,
-                )
+            operation = self._pointers[0]
+            self._matmul(handle, stream, operation, alpha, first, second, beta, d, d, room)
         except LowprecError:
             raise
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
-    def _queue(self, handle: int, stream: int, operands: Operands, operation: Descriptor) -> None:
-        scale_dtype = self.call.scale_dtype
-        alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
+    def _matmul(
+        self,
+        handle: int,
+        stream: int,
+        operation: int,
+        alpha: Number,
+        first: int,
+        second: int,
+        beta: Number,
+        c: int,
+        d: int,
+        room: Room,
+    ) -> None:
         algorithm, workspace_bytes, _ = self._chosen
+        workspace, nbytes = room
+        if nbytes < workspace_bytes:
+            with handles.workspace(handle, stream, workspace_bytes) as own:
+                room = (own, workspace_bytes)
+                self._matmul(handle, stream, operation, alpha, first, second, beta, c, d, room)
+            return
         _, first_layout, second_layout, c_layout, d_layout = self._pointers
-        matmul = libraries().cublas_lt.matmul
-        with handles.workspace(handle, stream, workspace_bytes) as workspace:
-            for first, second, c, d in self._offsets:
-                matmul(
-                    handle,
-                    operation.pointer,
-                    alpha.address,
-                    operands.first + first,
-                    first_layout,
-                    operands.second + second,
-                    second_layout,
-                    beta.address,
-                    operands.c + c,
-                    c_layout,
-                    operands.d + d,
-                    d_layout,
-                    algorithm,
-                    workspace,
-                    workspace_bytes,
-                    stream,
-                )
+        libraries().cublas_lt.matmul(
+            handle,
+            operation,
+            alpha.address,
+            first,
+            first_layout,
+            second,
+            second_layout,
+            beta.address,
+            c,
+            c_layout,
+            d,
+            d_layout,
+            algorithm,
+            workspace,
+            nbytes,
+            stream,
+        )
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
         """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""
