@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -79,6 +80,7 @@ def autotune(
     activation: str | None = None,
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
     candidates: int = 32,
@@ -92,7 +94,7 @@ def autotune(
 
     Parameters
     ----------
-    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, scale_a, scale_b
+    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
     candidates : int
         How many algorithms to try, from 1 to 256.
@@ -129,7 +131,7 @@ def autotune(
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)
-    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []
@@ -140,13 +142,15 @@ def autotune(
         )
 
     stream = library.current_stream(x.device) or 0
-    target = request.out
-    if target is None:
-        target = backend.allocate(found.out_shape, found.out_dtype, x.device, stream)
-    arguments = request.arguments(x, y, target, stream)
-    if x.device.is_host:
-        measure(arguments)
-    else:
-        streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    with ExitStack() as stack:
+        target = request.out
+        if target is None:
+            result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
+            target = stack.enter_context(result)
+        arguments = request.arguments(x, y, target, stream)
+        if x.device.is_host:
+            measure(arguments)
+        else:
+            streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     able = found.plan.capabilities
     return AutotuneResult(title(found.plan), f"{able.device}: {able.name}", tuple(timed))

@@ -107,7 +107,7 @@ KERNELS = ("epilogue", "pack_elements", "pack_groups")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warn_once.cache_clear()
+    disk._warned.clear()
     return tmp_path / "cache"
 
 
@@ -337,6 +337,22 @@ def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Pa
     with pytest.warns(LowprecWarning, match="the driver does not load it: CUDA_ERROR_INVALID"):
         assert kernel(A=1) == ("epilogue", code)
     assert len(core.compiled) == 2
+
+
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(
+    core: Compiler, cache: Path
+) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    path.unlink()
+    core.refuses = (code,)
+    forget()
+    with pytest.raises(
+        BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"
+    ):
+        kernel(A=1)
+    assert files(cache) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(

@@ -7,6 +7,7 @@ out right over these streams is tested elsewhere.
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -368,6 +369,7 @@ def test_release_gives_everything_back_but_living_blocks(runtime: Runtime) -> No
         memory.order(FIRST, SECOND, device)
     memory.release()
     assert list(runtime.allocated) == [held.address]
+    memory.reset()
     assert runtime.events == []
     for device in (0, 1):
         assert ("cudaMemPoolTrimTo", device, 0) in runtime.log
@@ -589,3 +591,38 @@ memory.keep([Owner()], 11, Device(2, 0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "finalizing: False\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    """In its own process: another thread lets go of operands, with the pool's lock, while the process is forked."""
+    code = f"""
+import os, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import software_cuda
+from lowprec.arrays import Device
+from lowprec.backends.cuda import memory
+software_cuda.install()
+device = Device(2, 0)
+memory.keep([object()], 1, device)
+(pool,) = memory._pools.values()
+taken, leave = threading.Event(), threading.Event()
+def hold():
+    with pool._lock:
+        taken.set()
+        leave.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+taken.wait()
+child = os.fork()
+if not child:
+    memory.keep([object()], 1, device)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+leave.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +14,8 @@ import pytest
 
 import lowprec
 import oracles
-import software_cuda
 from device_fixture import SoftwareGpu
-from lowprec import executors
+from lowprec.backends import cuda
 from software_cuda.cupy import Cupy
 
 
@@ -153,14 +154,93 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def small() -> Iterator[SoftwareGpu]:
-    """A device with 16 MiB, of which lowprec has used 6 and keeps them."""
-    found = software_cuda.install(1, memory_bytes=16 * MIB)
-    executors.forget()
-    gpu = SoftwareGpu(found)
-    found.runtime.cudaSetDevice(0)
-    x = gpu.put(np.ones((1024, 1024), np.float32))
-    found.drain()
-    gpu.get(lowprec.matmul(x, x[:, :8] if False else x, math_mode="bf16"))
-    yield gpu
-    software_cuda.uninstall()
+def small(monkeypatch: pytest.MonkeyPatch, software: SoftwareGpu) -> SoftwareGpu:
+    """A device of 16 MiB; an operand takes 4, a result that died 4, and of temporary memory 4 are kept."""
+    cuda = software.software
+    cuda.runtime.cudaSetDevice(0)
+    cuda.runtime.memory.limits[0] = 16 * MIB
+    x = software.put(np.ones((1024, 1024), np.float32))
+    software.get(lowprec.matmul(x, x, math_mode="bf16"))
+    assert cuda.live()["bytes"] > 8 * MIB
+    assert free_mib(software) < 5
+    return software
+
+
+def free_mib(gpu: SoftwareGpu) -> float:
+    return gpu.free_bytes() / MIB
+
+
+def tall_and_wide(rows: int) -> list[np.ndarray[Any, Any]]:
+    """Operands of few bytes whose product has many."""
+    return [draw(0, rows, 4), draw(1, 4, rows)]
+
+
+def test_what_lowprec_keeps_serves_its_own_results(small: SoftwareGpu) -> None:
+    a, b = tall_and_wide(1536)
+    found = lowprec.matmul(small.put(a), small.put(b))
+    np.testing.assert_array_equal(small.get(found), a @ b)
+    with pytest.raises(lowprec.DeviceMemoryError, match=r"cuda:0 has no 64\.0 MiB of memory left"):
+        lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
+
+
+def test_what_lowprec_keeps_is_given_to_the_arrays_library(small: SoftwareGpu, cupy: Cupy) -> None:
+    a, b = tall_and_wide(1536)
+    x, y = cupy.asarray(a), cupy.asarray(b)
+    with pytest.raises(MemoryError, match="Out of memory"):
+        cupy.empty((1536, 1536), np.float32)
+    np.testing.assert_array_equal(cupy.asnumpy(lowprec.matmul(x, y)), a @ b)
+    with pytest.raises(MemoryError, match="Out of memory"):
+        lowprec.matmul(*(cupy.asarray(x) for x in tall_and_wide(4096)))
+
+
+def test_what_lowprec_keeps_is_given_to_its_libraries(small: SoftwareGpu, cupy: Cupy) -> None:
+    cuda.reset()
+    before = small.software.live()["handles"]
+    with small.failing_call("cublas_lt.create", status=3):
+        assert cuda.handles.handle(0)
+    assert small.software.live()["handles"] == before + 1
+    small.forgive()
+
+
+def test_release_memory_gives_all_of_it_back(small: SoftwareGpu, cupy: Cupy) -> None:
+    before = free_mib(small)
+    lowprec.release_memory()
+    assert free_mib(small) > before + 7.9
+    np.testing.assert_array_equal(
+        cupy.asnumpy(lowprec.matmul(cupy.asarray(A), cupy.asarray(B), math_mode="bf16")), TRUE
+    )
+
+
+def test_release_memory_loads_nothing() -> None:
+    code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# -- what a call costs ----------------------------------------------------------------------------
+
+#: Of a product in these modes, in order; the algorithms have a workspace.
+CALLS = {
+    "fp32": ["matmul"],
+    "bf16": ["cuLaunchKernel"] * 2 + ["matmul"],
+    "fp16": [
+        *["cuLaunchKernel", "cudaMemsetAsync"],
+        *["cuLaunchKernel"] * 2,
+        "matmul",
+        "cuLaunchKernel",
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", CALLS)
+def test_the_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
+    """One question for the device, and memory taken and given back once: of the operands, and of the workspace."""
+    a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
+    lowprec.matmul(a, b, out=out, math_mode=mode)
+    before = software.calls_made()
+    lowprec.matmul(a, b, out=out, math_mode=mode)
+    made = [name.partition(".")[2] for name in software.software.calls[before:]]
+    assert made[0] == "cuCtxGetDevice"
+    memory = ("cudaMallocFromPoolAsync", "cudaFreeAsync")
+    assert [x for x in made[1:] if x not in memory] == CALLS[mode]
+    assert made.count(memory[0]) == made.count(memory[1]) == (1 if mode == "fp32" else 2)

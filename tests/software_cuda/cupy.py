@@ -5,6 +5,7 @@ Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.
 
 from __future__ import annotations
 
+import math
 import threading
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
@@ -67,8 +68,11 @@ class Cupy(ModuleType):
         """Return a new array on the current device; its memory is ordered on the current stream."""
         self.runtime.make_context()
         device = self.runtime.device
-        memory = empty(self.runtime, shape, dtype, device, self.current().stream)
-        return self.ndarray(memory, device)
+        memory, nbytes = self.runtime.memory, math.prod(shape) * np.dtype(dtype).itemsize
+        if memory.used[device] + nbytes > memory.limits[device]:
+            raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
+        made = empty(self.runtime, shape, dtype, device, self.current().stream)
+        return self.ndarray(made, device)
 
     def asarray(self, values: Any) -> _Array:
         """Return a copy of host memory, row-major, written in the order of the current stream."""
@@ -81,6 +85,10 @@ class Cupy(ModuleType):
         """Return a copy in host memory, after the work of the current stream."""
         self.current(array.device.id).synchronize()
         return checked(self.runtime, array.memory, array.device.id).copy()
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's own."""
 
 
 class _Device:

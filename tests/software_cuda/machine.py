@@ -39,7 +39,7 @@ class DeviceModel:
         Whether it allocates in the order of streams.
     """
 
-    name: str = "Software GPU"
+    name: str = "Software H200"
     capability: tuple[int, int] = (9, 0)
     memory_bytes: int = 1 << 30
     multiprocessors: int = 132

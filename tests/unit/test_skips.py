@@ -13,6 +13,7 @@ import pytest
 from cpu_units import MEDIUM_IS_FULL, NO_AMX
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
+NO_LIBRARY = "libcublasLt is not installed (nvidia-cublas, 400 MB and more)"
 TORCH_IS_MISSING = "torch is not installed"
 
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason=".ci is not part of this checkout")
@@ -53,6 +54,8 @@ def results(folder: Path, name: str, skips: dict[str, str]) -> str:
         (TORCH_IS_MISSING, TORCH_IS_MISSING, set(), False),
         (f"not this machine's fault: {NO_AMX}", NO_AMX + " at all", {"amx_bf16"}, False),
         ("numba is not installed", "numba is not installed", set(), False),
+        (NO_LIBRARY, "nvmath is not installed", set(), True),
+        (f"perhaps {NO_LIBRARY}", "nvmath is not installed", set(), False),
     ],
 )
 def test_what_is_skipped_everywhere(

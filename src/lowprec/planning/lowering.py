@@ -91,7 +91,7 @@ class _Terms:
     @property
     def summed_in(self) -> DType:
         """Element type of the sums, and of alpha and beta."""
-        return DType.FLOAT32 if self.as_real else self.plan.compute_dtype.accumulator
+        return DType.FLOAT32 if self.as_real else self.plan.accumulator
 
     @property
     def as_real(self) -> bool:
@@ -216,8 +216,7 @@ def _reason_to_pack(
 def _pack(
     terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int
 ) -> Pack:
-    rounded = terms.plan.rounded[name == "b"]
-    scaled = rounded and terms.data is DType.FLOAT16 and terms.plan.kernel_row.scales_float16
+    scaled = terms.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
     if terms.as_real:
         complex_as = "pairs" if name == "a" else "rotated"

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import fp32_units
-from lowprec.backends.cpu.amx import executor as tiles
+from lowprec.backends.cpu import buffers, fp32_units
+from lowprec.backends.cpu.packed import executor as packed
+from lowprec.backends.cpu.packed import launch
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
+
+_BY_UNITS = (packed.execute, launch.execute)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -42,9 +46,16 @@ def _nothing(_: Arguments) -> None:
     """Compute a result that has no elements."""
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> AbstractContextManager[ArrayView]:
     """Return a new row-major array in host memory."""
-    return NUMPY.allocate(shape, dtype, device, None)
+    return nullcontext(NUMPY.allocate(shape, dtype, device, None))
+
+
+def release_memory() -> None:
+    """Give the buffers of all threads that nobody uses back to the system."""
+    buffers.release_all()
 
 
 def staging_dtype(dtype: DType) -> DType:
@@ -62,9 +73,9 @@ def stopwatch(arguments: Arguments) -> None:
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return whether this thread's last product ran on tile units; where a part of it fell back, it did not."""
-    by_tiles = isinstance(execute, functools.partial) and execute.func is tiles.execute
-    return ExecutionInfo(by_tiles and not tiles.fell_back())
+    """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
+    by_units = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    return ExecutionInfo(by_units and not (plan.fallback and packed.fell_back()))
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,6 @@
 """NVIDIA GPUs: the same plans, executed by cuBLASLt. Loaded with the first array in CUDA memory."""
 
 from lowprec.backends.cuda.backend import (
-    allocate,
     capabilities,
     copy,
     describe,
@@ -11,12 +10,12 @@ from lowprec.backends.cuda.backend import (
     reset,
     staging_dtype,
     stopwatch,
+    temporary,
     tune,
 )
 from lowprec.backends.cuda.info import info
 
 __all__ = [
-    "allocate",
     "capabilities",
     "copy",
     "describe",
@@ -27,5 +26,6 @@ __all__ = [
     "reset",
     "staging_dtype",
     "stopwatch",
+    "temporary",
     "tune",
 ]

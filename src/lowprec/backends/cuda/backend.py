@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
@@ -11,8 +11,8 @@ from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, 
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
-from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
     AlgorithmTiming,
     Arguments,
@@ -25,52 +25,10 @@ from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
 
-#: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
-_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
-_LARGE_SINCE = (9, 0)
-
-#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100, H100 and B200; (capability
-#: from which it holds, flops per byte), the newest first.
-_FLOPS_PER_BYTE = (((10, 0), 281.0), ((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
-
-#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100; data sheet of B200).
-_FORMATS = (
-    "float32",
-    "float64",
-    "tf32",
-    "float16",
-    "bfloat16",
-    "int8",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
-_FLOPS_PER_CLOCK = {
-    (7, 0): (128, 64, 0, 1024, 0, 0, 0, 0),
-    (8, 0): (128, 128, 1024, 2048, 2048, 4096, 0, 0),
-    (9, 0): (256, 256, 2048, 4096, 4096, 8192, 8192, 8192),
-    (10, 0): (256, 128, 4096, 8192, 8192, 16384, 16384, 16384),
-}
-
 
 def capabilities(device: Device) -> Capabilities:
     """Return what a GPU can do. Looked up once per device."""
-    return _capabilities(runtime.properties(device.index))
-
-
-@functools.lru_cache(maxsize=64)
-def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
-    intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
-    clock = found.multiprocessors * found.clock_khz * 1e3
-    rates = zip(_FORMATS, _FLOPS_PER_CLOCK.get(found.capability, ()), strict=False)
-    return Capabilities(
-        device=f"cuda:{found.index}",
-        name=found.name,
-        kernels=KERNELS,
-        flops_per_byte=intensity,
-        compute_capability=found.capability,
-        workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
-        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in rates if rate * clock),
-    )
+    return present(runtime.properties(device.index))
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -166,8 +124,7 @@ def tune(
 
 
 def release_memory() -> None:
-    """Give back the memory and the events of all GPUs that no work uses, once what is queued there is done."""
-    timing.release()
+    """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
     memory.release()
 
 
@@ -177,16 +134,21 @@ def reset() -> None:
     Executors stay valid and create what they need at their next call.
     """
     handles.reset()
-    release_memory()
+    timing.release()
+    memory.reset()
     autotune.forget()
     forget_refusals()
-    _capabilities.cache_clear()
+    present.cache_clear()
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
-    """Return a new row-major array in memory of lowprec's own, for work on a stream."""
-    block = memory.allocate(prod(shape) * dtype.itemsize, device, stream)
-    return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
+@contextlib.contextmanager
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> Iterator[ArrayView]:
+    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
+        yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
 
 def staging_dtype(dtype: DType) -> DType:

@@ -47,7 +47,7 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
     """Raise what goes wrong in the block as lowprec's errors; ``doing`` is asked for words only then."""
     try:
         yield
-    except LowprecError:
+    except (LowprecError, Warning):  # the latter where a filter makes errors of them
         raise
     except Exception as error:
         raise translate(error, doing()) from error

@@ -209,7 +209,13 @@ def _load(
         except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
             disk.set_aside(path, f"the driver does not load it: {error}")
     code = _compiled(core, arch, name, source)
-    loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    try:
+        loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    except Exception as error:
+        raise BackendError(
+            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
+            "be of a later version of CUDA than the driver serves"
+        ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
 

@@ -373,7 +373,7 @@ def _term(
         call,
         first + before_first * call.first.dtype.itemsize,
         second + before_second * call.second.dtype.itemsize,
-        number(2.0**product.exponent, call.scale_dtype),
+        number(product.factor, call.scale_dtype),
         number(float(product.accumulates), call.scale_dtype),
         invocations,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from typing import Any
 
 from lowprec.arrays import Device
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import libraries, loaded
+from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
 #: What a device's pool may keep unused, and as much again of results that died: the larger of bytes and share.
@@ -90,6 +92,10 @@ class _Pool:
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
 
+    def renew_lock(self) -> None:
+        """Forget who held the lock."""
+        self._lock = threading.RLock()
+
     # -- memory -----------------------------------------------------------------------------------
 
     def temporary(self, nbytes: int, stream: int) -> Block:
@@ -144,9 +150,8 @@ class _Pool:
                 self._dead += dead
                 raise
             while dead:
-                with contextlib.suppress(
-                    BackendError
-                ):  # of a lost device, which the next call tells
+                # What is wrong with a lost device the next call tells.
+                with contextlib.suppress(BackendError):
                     runtime.free(dead.pop())
 
     # -- order ------------------------------------------------------------------------------------
@@ -198,9 +203,13 @@ class _Pool:
             runtime.synchronize_event(first)
         self.release_finished()
 
+    def is_keeping(self) -> bool:
+        """Whether something is held for work that was queued."""
+        return any(list(self._kept.values()))
+
     def release_finished(self) -> None:
         """Let go of what the work that is done by now has needed."""
-        if not any(list(self._kept.values())):
+        if not self.is_keeping():
             return
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
@@ -223,11 +232,19 @@ class _Pool:
         self.release_finished()
 
     def release(self) -> None:
-        """Give back all memory and events that nobody uses."""
+        """Give back all memory that nobody uses."""
+        held = list(
+            self.held
+        )  # by calls that failed, so that no event tells when their work is done
         self.wait()
         self._collect(-1)
-        self.held.clear()  # what calls held that failed: the device was waited for
+        for key in held:
+            self.held.pop(key, None)
         runtime.trim(self._pool, self._device)
+
+    def reset(self) -> None:
+        """Give back the events, too; nobody may be waiting for one."""
+        self.release()
         while self._events:
             runtime.destroy_event(self._events.pop())
 
@@ -290,6 +307,12 @@ def order(before: int, after: int, device: Device) -> None:
         pool.order(before, after)
 
 
+def synchronize(stream: int, device: Device) -> None:
+    """Wait on the host for what a stream holds now."""
+    with runtime.on_device(device.index), runtime.relaxed_capture():
+        runtime.synchronize_stream(stream)
+
+
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
     """Copy bytes between two addresses of the device, in the order of a stream."""
     if nbytes:
@@ -305,14 +328,15 @@ def hold(owners: Sequence[Any], device: Device) -> None:
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     """Hold objects until the work that a stream of a device holds now is done.
 
-    They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
-    still at work make the host wait for the first. While the stream is being captured, the objects stay for good. If
-    this raises, nothing tells when the work is done, and they stay until :func:`release`.
+    They are let go by a thread that waits for the work, or by a later call of this function. More than 64 calls that
+    are still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
+    If this raises, nothing tells when the work is done, and they stay until :func:`release`.
     """
     pool = _pool(device.index)
     pool.held[id(owners)] = owners
     with runtime.on_device(device.index):
         pool.keep(owners, stream)
+    _waiter.wake()
 
 
 def release_finished() -> None:
@@ -323,20 +347,54 @@ def release_finished() -> None:
 
 
 def release() -> None:
-    """Give back all memory and events that nobody uses; blocks that are still alive stay good."""
+    """Give back all memory that nobody uses; blocks that are still alive stay good."""
     for device, pool in _current_pools():
         with runtime.on_device(device):
             pool.release()
 
 
+def reset() -> None:
+    """Give back events as well; no product may be running."""
+    for device, pool in _current_pools():
+        with runtime.on_device(device):
+            pool.reset()
+
+
 def _current_pools() -> list[tuple[int, _Pool]]:
-    current = libraries().runtime
-    return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is current]
+    found = loaded()
+    if found is None:
+        return []
+    return [(n, pool) for (owner, n), pool in list(_pools.items()) if owner is found.runtime]
+
+
+def _look() -> bool:
+    """Let go of what is done, in a thread of lowprec's own; return whether there is more to wait for."""
+    more = False
+    for device, pool in _current_pools():
+        if pool.is_keeping():
+            with runtime.on_device(device):
+                pool.release_finished()
+            more = more or pool.is_keeping()
+    return more
+
+
+_waiter = Waiter(_look)
+
+
+def _after_fork() -> None:
+    """Free the locks in a child: the thread that may have held one is not there."""
+    for pool in _pools.values():
+        pool.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
 def _wait_at_exit() -> None:
     """Let go of other libraries' arrays while these libraries are whole."""
+    _waiter.stop()
     if _pools:
         with contextlib.suppress(LowprecError):
             for device, pool in _current_pools():

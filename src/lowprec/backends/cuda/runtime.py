@@ -1,8 +1,7 @@
 """CUDA's runtime with its status codes turned into exceptions: devices, memory, streams, events.
 
-The only file that calls ``cuda.bindings.runtime``, and of the driver what it has for contexts. Streams are integers, as everywhere in lowprec: 1 is the legacy
-default stream. Source: the CUDA Runtime API and Driver API
-references.
+The only file that calls ``cuda.bindings.runtime``, and what the driver has for contexts. Streams are integers, as
+everywhere in lowprec: 1 is the legacy default stream. Source: the CUDA Runtime API and Driver API references.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Staging:
         self._exponents = [0, 0]
         self._product: int | None = None
         if call is None:
-            dtype = plan.compute_dtype.accumulator
+            dtype = plan.accumulator
             nbytes = layout.batch_count * layout.m * layout.n * dtype.itemsize
             self._product = self._zero(nbytes)
         else:
@@ -125,7 +125,7 @@ def packings(plan: GemmPlan, stack: MatrixStack, pack: Pack) -> Iterator[Packing
             pack.scaled,
             pack.complex_as,
             part,
-            row(plan.mode).part_exponent if part else 0,
+            row(plan.scheme).part_exponent if part else 0,
         )
 
 
@@ -136,7 +136,7 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
     if problem.has_beta and problem.c is not None:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
         assert c is not None, "the plan collapsed a batch that c cannot follow"
-    product_dtype = plan.compute_dtype.accumulator
+    product_dtype = plan.accumulator
     leading = call.d.leading_dimension if call else layout.n
     if call and product_dtype.is_complex and not call.d.dtype.is_complex:
         leading //= 2
