@@ -59,6 +59,7 @@ class Compiler:
         self.compiled: list[tuple[str, dict[str, Any]]] = []
         self.loaded: list[bytes] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.described: set[int] = set()
         self.refuses: tuple[bytes, ...] = ()
         self.error: str | None = None
         self.ProgramOptions = dict
@@ -87,6 +88,7 @@ class Compiler:
         addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
         arguments = [c_int64.from_address(x).value for x in addresses]
         self.launched.append((stream, tuple(extents), kernel, *arguments))
+        self.described.add(parameters)
         return (0,)
 
 
@@ -263,6 +265,7 @@ def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> No
         factors = np.array(arguments[-4:]).view(np.float64)
         np.testing.assert_array_equal(factors, [0.5 * number, 0, 0, 2])
     assert core.launched[0][5:-4] == core.launched[1][5:-4]
+    assert len(core.described) == 1
 
 
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:

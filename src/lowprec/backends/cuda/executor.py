@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
@@ -38,6 +38,9 @@ from lowprec.planning.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")
+
+#: Where ``a``, ``b`` and the product lie.
+Places: TypeAlias = tuple[int, int, int]
 
 #: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
@@ -216,59 +219,45 @@ class _LoweredPlan:
 
     def run_plain(self, device: int, arguments: Arguments) -> bool:
         """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
-        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
-        return self._multiply_alone(device, arguments.stream, a, b, d, self._terms[0]) is not None
+        places = (arguments.a.address, arguments.b.address, arguments.out.address)
+        return self._multiply_alone(device, arguments.stream, places, self._terms[0]) is not None
 
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
         staging = self._staging
         if staging is None:
-            a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
-            return self._multiply(device, arguments, a, b, out, self._terms[0])
+            places = (arguments.a.address, arguments.b.address, arguments.out.address)
+            return self._multiply(device, arguments, places, self._terms[0])
         room, ran = self._room, None
         with memory.temporary(staging.nbytes + room, device, arguments.stream) as block:
-            a, b, d = staging.fill(block, arguments)
+            places, after = staging.fill(block, arguments), block + staging.nbytes
             for term in self._terms:
-                ran = self._multiply(
-                    device, arguments, a, b, d, term, (block + staging.nbytes, room)
-                )
-                self._room = max(self._room, ran.needed_bytes)
+                ran = self._multiply(device, arguments, places, term, (after, room))
+                self._room = max(self._room, ran.algorithm.workspace_bytes)
             staging.apply_epilogue(block, arguments, _alpha(arguments))
         return ran
 
     def _multiply(
-        self,
-        device: int,
-        arguments: Arguments,
-        a: int,
-        b: int,
-        d: int,
-        term: _Term,
-        room: Room = NO_ROOM,
+        self, device: int, arguments: Arguments, places: Places, term: _Term, room: Room = NO_ROOM
     ) -> Invocation:
         """Queue one product of the schedule."""
-        handle, stream = handles.handle(device), arguments.stream
+        stream = arguments.stream
         if self._is_alone:
-            found = self._multiply_alone(device, stream, a, b, d, term, room)
+            found = self._multiply_alone(device, stream, places, term, room)
             if found is not None:
                 return found
-        operands = self._operands(arguments, a, b, d, term)
+        handle = handles.handle(device)
+        operands = self._operands(arguments, places, term)
         invocation = self._invocation(handle, stream, operands, term)
         invocation.run(handle, stream, operands, room)
         self.last = invocation
         return invocation
 
     def _multiply_alone(
-        self,
-        device: int,
-        stream: int,
-        a: int,
-        b: int,
-        d: int,
-        term: _Term,
-        room: Room = NO_ROOM,
+        self, device: int, stream: int, places: Places, term: _Term, room: Room = NO_ROOM
     ) -> Invocation | None:
         """Queue a product of which nothing but its three addresses varies; None if it is the first of its alignment."""
+        a, b, d = places
         first, second = (b, a) if self._swapped else (a, b)
         first += term.first
         second += term.second
@@ -278,7 +267,7 @@ class _LoweredPlan:
             return None
         self.last = invocation
         handle = handles.handle(device)
-        invocation.run_plain(handle, stream, term.factor, first, second, term.kept, d, room)
+        invocation.queue(handle, stream, term.factor, term.kept, ((first, second, d, d),), room)
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
@@ -288,7 +277,7 @@ class _LoweredPlan:
         a = 0 if self.call.pack_a else arguments.a.address
         b = 0 if self.call.pack_b else arguments.b.address
         d = 0 if self.call.staged else arguments.out.address
-        operands = self._operands(arguments, a, b, d, self._terms[0])
+        operands = self._operands(arguments, (a, b, d), self._terms[0])
         handle = handles.handle(arguments.a.device.index)
         return self._invocation(handle, arguments.stream, operands, self._terms[0])
 
@@ -301,12 +290,12 @@ class _LoweredPlan:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
         device, stream, term = arguments.a.device.index, arguments.stream, self._terms[0]
         handle = handles.handle(device)
-        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
+        places = (arguments.a.address, arguments.b.address, arguments.out.address)
         with contextlib.ExitStack() as stack:
             if self._staging is not None:
                 block = memory.temporary(self._staging.nbytes, device, stream)
-                a, b, d = self._staging.fill(stack.enter_context(block), arguments)
-            operands = self._operands(arguments, a, b, d, term)
+                places = self._staging.fill(stack.enter_context(block), arguments)
+            operands = self._operands(arguments, places, term)
             invocation = self._invocation(handle, stream, operands, term)
             before = invocation.algorithm
             try:
@@ -319,12 +308,12 @@ class _LoweredPlan:
             invocation.use(measured[0].algorithm)
         return measured
 
-    def _operands(self, arguments: Arguments, a: int, b: int, d: int, term: _Term) -> Operands:
+    def _operands(self, arguments: Arguments, places: Places, term: _Term) -> Operands:
         """Return the addresses and factors of one product in cuBLASLt's order.
 
         The caller's factors are those of a staged product's epilogue.
         """
-        call = term.call
+        call, (a, b, d) = term.call, places
         scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
         if self._swapped:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from lowprec.backends.cuda.bindings import (
     MatmulDescriptors,
 )
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.errors import LowprecError, UnsupportedError
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
 
@@ -153,94 +153,67 @@ class Invocation:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
         alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
+        a, b, c, d = operands[:4]
+        places = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
         # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this call's
         # own. If the call fails, the descriptor goes, and what is set in it need not be known.
         pointers = _pointers_of(operands)
         try:
-            try:
-                operation, found = self._idle.pop()
-            except IndexError:
+            operation, found = self._idle.pop()
+        except IndexError:
+            with bindings.translated(lambda: f"run {self._describe()}"):
                 operation, found = _operation(self.call, operands), pointers
-            if found != pointers:
+        if found != pointers:
+            with bindings.translated(lambda: f"run {self._describe()}"):
                 _set_pointers(operation, operands)
-            for first, second, c, d in self._offsets:
-                self._matmul(
-                    handle,
-                    stream,
-                    operation.pointer,
-                    alpha,
-                    operands.first + first,
-                    operands.second + second,
-                    beta,
-                    operands.c + c,
-                    operands.d + d,
-                    room,
-                )
-            self._idle.append((operation, pointers))
-        except LowprecError:
-            raise
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
+        self.queue(handle, stream, alpha, beta, places, room, operation.pointer)
+        self._idle.append((operation, pointers))
 
-    def run_plain(
+    def queue(
         self,
         handle: int,
         stream: int,
         alpha: Number,
-        first: int,
-        second: int,
         beta: Number,
-        d: int,
+        places: Sequence[tuple[int, int, int, int]],
         room: Room = NO_ROOM,
+        operation: int = 0,
     ) -> None:
-        """Queue a product of one call without pointers in its descriptor, and D for C."""
+        """Queue calls for these addresses of the first, the second, c and d.
+
+        ``operation`` is a descriptor of the caller's own; 0 where no pointers are part of it.
+        """
+        algorithm, needed_bytes, _ = self._chosen
+        workspace, nbytes = room
+        if nbytes < needed_bytes:
+            with handles.workspace(handle, stream, needed_bytes) as own:
+                room = (own, needed_bytes)
+                self.queue(handle, stream, alpha, beta, places, room, operation)
+            return
+        of_all, first_layout, second_layout, c_layout, d_layout = self._pointers
+        matmul = libraries().cublas_lt.matmul
         try:
-            operation = self._pointers[0]
-            self._matmul(handle, stream, operation, alpha, first, second, beta, d, d, room)
-        except LowprecError:
-            raise
+            for first, second, c, d in places:
+                matmul(
+                    handle,
+                    operation or of_all,
+                    alpha.address,
+                    first,
+                    first_layout,
+                    second,
+                    second_layout,
+                    beta.address,
+                    c,
+                    c_layout,
+                    d,
+                    d_layout,
+                    algorithm,
+                    workspace,
+                    nbytes,
+                    stream,
+                )
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
-
-    def _matmul(
-        self,
-        handle: int,
-        stream: int,
-        operation: int,
-        alpha: Number,
-        first: int,
-        second: int,
-        beta: Number,
-        c: int,
-        d: int,
-        room: Room,
-    ) -> None:
-        algorithm, workspace_bytes, _ = self._chosen
-        workspace, nbytes = room
-        if nbytes < workspace_bytes:
-            with handles.workspace(handle, stream, workspace_bytes) as own:
-                room = (own, workspace_bytes)
-                self._matmul(handle, stream, operation, alpha, first, second, beta, c, d, room)
-            return
-        _, first_layout, second_layout, c_layout, d_layout = self._pointers
-        libraries().cublas_lt.matmul(
-            handle,
-            operation,
-            alpha.address,
-            first,
-            first_layout,
-            second,
-            second_layout,
-            beta.address,
-            c,
-            c_layout,
-            d,
-            d_layout,
-            algorithm,
-            workspace,
-            nbytes,
-            stream,
-        )
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
         """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""
