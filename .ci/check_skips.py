@@ -77,7 +77,7 @@ UNITS = {
 
 
 #: How the reasons begin of tests for libraries of some hundred megabytes, which no environment here installs.
-TOO_LARGE = ("libcublasLt is not installed",)
+TOO_LARGE = ("libcublasLt is not installed ",)
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
