@@ -80,7 +80,7 @@ UNITS = {
 #: everywhere (`tests/tensor_core_vectors.py`).
 ABSENT = {
     "the vectors read off real tensor cores are not beside this checkout": "data that is no part of the checkout",
-    "libcublasLt is not installed": "a library that is too large for these environments",
+    "libcublasLt is not installed ": "a library that is too large for these environments",
 }
 
 
