@@ -14,6 +14,7 @@ import argparse
 import functools
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -34,9 +35,7 @@ Execute = Callable[..., Result]
 
 def limits() -> dict[str, float]:
     """Return the seconds of each part, in the order in which they run."""
-    seconds = {name: limit for name, (limit, _) in parts.MEASUREMENTS.items()}
-    first = {"device": seconds.pop("device")}
-    return first | dict.fromkeys(tests.modules(), parts.TESTS_S) | seconds
+    return parts.limits(tests.modules())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         return measure(options)
     begin = time.monotonic()
+    # A limit from outside ends the report with what it has.
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     with tempfile.TemporaryDirectory(prefix="lowprec-gpu-") as folder:
         path, content = run_all(options, Path(folder), begin=begin)
     _print(content)
@@ -52,11 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _interrupt(_number: int, _frame: object) -> None:
+    parts.INTERRUPTED.set()
+
+
 def _parser() -> argparse.ArgumentParser:
     made = common.parser(__doc__ or "")
     names, total = [*limits()], parts.TOTAL_S
     made.add_argument("--parts", type=_names, default=names, metavar="A,B", help="some of them")
     made.add_argument("--limit", type=float, default=total, metavar="SECONDS", help="for all of it")
+    made.add_argument("--commit", help="of the checkout, where it was copied without its history")
     made.add_argument("--child", help=argparse.SUPPRESS)
     made.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     return made
@@ -83,7 +90,11 @@ def run_all(
     for name in options.parts:
         left = options.limit - (time.monotonic() - begin)
         print(f"{time.monotonic() - begin:6.1f} s  {name}", flush=True)
-        results[name] = _run(name, min(limits()[name], left), options, folder, results, execute)
+        try:
+            found = _run(name, min(limits()[name], left), options, folder, results, execute)
+        except Exception as error:  # noqa: BLE001 - one part that cannot be started does not end the report
+            found = parts.not_run(parts.short(error))
+        results[name] = {"question": parts.question(name), **found}
         print(f"{time.monotonic() - begin:6.1f} s    {parts.state(results[name])}", flush=True)
         own = folder / f"{name}.log"
         if own.exists():
@@ -105,9 +116,11 @@ def _run(
 ) -> Result:
     """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
-    # Where the description ended too early, whether the driver answers decides.
-    has_gpu = bool(facts.get("gpu", facts.get("nvidia_smi")))
+    # Where lowprec cannot describe it, the driver's own tool decides: the parts then show what is wrong.
+    has_gpu = bool(facts.get("gpu") or facts.get("nvidia_smi"))
     is_test = name not in parts.MEASUREMENTS
+    if parts.INTERRUPTED.is_set():
+        return parts.not_run("the report was interrupted")
     if limit_s < 1:
         return parts.not_run("no time was left")
     if not (is_test or has_gpu or name == "device"):
@@ -144,11 +157,17 @@ def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
     """Return the report: what was found, and what it says about the claims."""
     found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
     found["date"] = machine.today()
+    found["commit"] = found.get("commit") or options.commit
+    try:
+        claims = verdicts.claims(results)
+    except Exception as error:  # noqa: BLE001 - what was measured matters more than what it says
+        claims = []
+        found["claims_error"] = parts.short(error)
     return {
         "benchmark": "gpu",
         "machine": found,
         "settings": {"quick": options.quick, "seed": options.seed, "limit_s": options.limit},
-        "claims": verdicts.claims(results),
+        "claims": claims,
         "results": dict(results),
     }
 

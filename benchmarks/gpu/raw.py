@@ -63,7 +63,8 @@ class LtProduct:
     """`d = epilogue(alpha a b + beta c + bias)` for row-major matrices, computed as the column-major transpose.
 
     Operands are NumPy arrays, types of ml_dtypes included; `scales` are FP8's factors of a and b, in memory of the
-    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it.
+    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it; `two_layouts` describes c and d by two
+    descriptors of the same contents.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LtProduct:
         bias: Any = None,
         scales: Sequence[float] = (),
         inner_contiguous: bool = False,
+        two_layouts: bool = False,
     ) -> None:
         (m, k), n = a.shape, b.shape[1]
         self.shape = (m, n)
@@ -97,11 +99,14 @@ class LtProduct:
         operation = bindings.matmul_descriptor(COMPUTE[compute], _cuda(scale_dtype), attributes)
         rows, cols = (k, n) if inner_contiguous else (n, k)
         result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
+        second = (
+            bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0)) if two_layouts else result
+        )
         self.product = bindings.MatmulDescriptors(
             operation,
             bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
             bindings.matrix_layout(_cuda(a.dtype.name), k, m, k, (1, 0)),
-            result,
+            second,
             result,
         )
 
@@ -138,6 +143,12 @@ class LtProduct:
         filled = np.full(self.shape, np.nan) if poison is None else poison
         runtime.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
+        return download(self._d, self.shape, self.out_dtype)
+
+    def run_in_place(self, algorithm: Algorithm, c: Any) -> Any:
+        """Return `a b + c`, where d lies in the place of c."""
+        runtime.copy_async(self._d, upload(c), self.nbytes, STREAM)
+        self.bound(algorithm, beta=1.0)()
         return download(self._d, self.shape, self.out_dtype)
 
 

@@ -220,10 +220,10 @@ def test_all_limits_fit_into_the_whole(load: Load) -> None:
     assert names[0] == "device"
     assert {"test_products", "test_device", "test_kernels", "test_cublas_handle"} <= set(names)
     assert parts.TOTAL_S < 480
-    # What the claims are about ends in time if the tests take half of what they may.
-    first = [limits[name] for name in names[: names.index("speed") + 1] if "test_" not in name]
-    tests = [limits[name] for name in names if "test_" in name]
-    assert sum(first) + sum(tests) / 2 <= parts.TOTAL_S
+    # What the claims are about is measured for a minute even if all before it takes as long as it may.
+    assert sum(limits[name] for name in names[: names.index("speed")]) <= parts.TOTAL_S - 60
+    assert names[-1] == "test_kernels"
+    assert all(parts.question(name).endswith("?") for name in names)
     for name in parts.MEASUREMENTS:
         assert callable(load(f"gpu.{name.partition('-')[0]}").run)
 
@@ -648,7 +648,11 @@ def test_split_products(
     splits, clock = load("gpu.splits"), load("gpu.clock")
     monkeypatch.setattr(splits, "CHUNKS", (48, None))
     options = load("gpu.parts").Options(quick=False, seed=0)
-    found = splits.measure(torch, 128, distribution, options, clock.HostClock())
+    found = [
+        row
+        for scheme in splits.SCHEMES
+        for row in splits.measure(torch, scheme, 128, distribution, options, clock.HostClock())
+    ]
     assert len(found) == len(splits.SCHEMES) * len(splits.CHUNKS) * 2
     # Two terms of bfloat16 leave up to 2^-17 of an element out, the others 2^-22; FP32 sums cost up to 128 * 2^-24. The
     # errors are as random as the products, so that both sums grow alike.
