@@ -1,11 +1,12 @@
 """Show and measure everything that only a GPU can answer, in one command and within eight minutes.
 
-usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS]
+usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS] [--commit HASH]
 
-First the tests of the CUDA backend that show features, then the measurements. Each part runs in a process of its own
-with a limit of its own; one that crashes or hangs does not take the others along, and the report `DIR/gpu-NAME.json`
-(with a log beside it) is written anew after each. Without a GPU the tests run against the software CUDA, the
-measurements say why they did not run, and the exit status is 0 all the same.
+First what cuBLASLt itself does, then the tests of the CUDA backend that show features, then the measurements. Each part
+runs in a process of its own with a limit of its own; one that crashes or hangs does not take the others along, and the
+report `DIR/gpu-NAME.json` (with a log beside it) is written anew after each. SIGTERM ends it with what it has. Without
+a GPU the tests run against the software CUDA, the measurements say why they did not run, and the exit status is 0 all
+the same.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A limit from outside ends the report with what it has.
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="lowprec-gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
         path, content = run_all(options, Path(folder), begin=begin)
     _print(content)
     print(f"{time.monotonic() - begin:.0f} s; wrote {path.name} to {path.parent}")

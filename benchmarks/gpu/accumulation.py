@@ -168,7 +168,7 @@ def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[st
         algorithm = offered[rank]
         with part.attempt(**words, rank=rank):
             info = told(algorithm)
-            if info["split_k"] > 1 or rank == 0:
+            if info.get("split_k", 1) > 1 or rank == 0:
                 result = product.run(algorithm)
                 same = bool((result.astype(np.float64) == exact.astype(np.float64)).all())
                 ok = None if allowed == ("MASK",) else same

@@ -26,9 +26,10 @@ _SIDE = 512
 
 def run(part: Part, options: Options) -> None:
     """Ask all three questions."""
-    for extents in part.in_time(TF32, options):
+    step = 8 if options.quick else 1
+    for extents in part.in_time(TF32[::-step], options):
         _tf32(part, *extents)
-    for m in part.in_time(INT8_ROWS, options):
+    for m in part.in_time(INT8_ROWS[::step], options):
         _int8(part, m, options.seed)
     for (dtype, out), two in part.in_time(product(IN_PLACE, (False, True)), options):
         _in_place(part, dtype, out, two, options.seed)

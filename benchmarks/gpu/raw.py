@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu import libraries as own
+from gpu.parts import short
 from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.libraries import libraries
@@ -157,8 +158,11 @@ def _cuda(name: str) -> int:
 
 
 def told(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what cuBLASLt tells of an algorithm."""
-    info = bindings.describe_algorithm(algorithm)
+    """Return what cuBLASLt tells of an algorithm; what was computed by it counts even where that fails."""
+    try:
+        info = bindings.describe_algorithm(algorithm)
+    except Exception as error:  # noqa: BLE001 - the row says what it was
+        return {"told_error": short(error)}
     names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
     found = {name: getattr(info, name) for name in names}
     return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}
