@@ -30,6 +30,8 @@ def plan(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
     device: str | None = None,
@@ -40,7 +42,7 @@ def plan(
     ----------
     a, b : array, ShapeDtype, or anything with ``shape`` and ``dtype``
         As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
-    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, scale_a, scale_b
+    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.
     device : str, optional
         An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
@@ -69,7 +71,7 @@ def plan(
     """
     x, y = view_of(a, describing=True), view_of(b, describing=True)
     request = bind(
-        out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, describing=True
+        out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk, describing=True
     )
     views = request.views(x, y)
     check_devices(views)
@@ -80,10 +82,10 @@ def plan(
         request = request._replace(out=None)
     problem = request.problem(spec_of(x), spec_of(y))
     candidates: tuple[Candidate, ...] = ()
-    if rtol is None:
+    if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved, candidates = mode_within(rtol, math_mode, problem, able)
+        resolved, candidates = mode_within(rtol, math_mode, problem, able, bound)
     made = plan_gemm(problem, able, resolved.mode)
     check_scalars(request, made.compute_dtype)
     copies = [

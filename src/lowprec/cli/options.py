@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lowprec.errors import LowprecError
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
+from lowprec.planning import Bound
 from lowprec.planning.gpus import MODELS, model_names, parse_capability, parse_model
 
 T = TypeVar("T")
@@ -134,6 +135,15 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": _rtol,
         "metavar": "TOLERANCE",
         "help": "take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
+    },
+    "--bound": {
+        "choices": [str(x) for x in Bound],
+        "help": "which error --rtol is about: the guaranteed one, or one met with a probability of 0.999",
+    },
+    "--k-chunk": {
+        "type": count,
+        "metavar": "LENGTH",
+        "help": "sum the product in pieces of the inner dimension of this length (default: the plan chooses)",
     },
     "--dtype": {
         "type": dtype,

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
 from lowprec.planning.kernels import KernelRow, format_name
-from lowprec.planning.reasons import Reason
+from lowprec.planning.reasons import Reason, Why
 from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
     from lowprec.formats import ComputeType, DType, NumberFormat
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
@@ -60,6 +61,11 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "a becomes", plan.a_becomes
     yield "b becomes", plan.b_becomes
     yield "products", _products(plan)
+    if plan.k_chunk < plan.layout.k:
+        yield (
+            "k chunk",
+            f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}",
+        )
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
@@ -101,6 +107,8 @@ def _duration(seconds: float) -> str:
 
 def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
     resolved = plan.resolved
+    if plan.scheme is not plan.mode:
+        yield "scheme", f"{plan.scheme}"
     if resolved is None:
         yield "mode", str(plan.mode)
     else:
@@ -110,6 +118,17 @@ def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
             yield "because", reason
     if plan.note:
         yield "note", plan.note
+    if resolved and resolved.emulates:
+        yield "emulates", _emulates(plan, resolved.emulates)
+
+
+def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
+    if plan.kernel_row.emulates:
+        return f"{architecture.label}'s tensor cores"
+    return (
+        f"nothing here: {architecture.label}'s tensor cores are imitated on the CPU, for the float16, bfloat16 and "
+        "tf32 numbers that they multiply"
+    )
 
 
 def _products(plan: GemmPlan) -> str:
@@ -164,6 +183,8 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     else:
         yield "error", f"at most {bound.relative:.3g} |A| |B| (Frobenius norms)"
         yield "because", bound.formula
+        chance = f"with probability {bound.probability}, by rounding errors of mean zero"
+        yield "probably", f"at most {bound.probable:.3g}, {chance}"
     if bound.absolute:
         yield "underflow", bound.absolute
     yield "provided", bound.condition
@@ -192,15 +213,8 @@ def to_dict(plan: GemmPlan) -> dict[str, Any]:
     A bound that is infinite becomes None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
-    derived = (
-        "kernel",
-        *WORDS,
-        "fallbacks",
-        "parts",
-        "products",
-        "arithmetic_intensity",
-        "roofline",
-    )
+    numbers = ("k_chunk", "parts", "products", "arithmetic_intensity", "roofline")
+    derived = ("kernel", *WORDS, "fallbacks", *numbers)
     return {**result, **{name: _plain(getattr(plan, name)) for name in derived}}
 
 
@@ -256,6 +270,8 @@ def _note(plan: GemmPlan) -> str:
 
 def _fallback(plan: GemmPlan) -> str:
     why = plan.kernel_row.fallback
+    if max(plan.split) > 1:
+        return str(Reason.of(Why.NOT_FINITE_IN_PARTS))
     return str(Reason.of(why)) if why and plan.fallback else ""
 
 
@@ -265,7 +281,7 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
     kernel = plan.kernel_row
     if plan.rounded[operand]:
-        text = row(plan.mode).inputs
+        text = row(plan.scheme).inputs
     elif dtype is plan.compute_dtype:
         text = f"{dtype}, as it is"
     else:
@@ -274,7 +290,7 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
         text += f", as the exact sum of {kernel.parts} bfloat16 parts"
     elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
         text += f", held in {kernel.holds_in}"
-    if pack and pack.scaled:
+    if plan.scaled[operand]:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
     if pack and pack.complex_as != "no":
         text += ", as a real matrix of twice the extents"

@@ -9,7 +9,7 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.executor import GemmExecutor
+from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
@@ -20,7 +20,7 @@ from lowprec.backends.execution import (
     Stopwatch,
     resolve,
 )
-from lowprec.formats import DType
+from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
 
@@ -55,9 +55,14 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
         info = executor.invocation(arguments).info
         call = executor.lowered(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
-    if not executor.fuses:
-        why = "no algorithm adds or activates here: a kernel does, on a staged product"
-        rows.append(("fallback", why))
+    if (
+        plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
+        and info.uses_tensor_cores is False
+    ):
+        why = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
+        rows.append(("note", why))
+    if executor.fallback:
+        rows.append(("fallback", executor.fallback))
     elif call != plan.call:
         why = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", why))
@@ -75,16 +80,17 @@ def algorithm_text(info: AlgorithmInfo) -> str:
 
 def units_text(info: AlgorithmInfo) -> str:
     """Return in words what multiplies, as the algorithm's numerical implementation flags tell it."""
-    used = "tensor cores" if info.uses_tensor_cores else "no tensor cores"
-    return f"{info.units} on {info.input_type}, summed in {info.accumulator}: {used}"
+    words = {True: ": tensor cores", False: ": no tensor cores", None: ""}
+    used = words[info.uses_tensor_cores]
+    return f"{info.units} on {info.input_type}, summed in {info.accumulator}{used}"
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
-    last = execute.last if isinstance(execute, GemmExecutor) else None
-    if last is None:
+    if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
         return ExecutionInfo(None)
-    return ExecutionInfo(last.info.uses_tensor_cores, algorithm_text(last.info))
+    words = filter(None, (algorithm_text(last.info), execute.fallback))
+    return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
@@ -125,6 +131,7 @@ def reset() -> None:
     timing.release()
     memory.release()
     autotune.forget()
+    forget_refusals()
     present.cache_clear()
 
 

@@ -37,20 +37,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="shapes in the place of files, as 1024x512 512x2048; leading dimensions are a batch",
     )
-    add_shared(parser, "--dtype", "--out-dtype", "--mode", "--rtol", "--device", "--json")
+    add_shared(
+        parser,
+        "--dtype",
+        "--out-dtype",
+        "--mode",
+        "--rtol",
+        "--bound",
+        "--k-chunk",
+        "--device",
+        "--json",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     a, b = _operands(options)
     plan = explain.plan(
-        a,
-        b,
-        out_dtype=options.out_dtype,
-        math_mode=options.mode,
-        rtol=options.rtol,
-        device=options.device,
-    )
+        a, b, out_dtype=options.out_dtype, math_mode=options.mode, rtol=options.rtol,
+        bound=options.bound, k_chunk=options.k_chunk, device=options.device,
+    )  # fmt: skip
     if options.json:
         print_json(plan.to_dict())
     else:
