@@ -19,6 +19,7 @@ import pytest
 import lowprec
 from device_fixture import Gpu
 from lowprec.backends.cuda import bindings
+from lowprec.modes import available_modes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -183,6 +184,7 @@ def test_accuracy(load: Load, software: Gpu) -> None:
     assert [r for r in found if r["ok"] is not True] == []
     kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
     assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds
+    assert {mode for _, mode, _ in kinds} == {None, *map(str, available_modes())}
     # The flags that the claims are about.
     by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
     assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)
