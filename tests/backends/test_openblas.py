@@ -91,7 +91,7 @@ def test_vectors_with_gaps(
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a = np.asarray(random(rng, (1100, 530), dtype), order=order)[:1090]
     x, frame = random(rng, (530, 3), dtype), np.full((1092, 2), 7, dtype)
-    assert len(panels.rows_for_shape(*a.shape)) > 1
+    assert len(panels.rows_for_shape(*a.shape, by_rows=order == "C")) > 1
     gemm.multiply_openblas(a, x[:, 1:2], frame[1:-1, :1])
     assert_product(frame[1:-1, :1], a, x[:, 1:2])
     assert np.all(frame[:, 1] == 7)
@@ -170,8 +170,9 @@ def test_cuts(m: int, n: int, k: int, workers: int | None) -> None:
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 10), (5000, 3), (4096, 4096), (100_000, 7), (513, 10**6)])
-def test_cuts_of_rows(m: int, k: int) -> None:
-    cut = panels.rows_for_shape(m, k)
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_cuts_of_rows(m: int, k: int, by_rows: bool) -> None:
+    cut = panels.rows_for_shape(m, k, by_rows=by_rows)
     assert [first for first, _ in cut] == list(np.cumsum([0, *[n for _, n in cut]])[:-1])
     assert sum(rows for _, rows in cut) == m
     assert min(rows for _, rows in cut) >= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from lowprec.arrays import Device
+from lowprec.backends.cpu import casting
 from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
@@ -28,5 +29,6 @@ def features() -> frozenset[str]:
         "amx_bf16": amx.is_available(),
         "amx_int8": amx.is_available(),
         "openblas": openblas() is not None,
+        "numba": casting.has_kernels(),
     }
     return frozenset(name for name, present in found.items() if present)

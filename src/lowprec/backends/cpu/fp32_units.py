@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import gemm
-from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu import casting, gemm
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import FLOAT32, DType, NumberFormat
@@ -75,15 +74,24 @@ def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stac
     stacks : Stacks
         The arrays in matrix form.
     """
+    with_epilogue(
+        plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out)
+    )
+
+
+def with_epilogue(
+    plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]
+) -> None:
+    """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
     if stacks.out.dtype == dtype and stacks.c is None:
-        _sum_products(plan, kernel, stacks.a, stacks.b, stacks.out)
+        multiply(stacks.out)
         if plan.problem.has_epilogue:
             apply_epilogue(plan, arguments, stacks.out, stacks)
         return
     with scratch(stacks.out.shape, dtype) as product:
-        _sum_products(plan, kernel, stacks.a, stacks.b, product)
+        multiply(product)
         apply_epilogue(plan, arguments, product, stacks)
 
 
@@ -95,6 +103,11 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -
     multiply = _blas(kernel).multiply
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
+        return
+    if plan.schedule == (Product(0, 0, 0, a.shape[-1], exponent=0, accumulates=False),):
+        with contextlib.ExitStack() as stack:
+            x, y = _rounded((a, b), out.dtype, rounding_format(plan), stack)
+            multiply(x, y, out)
         return
     with contextlib.ExitStack() as stack:
         parts_a = _parts(plan, a, 1 + max(x.a_part for x in plan.schedule), out.dtype, stack)
@@ -126,7 +139,7 @@ def _parts(
 ) -> list[Any]:
     """Return ``x`` in ``dtype`` as the mode splits it: each part is what the parts before leave, scaled and rounded."""
     fmt = rounding_format(plan)
-    parts = [_rounded(x, dtype, fmt, stack)]
+    parts = _rounded((x,), dtype, fmt, stack)
     if count > 1:
         rest = stack.enter_context(scratch(x.shape, dtype))
         rest[...] = x
@@ -135,22 +148,27 @@ def _parts(
         while len(parts) < count:
             rest -= parts[-1]
             rest *= factor
-            parts.append(_rounded(rest, dtype, fmt, stack))
+            parts += _rounded((rest,), dtype, fmt, stack)
     return parts
 
 
 def _rounded(
-    x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None, stack: contextlib.ExitStack
-) -> Any:
-    """Return ``x`` in ``dtype``, its components rounded to ``fmt``; ``x`` itself where nothing changes."""
-    if x.dtype == dtype and fmt is None:
-        return x
-    out = stack.enter_context(scratch(x.shape, dtype))
-    if x.dtype != dtype or not x.flags.c_contiguous:
-        out[...] = x
-        x = out
-    if fmt is not None:
-        # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
-        source, target = (y.reshape(-1, copy=False).view(np.float32) for y in (x, out))
-        round_float32(source, fmt, target)
-    return out
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    stack: contextlib.ExitStack,
+) -> list[Any]:
+    """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    results, pairs = [], []
+    for x in arrays:
+        if x.dtype == dtype and fmt is None:
+            results.append(x)
+            continue
+        # In the order in which the source lies, so that both are passed through in sequence.
+        turned = abs(x.strides[-2]) < abs(x.strides[-1])
+        shape = x.swapaxes(-1, -2).shape if turned else x.shape
+        out = stack.enter_context(scratch(shape, dtype))
+        results.append(out.swapaxes(-1, -2) if turned else out)
+        pairs.append((x, results[-1]))
+    casting.cast(pairs, fmt)
+    return results

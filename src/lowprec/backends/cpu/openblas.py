@@ -187,7 +187,7 @@ class OpenBlas:
         # The strides of a single element may be anything.
         step_b, step_out = _INT(b.row_stride if k > 1 else 1), _INT(out.row_stride if m > 1 else 1)
         a_row, out_row = a.row_stride * dtype.itemsize, out.row_stride * dtype.itemsize
-        cut = rows_for_shape(m, k)
+        cut = rows_for_shape(m, k, by_rows=a.order == "row")
 
         def pieces(a: int, b: int, out: int) -> None:
             self.use_one_thread()
