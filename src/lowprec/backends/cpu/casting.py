@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,16 @@ _KERNELS = "lowprec.backends.cpu.casting_kernels"
 #: Elements that a thread takes at a time.
 _PIECE = 1 << 17
 
-#: Elements below which NumPy is done before numba is imported.
-_PAYS_TO_IMPORT = 1 << 16
+#: Elements below which NumPy is done before numba is imported, and below which it costs more to wake a thread.
+_PAYS_TO_IMPORT, _PAYS_TO_SHARE = 1 << 16, 1 << 19
+
+#: Elements below which NumPy's own conversion between dtypes is the fastest.
+_PAYS_TO_CALL = 1 << 12
+
+#: Scratch memory that each call of a kernel may use.
+SCRATCH_BYTES = 512
+
+Kernel = Callable[..., int]
 
 
 @functools.cache
@@ -44,11 +52,18 @@ def kernels() -> Any:
     return importlib.import_module(_KERNELS)
 
 
-def cast_index(dtype: np.dtype[Any], to: NumberFormat | None) -> int | None:
+@functools.cache
+def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
     """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
-    name = to.name if to is not None and dtype == np.float32 else None
+    name = to.name if to is not None and dtype == "float32" else None
     casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
-    return casts.index((dtype.name, name)) if (dtype.name, name) in casts else None
+    return casts.index((dtype, name)) if (dtype, name) in casts else None
+
+
+@functools.cache
+def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
+    index = cast_index(dtype, to)
+    return None if index is None else kernels().cast_kernel(index)
 
 
 def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
@@ -57,38 +72,67 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
     Parameters
     ----------
     pairs : sequence of (numpy.ndarray, numpy.ndarray)
-        Sources, and targets of the same shape. A target is C-contiguous, or its transpose is; it may be its source, and
-        else must not overlap it. Complex numbers are rounded by component, into complex numbers.
+        Sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its transpose
+        is. Complex numbers are rounded by component, into complex numbers.
     to : NumberFormat or None
         TF32, bfloat16 or float16: what float32 sources are rounded to. The others are widened, which is exact.
     """
     elements = sum([out.size for _, out in pairs])
-    is_loaded = _KERNELS in sys.modules
-    pieces = []
+    pays = _pays(elements, to)
+    pieces: list[tuple[Any, ...]] = []
     for source, out in pairs:
         if not out.flags.c_contiguous:
             source, out = source.swapaxes(-1, -2), out.swapaxes(-1, -2)
-        index = None
-        if has_kernels() and (is_loaded or elements >= _PAYS_TO_IMPORT):
-            real = _as_real(source, out)
-            if real is not None:
-                source, out = real
-                index = cast_index(source.dtype, to)
-        if index is None or out.dtype != np.float32:
+        kernel = None
+        if pays:
+            source, out = _as_real(source, out)
+            if out.dtype == np.float32:
+                kernel = _cast_kernel(source.dtype.name, to)
+        if kernel is None:
             _cast_by_numpy(source, out, to)
         elif out.size:
-            kernel = kernels().cast_kernel(index)
             pieces += [(kernel, *piece) for piece in _pieces(source, out)]
-    _run(pieces)
+    _run(pieces, elements)
 
 
-def _as_real(source: Any, out: Any) -> tuple[Any, Any] | None:
-    """Return complex arrays as arrays of their components, others as they are; None where strides forbid it."""
-    if out.dtype.kind != "c":
+def narrow(source: Any, out: Any) -> None:
+    """Write an array to another of its shape, rounded to nearest even where that has 16 bits.
+
+    Parameters
+    ----------
+    source : numpy.ndarray
+        C-contiguous.
+    out : numpy.ndarray
+        Any dtype and strides; no overlap.
+    """
+    is_narrow = out.dtype.name in ("float16", "bfloat16") and source.dtype == np.float32
+    if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
+        out[...] = source
+        return
+    kernel = kernels().narrow_kernel(out.dtype.name)
+    # The same cut as for a cast the other way, which names what is strided first.
+    _run(
+        [
+            (kernel, target, address, row_stride, col_stride, rows, cols)
+            for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
+        ],
+        out.size,
+    )
+
+
+def _pays(elements: int, to: NumberFormat | None) -> bool:
+    """Whether the kernels are there, and compiled or worth it."""
+    if to is None and elements < _PAYS_TO_CALL:
+        return False
+    return has_kernels() and (_KERNELS in sys.modules or elements >= _PAYS_TO_IMPORT)
+
+
+def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
+    """Return complex arrays as arrays of their components, where strides allow it; others as they are."""
+    if out.dtype.kind != "c" or source.dtype != out.dtype or source.strides[-1] != source.itemsize:
         return source, out
-    if source.dtype != out.dtype or source.strides[-1] != source.itemsize:
-        return None
-    return source.view(np.float32), out.view(np.float32)
+    real = np.dtype(f"f{out.itemsize // 2}")
+    return source.view(real), out.view(real)
 
 
 def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
@@ -134,16 +178,18 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
             yield source[index], out[index]
 
 
-def _run(pieces: list[tuple[Any, ...]]) -> None:
+def _run(pieces: list[tuple[Any, ...]], elements: int) -> None:
     if not pieces:
         return
     queue = iter(pieces)
-    scratch_bytes = kernels().SCRATCH_BYTES
 
     def work() -> None:
-        with buffers.borrow(scratch_bytes) as scratch:
+        with buffers.borrow(SCRATCH_BYTES) as scratch:
             # Taking the next element of a list's iterator is atomic.
             for kernel, *arguments in queue:
                 kernel(*arguments, scratch)
 
-    threads.run(work, min(threads.num_threads(), len(pieces)))
+    if elements < _PAYS_TO_SHARE:
+        work()
+    else:
+        threads.run(work, min(threads.num_threads(), len(pieces)))

@@ -33,9 +33,6 @@ CASTS = (
     ("int8", None),
 )
 
-#: Scratch memory that each call of a kernel needs.
-SCRATCH_BYTES = 512
-
 _LANES = 16
 
 #: Bytes from what a loop reads to what it asks for. The arithmetic on the way fills the processor's window, so that it
@@ -44,7 +41,7 @@ _AHEAD = 2048
 _ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
 _KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
-_INFINITY, _NAN, _SIGN = 0x7F800000, 0x7FC00000, 0x80000000
+_INFINITY, _SIGN = 0x7F800000, 0x80000000
 
 # numba's cache on disk looks at the file of a kernel alone.
 _FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
@@ -131,7 +128,7 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
         result = _rounded_float16(builder, bits)
     floats = _floats(builder, bits)
     is_nan = builder.fcmp_unordered("uno", floats, floats)
-    return builder.select(is_nan, _splat(_NAN), result)
+    return builder.select(is_nan, bits, result)
 
 
 def _cast(builder: Any, index: int, address: Any) -> Any:
@@ -186,9 +183,85 @@ def cast_kernel(index: int) -> Any:
     """Return the kernel of one of `CASTS`, to be called with seven integers.
 
     Address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a row-major
-    float32 matrix without gaps; the address of `SCRATCH_BYTES`. A target may be its source where both lie alike.
+    float32 matrix without gaps; the address of 512 bytes of scratch memory.
     """
     return native.callable_at(compile_kernel(_cast_function(index), 7), 7)
+
+
+# --- narrowing results ------------------------------------------------------------------------
+
+
+def _narrow_float16(builder: Any, bits: Any) -> Any:
+    """The 16 bits of a float16, in 32."""
+    magnitude = builder.and_(bits, _splat(_SIGN - 1))
+    normal = builder.lshr(_nearest_even(builder, magnitude, 13), _splat(13))
+    normal = builder.sub(normal, _splat(112 << 10))
+    overflows = builder.icmp_unsigned(">=", normal, _splat(0x7C00))
+    normal = builder.select(overflows, _splat(0x7C00), normal)
+    half = _float_splat(0.5)
+    units = _bits(builder, builder.fadd(_floats(builder, magnitude), half))
+    subnormal = builder.sub(units, _splat(0x3F000000))  # the bits of 0.5
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
+    result = builder.select(is_subnormal, subnormal, normal)
+    is_nan = builder.icmp_unsigned(">", magnitude, _splat(_INFINITY))
+    return builder.select(is_nan, _splat(0x7E00), result)
+
+
+@intrinsic(prefer_literal=True)
+def _narrow_run(typing_context, is_float16, source, target):
+    """Round 16 float32 in sequence to 16-bit numbers in sequence."""
+    to_float16 = bool(is_float16.literal_value)
+
+    def generate(context, builder, signature, args):
+        bits = _read(builder, "float32", args[1])
+        if to_float16:
+            sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
+            words = builder.or_(sign, _narrow_float16(builder, bits))
+        else:
+            floats = _floats(builder, bits)
+            is_nan = builder.fcmp_unordered("uno", floats, floats)
+            quiet = builder.or_(bits, _splat(0x00400000))
+            rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
+            words = builder.lshr(rounded, _splat(16))
+        row = builder.trunc(words, ir.VectorType(I16, _LANES))
+        builder.store(row, pointer(builder, args[2], row.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(is_float16, types.intp, types.intp), generate
+
+
+def _narrow_function(is_float16: int) -> Any:
+    fingerprint = _FINGERPRINT
+
+    def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
+        for row in range(rows):
+            from_, to = source + row * cols * 4, target + row * row_stride
+            first = 0
+            if col_stride == 2:
+                first = cols - cols % 16
+                for col in range(0, first, 16):
+                    _narrow_run(is_float16, from_ + col * 4, to + col * 2)
+            for col in range(first, cols, 16):
+                count = min(16, cols - col)
+                for i in range(count):
+                    store(scratch + i * 4, load(from_ + (col + i) * 4, "u32"), "u32")
+                _narrow_run(is_float16, scratch, scratch + 64)
+                for i in range(count):
+                    store(to + (col + i) * col_stride, load(scratch + 64 + i * 2, "u16"), "u16")
+        return fingerprint & 0
+
+    return narrow
+
+
+@cache
+def narrow_kernel(dtype: str) -> Any:
+    """Return the kernel that rounds to ``"float16"`` or ``"bfloat16"``, to be called with seven integers.
+
+    Address of a row-major float32 matrix without gaps; address, row stride and column stride of the result, in bytes;
+    rows and columns; the address of 512 bytes of scratch memory.
+    """
+    function = _narrow_function(int(dtype == "float16"))
+    return native.callable_at(compile_kernel(function, 7), 7)
 
 
 # --- multiplying them with a vector -----------------------------------------------------------
@@ -208,35 +281,38 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing_context, index, rows, source, row_stride, steps, x, sums):
-    """Add to ``rows`` vectors of 16 sums the products of rows with x, 16 numbers at each step."""
-    number, count = index.literal_value, rows.literal_value
+def _dots(typing_context, index, count, source, steps, x, sums):
+    """Add to 16 sums the products of a row with x, ``count`` times 16 numbers at each step."""
+    number, vectors = index.literal_value, count.literal_value
     item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        _, _, source, row_stride, steps, x, sums = args
+        _, _, source, steps, x, sums = args
         vector, word = ir.VectorType(F32, _LANES), source.type
-        places = [
-            pointer(builder, builder.add(sums, word(64 * row)), vector) for row in range(count)
-        ]
-        totals = []
-        for place in places:
-            totals.append(cgutils.alloca_once(builder, vector))
-            builder.store(builder.load(place, align=1), totals[-1])
+        place = pointer(builder, sums, vector)
+        # One sum would wait for itself at each step.
+        totals = [cgutils.alloca_once(builder, vector) for _ in range(vectors)]
+        for total in totals:
+            builder.store(_float_splat(0.0), total)
         with cgutils.for_range(builder, steps, intp=word) as loop:
-            at = builder.add(x, builder.mul(loop.index, word(64)))
-            factors = builder.load(pointer(builder, at, vector), align=1)
-            for row, total in enumerate(totals):
-                from_ = builder.add(source, builder.mul(row_stride, word(row)))
-                from_ = builder.add(from_, builder.mul(loop.index, word(_LANES * item)))
-                _prefetch(builder, from_)
+            for i, total in enumerate(totals):
+                number_at = builder.add(
+                    builder.mul(loop.index, word(_LANES * vectors)), word(_LANES * i)
+                )
+                at = builder.add(x, builder.mul(number_at, word(4)))
+                factors = builder.load(pointer(builder, at, vector), align=1)
+                from_ = builder.add(source, builder.mul(number_at, word(item)))
+                if i * _LANES * item % 64 == 0:
+                    _prefetch(builder, from_)
                 value = _floats(builder, _cast(builder, number, from_))
                 builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
-            builder.store(builder.load(total), place, align=1)
+        result = builder.load(place, align=1)
+        for total in totals:
+            result = builder.fadd(result, builder.load(total))
+        builder.store(result, place, align=1)
         return context.get_dummy_value()
 
-    return types.void(index, rows, *[types.intp] * 5), generate
+    return types.void(index, count, *[types.intp] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -275,31 +351,26 @@ def _gemv_function(index: int) -> Any:
 
     def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
         if col_stride == item:
-            steps, rest = cols // 16, cols % 16
-            row = 0
-            while row < rows:
-                count = 4 if row + 4 <= rows else 1
+            longs, rest = cols // 128, cols % 16
+            shorts, at = (cols - longs * 128) // 16, longs * 128
+            for row in range(rows):
                 from_ = source + row * row_stride
-                for i in range(0, 64 * count, 4):
+                for i in range(0, 64, 4):
                     store(scratch + i, 0, "u32")
-                if count == 4:
-                    _dots(index, 4, from_, row_stride, steps, x, scratch)
-                else:
-                    _dots(index, 1, from_, row_stride, steps, x, scratch)
-                for r in range(count):
-                    if rest:
-                        # The numbers that a whole step lacks are zeros, as those behind x are.
-                        for i in range(256, 320, 4):
-                            store(scratch + i, 0, "u32")
-                        tail = from_ + r * row_stride + steps * 16 * item
-                        for i in range(rest):
-                            store(scratch + 256 + i * item, load(tail + i * item, kind), kind)
-                        _dots(index, 1, scratch + 256, 0, 1, x + steps * 64, scratch + 64 * r)
-                    total = load(scratch + 64 * r, "f32")
-                    for i in range(1, 16):
-                        total += load(scratch + 64 * r + 4 * i, "f32")
-                    store(y + (row + r) * y_stride, total, "f32")
-                row += count
+                _dots(index, 8, from_, longs, x, scratch)
+                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch)
+                if rest:
+                    # The numbers that a whole step lacks are zeros, as those behind x are.
+                    for i in range(64, 128, 4):
+                        store(scratch + i, 0, "u32")
+                    for i in range(rest):
+                        number = load(from_ + (cols - rest + i) * item, kind)
+                        store(scratch + 64 + i * item, number, kind)
+                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch)
+                total = load(scratch, "f32")
+                for i in range(4, 64, 4):
+                    total += load(scratch + i, "f32")
+                store(y + row * y_stride, total, "f32")
             return fingerprint & 0
         steps, rest = rows // 16, rows % 16
         for i in range(0, 4 * rows, 4):
@@ -334,6 +405,7 @@ def gemv_kernel(index: int) -> Any:
 
     Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
     rows and columns; the address of a float32 vector that zeros fill up to a multiple of 16; address and stride in
-    bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of `SCRATCH_BYTES`.
+    bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of 512 bytes of
+    scratch memory.
     """
     return native.callable_at(compile_kernel(_gemv_function(index), 9), 9)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.backends.cpu import casting
 from lowprec.planning import Activation
 
 _GELU_SLOPE = math.sqrt(2.0 / math.pi)
@@ -92,4 +93,4 @@ def apply(
         if activation is not None:
             _ACTIVATIONS[activation](product)
         if product is not out:
-            out[...] = product
+            casting.narrow(product, out)

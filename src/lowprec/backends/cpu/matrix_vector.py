@@ -79,7 +79,7 @@ def _run_pieces(
     columns: list[tuple[int, int]],
 ) -> None:
     """Write what each piece of columns contributes to a row of ``sums``."""
-    index = casting.cast_index(matrix.dtype, to)
+    index = casting.cast_index(matrix.dtype.name, to)
     assert index is not None, "plans for this kernel multiply what it reads"
     kernels = casting.kernels()
     kernel, step = kernels.gemv_kernel(index), sums.strides[1]
@@ -96,7 +96,7 @@ def _run_pieces(
     queue = iter(pieces)
 
     def work() -> None:
-        with buffers.borrow(kernels.SCRATCH_BYTES) as memory:
+        with buffers.borrow(casting.SCRATCH_BYTES) as memory:
             # Taking the next element of a list's iterator is atomic.
             for piece in queue:
                 kernel(*piece, memory)
