@@ -116,7 +116,7 @@ def test_strides_and_edges(
         memory = np.full(source.size + 32, 7, np.float32)
         out = memory[16:-16].reshape(source.shape)
         turned = memory[16:-16].reshape(source.swapaxes(-1, -2).shape).swapaxes(-1, -2)
-        want = source.astype(np.float32)
+        want = source.astype(np.float32, order="C")
         if to is not None:
             round_float32(want, to, want)
         for target in (out, turned):
