@@ -89,8 +89,8 @@ def test_vectors_with_gaps(
 ) -> None:
     """In pieces of rows: the last one is a short one."""
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    a = np.asarray(random(rng, (1100, 530), dtype), order=order)[:1090]
-    x, frame = random(rng, (530, 3), dtype), np.full((1092, 2), 7, dtype)
+    a = np.asarray(random(rng, (2200, 530), dtype), order=order)[:2190]
+    x, frame = random(rng, (530, 3), dtype), np.full((2192, 2), 7, dtype)
     assert len(panels.rows_for_shape(*a.shape, by_rows=order == "C")) > 1
     gemm.multiply_openblas(a, x[:, 1:2], frame[1:-1, :1])
     assert_product(frame[1:-1, :1], a, x[:, 1:2])
@@ -98,7 +98,7 @@ def test_vectors_with_gaps(
     assert frame[0, 0] == frame[-1, 0] == 7
 
 
-# Among them some that three panels would change, were they cut by threads: float32 with Haswell kernels, float64 with SkylakeX.
+# Some have other bits if they are cut into three: float32 with kernels for Haswell, float64 with those for SkylakeX.
 SHAPES = [
     (331, 275, 380),
     (467, 482, 945),

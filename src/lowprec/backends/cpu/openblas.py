@@ -60,9 +60,15 @@ _NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 18, 1 << 13
 #: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
 
+#: Kernels for AVX-512, and those that an OpenBLAS may have instead on a processor of later years.
+AVX512, BELOW_AVX512 = (
+    "SkylakeX",
+    ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai"),
+)
+
 #: What the processors had for which the kernels of that name were written.
 _CORE_TYPES = (
-    ("SkylakeX", frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
+    (AVX512, frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
     ("Haswell", frozenset({"avx2", "fma"})),
 )
 
