@@ -95,6 +95,21 @@ AVX512_VNNI = replace(
     cost_per_flop=0.23,
 )
 
+#: Reading the matrix is all that it costs, so nothing else is as fast where there is a vector.
+GEMV = KernelRow(
+    name="gemv",
+    units="FP32 units, rounding the matrix as it is read",
+    executor="lowprec.backends.cpu.matrix_vector:prepare",
+    formats=frozenset({"tf32", "bfloat16", "float16"}),
+    requires="numba",
+    missing="numba is not installed",
+    cost_per_element=0.0,
+    holds_in=DType.FLOAT32,
+    single_product=True,
+    matrix_vector=True,
+    minimum_elements=20_000,
+)
+
 #: numpy.matmul on the rounded operands.
 NUMPY = KernelRow(
     name="numpy",
@@ -117,4 +132,13 @@ OPENBLAS = replace(
     minimum_batch_flops=3_000_000,
 )
 
-KERNELS = (AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, OPENBLAS, NUMPY)
+KERNELS = (
+    GEMV,
+    AMX_BF16,
+    AMX_BF16_PAIR,
+    AMX_INT8,
+    AVX512_BF16,
+    AVX512_VNNI,
+    OPENBLAS,
+    NUMPY,
+)
