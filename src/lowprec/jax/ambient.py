@@ -7,10 +7,8 @@ is a variable of the environment, and the task of a thread; a product that is tr
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from contextvars import Context
-from typing import Any
 
 import jax
 
@@ -19,40 +17,36 @@ from lowprec.errors import EnvironmentVariableError, ModeError
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.policy import entries
 
+#: The answers for these tell those for all others: without an argument, of a forced mode (then all are that one), of a
+#: guard (only those of full FP32 stay), of NVIDIA_TF32_OVERRIDE.
+_ASKED = (None, MathMode.FP64, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMode.TF32)
+
 
 def _modes() -> str:
-    """Return what becomes of no argument and of each that there is: two policies with the same answers are one."""
-    asked = policy.resolve()
-    found = [asked.mode, *(policy.resolve(mode).mode for mode in MathMode)]
-    return " ".join([*found, "" if asked.emulates is None else asked.emulates.name])
+    """Return what arguments become here: two policies that answer alike are one to JAX."""
+    found = [policy.resolve(mode) for mode in _ASKED]
+    emulates = found[0].emulates
+    return " ".join([*(x.mode for x in found), "" if emulates is None else emulates.name])
 
 
 _context = jax.make_user_context(Context().run(_modes))
 
-
-class _Thread(threading.local):
-    """In each thread, what was entered for its scopes; None outside of all."""
-
-    entered: Any = None
-
-
-_thread = _Thread()
+#: What it puts back on leaving is that the thread has no value of its own, whichever thread that is.
+_outside = _context("")
+with _outside:
+    pass
 
 
 def _note(whole_process: bool = False) -> None:
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
             _context.set_global(Context().run(_modes))
-        modes = _modes() if entries.innermost.get().outer is not None else None
-        if _thread.entered is not None:
-            if _context.value == modes:
-                return
-            _thread.entered.__exit__(None, None, None)
-            _thread.entered = None
-        if modes is not None:
-            entered = _context(modes)
-            entered.__enter__()
-            _thread.entered = entered
+        if entries.innermost.get().outer is None:
+            _outside.__exit__(None, None, None)
+            return
+        modes = _modes()
+        if _context.value != modes:
+            _context(modes).__enter__()
 
 
 entries.on_change(_note)

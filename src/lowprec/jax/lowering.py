@@ -7,14 +7,14 @@ one product; products of float16 parts are split here. Complex operands are spli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import reshard
 
 from lowprec import formats
 from lowprec.formats import DType, dtype_from_name
@@ -34,78 +34,104 @@ def kept(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tupl
     return tuple(axis for axis in range(ndim) if axis not in contracted and axis not in batch)
 
 
-def on_cpu(a: Any, b: Any, *, dimensions: Dimensions, mode: str, out_dtype: str, **_: Any) -> Any:
-    """Multiply with what XLA does on every platform."""
-    return _multiply(a, b, dimensions, mode, out_dtype, on_gpu=False)
+class Shape(NamedTuple):
+    """Which axes are multiplied, and how the result is to be sharded; None for as JAX finds."""
+
+    dimensions: Dimensions
+    out_sharding: Any = None
 
 
-def on_gpu(a: Any, b: Any, *, dimensions: Dimensions, mode: str, out_dtype: str, **_: Any) -> Any:
-    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
-    return _multiply(a, b, dimensions, mode, out_dtype, on_gpu=True)
-
-
-def _multiply(
-    a: Any, b: Any, dimensions: Dimensions, mode: str, out_dtype: str, *, on_gpu: bool
+def on_cpu(
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    mode: str,
+    out_dtype: str,
+    **_: Any,
 ) -> Any:
+    """Multiply with what XLA does on every platform."""
+    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=False)
+
+
+def on_gpu(
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    mode: str,
+    out_dtype: str,
+    **_: Any,
+) -> Any:
+    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
+    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=True)
+
+
+def _multiply(a: Any, b: Any, shape: Shape, mode: str, out_dtype: str, *, on_gpu: bool) -> Any:
     storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
     if storage is DType.INT8:
-        return _dot(a, b, dimensions, None, "int32")
+        return _dot(a, b, shape, None, "int32")
     if storage.bits == 16:
         preset = _PRESETS_16_BIT[storage.label]
         if not on_gpu:
             preset, a, b = "F32_F32_F32", a.astype(jnp.float32), b.astype(jnp.float32)
-        return _dot(a, b, dimensions, preset, "float32").astype(out_dtype)
+        return _dot(a, b, shape, preset, "float32").astype(out_dtype)
     if not storage.is_single_precision:
-        return _dot(a, b, dimensions, None, storage.label)
+        return _dot(a, b, shape, None, storage.label)
     if found.widens:
-        return _widened(a, b, dimensions)
+        return _widened(a, b, shape)
     if found.operand_format is formats.FLOAT32:
-        return _fp32(a, b, dimensions)
+        return _fp32(a, b, shape)
     if on_gpu and found.jax_preset and not storage.is_complex and found.data is not DType.FLOAT16:
         if found.parts == 1:
             a, b = round_to(a, found.operand_format), round_to(b, found.operand_format)
-        return _dot(a, b, dimensions, found.jax_preset, storage.label)
-    return _of_parts(a, b, dimensions, found, on_gpu=on_gpu)
+        return _dot(a, b, shape, found.jax_preset, storage.label)
+    return _of_parts(a, b, shape, found, on_gpu=on_gpu)
 
 
-def _dot(a: Any, b: Any, dimensions: Dimensions, preset: str | None, result: str) -> Any:
-    precision = lax.Precision.HIGHEST if preset is None else lax.DotAlgorithmPreset[preset]
+def _dot(a: Any, b: Any, shape: Shape, preset: str | None, result: str) -> Any:
     return lax.dot_general(
-        a, b, dimensions, precision=precision, preferred_element_type=np.dtype(result)
+        a,
+        b,
+        shape.dimensions,
+        precision=lax.Precision.HIGHEST if preset is None else lax.DotAlgorithmPreset[preset],
+        preferred_element_type=np.dtype(result),
+        out_sharding=shape.out_sharding,
     )
 
 
-def _fp32(a: Any, b: Any, dimensions: Dimensions) -> Any:
+def _fp32(a: Any, b: Any, shape: Shape) -> Any:
     # Presets know no complex numbers.
     preset = None if jnp.iscomplexobj(a) else "F32_F32_F32"
-    return _dot(a, b, dimensions, preset, str(a.dtype))
+    return _dot(a, b, shape, preset, str(a.dtype))
 
 
-def _widened(a: Any, b: Any, dimensions: Dimensions) -> Any:
+def _widened(a: Any, b: Any, shape: Shape) -> Any:
     """Multiply in FP64 and round once; whether JAX's user has 64-bit types or not."""
     narrow = a.dtype
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
         a, b = (lax.convert_element_type(x, wide) for x in (a, b))
-        return lax.convert_element_type(_dot(a, b, dimensions, None, wide.name), narrow)
+        return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
 
 
-def _of_parts(a: Any, b: Any, dimensions: Dimensions, found: ModeRow, *, on_gpu: bool) -> Any:
-    contracted, exponents = dimensions[0], None
+def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
+    summed, exponents = shape.dimensions[0], None
     fp16 = found.operand_format is formats.FLOAT16
     if fp16 and (on_gpu or found.parts > 1):
-        (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), contracted, strict=True))
-        exponents = _outer_sum(of_a, of_b, dimensions)
-    dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, dimensions)  # noqa: E731
+        (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), summed, strict=True))
+        exponents = _outer_sum(of_a, of_b, shape)
+    dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, shape)  # noqa: E731
     if fp16 and on_gpu and not jnp.iscomplexobj(a):
         # The values are float16's: the cast changes none of them.
         dot = lambda x, y: _dot(  # noqa: E731
-            x.astype(jnp.float16), y.astype(jnp.float16), dimensions, "F16_F16_F32", "float32"
+            x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
         )
     parts_of_a, parts_of_b = split(a, found), split(b, found)
-    inner = math.prod(a.shape[axis] for axis in contracted[0])
     total = None
-    for product in make_schedule(found, (True, True), 1 if inner else 0):
+    for product in make_schedule(found, (True, True), k=1):
         term = dot(parts_of_a[product.a_part], parts_of_b[product.b_part])
         if product.factor != 1:
             term = term * product.factor
@@ -113,15 +139,15 @@ def _of_parts(a: Any, b: Any, dimensions: Dimensions, found: ModeRow, *, on_gpu:
     return total if exponents is None else times_power_of_two(total, -exponents, 3)
 
 
-def _outer_sum(of_a: Any, of_b: Any, dimensions: Dimensions) -> Any:
+def _outer_sum(of_a: Any, of_b: Any, shape: Shape) -> Any:
     """Return the sums of two operands' exponents, as the result has its axes: batch, of ``a``, of ``b``."""
-    (contract_a, contract_b), (batch_a, batch_b) = dimensions
+    (contract_a, contract_b), (batch_a, batch_b) = shape.dimensions
     kept_a = kept(of_a.ndim, contract_a, batch_a)
     kept_b = kept(of_b.ndim, contract_b, batch_b)
     of_a = jnp.transpose(of_a, (*batch_a, *kept_a, *contract_a))
     of_b = jnp.transpose(of_b, (*batch_b, *kept_b, *contract_b))
     batch, rows = of_a.shape[: len(batch_a)], of_a.shape[len(batch_a) :][: len(kept_a)]
     columns = of_b.shape[len(batch_b) :][: len(kept_b)]
-    return of_a.reshape(*batch, *rows, *(1 for _ in columns)) + of_b.reshape(
-        *batch, *(1 for _ in rows), *columns
-    )
+    of_a = of_a.reshape(*batch, *rows, *(1 for _ in columns))
+    found = of_a + of_b.reshape(*batch, *(1 for _ in rows), *columns)
+    return found if shape.out_sharding is None else reshard(found, shape.out_sharding)

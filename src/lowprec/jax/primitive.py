@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lowprec import policy
 from lowprec.errors import DeviceError
@@ -24,7 +25,14 @@ _product_p = Primitive("lowprec_dot_general")
 
 
 def dot_general(
-    a: Any, b: Any, *, dimensions: Dimensions, mode: str, backward_mode: str, out_dtype: str
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    mode: str,
+    backward_mode: str,
+    out_dtype: str,
+    out_sharding: Any = None,
 ) -> Any:
     """Multiply two arrays of one element type, as ``lax.dot_general`` does, in a mode.
 
@@ -37,8 +45,9 @@ def dot_general(
     if over_a - over_b:
         b = lax.pcast(b, tuple(over_a - over_b), to="varying")
     return _product_p.bind(
-        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype
-    )
+        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
+        out_sharding=out_sharding,
+    )  # fmt: skip
 
 
 def _varying(x: Any) -> frozenset[str]:
@@ -49,7 +58,9 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 @_product_p.def_abstract_eval
-def _abstract(a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, **_: Any) -> Any:
+def _abstract(
+    a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
+) -> Any:
     """Return shape, type, sharding and manual axes of the result as ``lax.dot_general`` has them."""
     kind, _ = lax.dot_general_p.abstract_eval(
         a,
@@ -57,7 +68,7 @@ def _abstract(a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, **_: An
         dimension_numbers=dimensions,
         precision=None,
         preferred_element_type=np.dtype(out_dtype),
-        out_sharding=None,
+        out_sharding=out_sharding,
     )
     return kind
 
@@ -145,15 +156,26 @@ def _gradient(
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
-    of_gradient = tuple(range(len(batches[0])))
-    found = dot_general(
-        x, y, dimensions=(summed, (of_gradient, batches[1])),
-        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
-    )  # fmt: skip
     # What is left of the other operand are the axes that were summed, in that one's order.
     in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
-    axes = np.argsort([*batches[0], *free, *in_order])
-    return lax.transpose(found, tuple(int(axis) for axis in axes)).astype(aval.dtype)
+    axes = [*batches[0], *free, *in_order]
+    found = dot_general(
+        x, y, dimensions=(summed, (tuple(range(len(batches[0]))), batches[1])),
+        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
+        out_sharding=_explicit_sharding(aval, axes),
+    )  # fmt: skip
+    return lax.transpose(found, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)
+
+
+def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
+    """Return the sharding of an operand with its axes in this order, None where its mesh has no explicit axes.
+
+    Without it JAX would not know how to sum a gradient over devices.
+    """
+    mesh = aval.sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    return NamedSharding(mesh, PartitionSpec(*(aval.sharding.spec[axis] for axis in axes)))
 
 
 ad.defbilinear(_product_p, _gradient_of_a, _gradient_of_b)
@@ -167,6 +189,7 @@ def _batched(
     mapped: tuple[int | None, int | None],
     *,
     dimensions: Dimensions,
+    out_sharding: Any,
     **rest: Any,
 ) -> tuple[Any, int]:
     """Return the product of operands with a further axis: one of the batch where both have it, else a free one."""
@@ -181,8 +204,11 @@ def _batched(
         place = len(batch_a) + kept(a.ndim, summed_a, batch_a).index(of_a)
     else:
         place = a.ndim - len(summed_a) + kept(b.ndim, summed_b, batch_b).index(cast(int, of_b))
+    if out_sharding is not None:
+        spec = list(out_sharding.spec)
+        out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:place], None, *spec[place:]))
     wider = ((summed_a, summed_b), (batch_a, batch_b))
-    return dot_general(a, b, dimensions=wider, **rest), place
+    return dot_general(a, b, dimensions=wider, out_sharding=out_sharding, **rest), place
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
