@@ -95,6 +95,17 @@ AVX512_VNNI = replace(
     cost_per_flop=0.23,
 )
 
+AVX_VNNI = replace(
+    AVX512_VNNI,
+    name="avx_vnni",
+    units="int8 vector units (AVX-VNNI)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX_VNNI",
+    requires="avx_vnni",
+    missing="no int8 vector units (AVX-VNNI)",
+    instruction_sets=("avx_vnni",),
+    cost_per_flop=0.4,
+)
+
 #: numpy.matmul on the rounded operands.
 NUMPY = KernelRow(
     name="numpy",
@@ -118,4 +129,4 @@ MKL = replace(
     maximum_extent=2**31 - 1,
 )
 
-KERNELS = (AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, MKL, NUMPY)
+KERNELS = (AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, MKL, NUMPY)

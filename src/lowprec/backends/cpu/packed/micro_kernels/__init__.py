@@ -93,7 +93,20 @@ AVX512_VNNI = MicroKernel(
     offset_a=128,
 )
 
-MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI)
+#: Of processors that have no AVX-512.
+AVX_VNNI = MicroKernel(
+    "avx_vnni",
+    "int8 vector units (AVX-VNNI)",
+    frozenset({"avx2", "fma", "avx_vnni"}),
+    "int8",
+    f"{_HERE}.avx_vnni:micro_kernel",
+    block_bytes=512 << 10,
+    inner_bytes=16 << 10,
+    shared_from=1 << 25,
+    offset_a=128,
+)
+
+MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI)
 
 
 def _request_permission() -> bool:
