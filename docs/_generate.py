@@ -24,6 +24,7 @@ from generated import table
 from lowprec import errors, modes
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.planning import rendering
+from lowprec.planning.gpus import MODELS
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 
@@ -85,6 +86,36 @@ def kernel_table() -> str:
     return table(["numbers, once rounded", "multiplied by"], rows)
 
 
+def gpu_table() -> str:
+    """Return the models of NVIDIA GPUs for which a plan can be made without one."""
+    formats = {
+        "FP64": "float64",
+        "FP32": "float32",
+        "TF32": "tf32",
+        "BF16": "bfloat16",
+        "FP16": "float16",
+    }
+    formats |= {"FP8": "float8_e4m3fn", "INT8": "int8"}
+    rows = [
+        [
+            _code(model.key),
+            model.source,
+            "{}.{}".format(*model.compute_capability),
+            str(model.multiprocessors),
+            *(
+                f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-"
+                for f in formats.values()
+            ),
+            str(model.bandwidth),
+            str(model.memory),
+            f"{model.l2:g}",
+        ]
+        for model in MODELS
+    ]
+    header = ["`device=`", "source", "capability", "SMs", *(f"{name}, TFLOP/s" for name in formats)]
+    return table([*header, "GB/s", "GB", "L2, MB"], rows, words=2)
+
+
 def guard_table() -> str:
     """Return the libraries whose switches the guard sets, and how far these reach."""
     rows = [
@@ -137,6 +168,7 @@ def snippets() -> dict[Path, str]:
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "gpus.md": gpu_table(),
         "guard.md": guard_table(),
         "errors.md": error_table(),
         "verified.md": verified_table(),

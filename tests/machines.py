@@ -19,10 +19,15 @@ from lowprec.planning import Capabilities, KernelRow
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
 BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
-MKL = Capabilities("cpu", "a CPU with MKL", CPU_KERNELS, frozenset({"mkl"}))
-AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"mkl", "amx_bf16", "amx_int8"}))
+OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
+AMX = Capabilities(
+    "cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"})
+)
 AVX512 = Capabilities(
-    "cpu", "a CPU with AVX-512", CPU_KERNELS, frozenset({"mkl", "avx512_bf16", "avx512_vnni"})
+    "cpu",
+    "a CPU with AVX-512",
+    CPU_KERNELS,
+    frozenset({"openblas", "avx512_bf16", "avx512_vnni"}),
 )
 
 
@@ -57,6 +62,17 @@ def on(machine: str) -> Iterator[None]:
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
             monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
+        try:
+            yield
+        finally:
+            executors.forget()
+
+
+@contextmanager
+def with_rows(*rows: KernelRow) -> Iterator[None]:
+    """Run on a CPU that has these kernels and no others."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _pretend(monkeypatch, Capabilities("cpu", "a CPU of these rows", rows))
         try:
             yield
         finally:

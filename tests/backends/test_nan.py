@@ -85,7 +85,7 @@ def test_what_is_rounded_must_be_written_in_one_piece() -> None:
 
 @pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, then without MKL and tile units."""
+    """Run on the fastest units that there are, then without OpenBLAS and tile units."""
     with on(request.param):
         yield request.param
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import DType, NumberFormat
+from lowprec.formats import FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
-from lowprec.planning.tensor_cores import tensor_cores_multiply
+from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 #: Stands for a format where integers are multiplied.
 INT8 = "int8"
@@ -58,9 +61,11 @@ class KernelRow:
     reads_any_strides: bool = False  # no operand is copied because of its strides
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
+    concatenates: bool = False  # products of parts run as one, the parts side by side
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
+    emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch
@@ -68,7 +73,6 @@ class KernelRow:
     minimum_k: int = 0
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
-    maximum_extent: float = inf  # of m, n, k and leading dimensions
 
     def __str__(self) -> str:
         return self.name
@@ -86,6 +90,13 @@ class Capabilities:
     compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
     workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
+    bytes_per_second: float = 0.0  # of its memory, where it is known
+    source: str = ""  # of the figures, where the device was not asked and its plans are predictions
+
+    @property
+    def predicted(self) -> bool:
+        """Whether these are the figures of a model that need not be there."""
+        return bool(self.source)
 
     @property
     def has_float8(self) -> bool:
@@ -94,14 +105,15 @@ class Capabilities:
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
+        if fmt == FLOAT64.name:
+            return kernel.cost_per_flop * float64_cost(self.compute_capability)
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
             return kernel.cost_per_flop
         return cost
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
+class KernelChoice(NamedTuple):
     """A kernel, why the more welcome ones were passed over, and which one takes what it cannot treat."""
 
     kernel: KernelRow
@@ -170,9 +182,6 @@ def _unsupported_reason(
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    leading = [operand.leading_dimension or 0 for operand in (layout.a, layout.b, layout.out)]
-    if max(m, n, k, *leading) > row.maximum_extent:
-        return Reason.of(Why.TOO_LARGE_FOR_32_BITS, units=row.units)
     elements = m * k + k * n + m * n
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
@@ -189,7 +189,7 @@ _CACHE_DIR = Variable(
     "the system's folder for a user's caches",
     str,
 )
-_MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
+_MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
     "Any number but 0 switches off numba's compiler, and with it the kernels for tile units (AMX).",
@@ -211,6 +211,13 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
+    _library_variable(
+        "OPENBLAS_CORETYPE",
+        "The processor for whose kernels NumPy's and SciPy's OpenBLAS are loaded. lowprec's copy goes by the processor "
+        "itself",
+        "the name of a processor, as OpenBLAS knows them (Haswell, SkylakeX)",
+        "the processor's own, if OpenBLAS knows it",
+    ),
     _NUMBA_OFF,
 )
 
@@ -284,16 +291,7 @@ def refresh() -> None:
     _taken.clear()
 
 
-def changed_since_snapshot() -> tuple[str, ...]:
-    """Return the names of the variables that were read once and hold another text now."""
-    taken = _taken.get(None)
-    if taken is None:
-        return ()
-    return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
-
-
-@dataclass(frozen=True, slots=True)
-class VariableRow:
+class VariableRow(NamedTuple):
     """What ``info()`` tells about one variable.
 
     Parameters

@@ -7,6 +7,8 @@ The order is written in :func:`resolve` and nowhere else. The state is two thing
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
@@ -15,9 +17,12 @@ from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+
 #: What the guard lets pass. ``fp32_emulated`` is not among them: a bound as good as fp32's is a promise about the
 #: error, while the guard promises the arithmetic.
-FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC})
+FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
 
@@ -162,7 +167,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     here = innermost.get()
     taken = environment.snapshot()
     try:
-        return _resolve(argument, here.guarded, here.mode, _process_mode, taken)
+        found = _resolve(argument, here.guarded, here.mode, _process_mode, taken)
     except TypeError:
         if argument is None or isinstance(argument, str):
             raise
@@ -170,6 +175,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
         raise ModeError(
             f"math_mode must be a name or a MathMode, got {type(argument).__name__}"
         ) from None
+    return found if here.emulates is None else _emulating(found, here.emulates)
 
 
 def overriding_mode() -> ResolvedMode | None:
@@ -183,10 +189,10 @@ def overriding_mode() -> ResolvedMode | None:
     >>> overriding_mode() is None
     True
     """
-    guarded, taken = innermost.get().guarded, environment.snapshot()
-    if not guarded and not taken.fp32_guard and taken.force_math_mode is None:
+    here, taken = innermost.get(), environment.snapshot()
+    if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None
-    return _impose(None, ModeSource.DEFAULT, guarded, taken)
+    return _emulating(_impose(None, ModeSource.DEFAULT, here.guarded, taken), here.emulates)
 
 
 def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
@@ -197,7 +203,9 @@ def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
     >>> finish(MathMode.BF16, ModeSource.RTOL).mode
     <MathMode.BF16: 'bf16'>
     """
-    return _impose(mode, source, innermost.get().guarded, environment.snapshot())
+    here = innermost.get()
+    found = _impose(mode, source, here.guarded, environment.snapshot())
+    return _emulating(found, here.emulates)
 
 
 # Everything that can change the answer is an argument, so the cached answers never go stale. A bound, since the
@@ -243,6 +251,11 @@ def _impose(
         mode = MathMode.FP32
     requested = next((m for m in (asked, decided) if m not in (None, mode)), None)
     return ResolvedMode(mode, source, requested, tuple(reasons))
+
+
+@functools.lru_cache(maxsize=1024)
+def _emulating(found: ResolvedMode, architecture: Architecture | None) -> ResolvedMode:
+    return replace(found, emulates=architecture)
 
 
 def _floor(

@@ -117,16 +117,17 @@ NUMPY = KernelRow(
 )
 
 #: cblas_?gemm on the rounded operands.
-MKL = replace(
+OPENBLAS = replace(
     NUMPY,
-    name="mkl",
-    units="MKL",
-    blas="lowprec.backends.cpu.gemm:MKL",
-    requires="mkl",
-    missing="MKL is not installed",
-    # Below it, NumPy's own loop over a batch beats one call of MKL for each product.
+    name="openblas",
+    units="OpenBLAS",
+    blas="lowprec.backends.cpu.gemm:OPENBLAS",
+    requires="openblas",
+    missing="scipy-openblas64 is not installed",
+    # Below it, NumPy's own loop over a batch beats one call for each product.
     minimum_batch_flops=3_000_000,
-    maximum_extent=2**31 - 1,
 )
 
-KERNELS = (AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, MKL, NUMPY)
+KERNELS = (
+    AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, OPENBLAS, NUMPY,
+)  # fmt: skip
