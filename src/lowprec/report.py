@@ -28,7 +28,7 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
     ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
-    ("numba", ("numba",), "compiles the kernels for tile units (AMX)"),
+    ("numba", ("numba",), "compiles the kernels for tile and vector units"),
     *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
 )
 
