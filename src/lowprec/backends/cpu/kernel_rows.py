@@ -79,6 +79,8 @@ AVX512_BF16 = replace(
     instruction_sets=("avx512_bf16",),
     minimum_elements=0,
     minimum_k=0,
+    # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
+    minimum_batch_flops=5_000,
     cost_per_flop=0.48,
     summation=Summation.PAIRS,
 )
