@@ -68,6 +68,8 @@ def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Out
 #: How the reasons begin that `tests/cpu_units.py` gives, and the processor's flag for the units that are lacking.
 UNITS = {
     "this machine has no AMX units": "amx_bf16",
+    "this machine has no AVX512-BF16 units": "avx512_bf16",
+    "this machine has no AVX512-VNNI units": "avx512_vnni",
     # oneDNN multiplies float32 in bfloat16 on these units alone.
     'PyTorch\'s "medium" lowers no precision on this machine': "amx_bf16",
 }

@@ -3,7 +3,7 @@
 usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--no-extras] [--output DIR] [--seed N]
 
 Every call is a plain one: operands are rounded and the result is allocated inside the measured time. With
-`--no-extras` the script runs itself where neither MKL nor numba can be found.
+`--no-extras` the script runs itself where neither OpenBLAS's package nor numba can be found.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
     """Return the claim about NumPy alone: what `tf32` costs over `numpy.matmul` at one size."""
     speeds = common.square_speeds(rows, "lowprec float32 tf32", "numpy float32")
     cost = 1 / speeds[str(size)] if str(size) in speeds else None
-    what = f"without MKL and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"
+    what = f"without OpenBLAS's package and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"
     return [common.claim(what, cost, 1.3, at_most=True)]
 
 
@@ -274,7 +274,7 @@ def main() -> int:
     parser = common.parser(__doc__)
     more = "more: tall, wide, small k and batched too"
     parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
-    alone = "as on a machine without MKL and numba"
+    alone = "as on a machine without OpenBLAS's package and numba"
     parser.add_argument("--no-extras", action="store_true", help=alone)
     arguments = parser.parse_args()
     quick, no_extras = arguments.quick, arguments.no_extras

@@ -28,7 +28,17 @@ CALL_LIMITS = {"numpy": 8e-6, "torch": 10e-6}
 IMPORT_LIMIT = 0.05
 
 #: Modules that `import lowprec` must not load: frameworks, CUDA libraries, compilers.
-FRAMEWORKS = ("cuda", "cupy", "jax", "mkl", "numba", "nvmath", "paddle", "tensorflow", "torch")
+FRAMEWORKS = (
+    "cuda",
+    "cupy",
+    "jax",
+    "numba",
+    "nvmath",
+    "paddle",
+    "scipy_openblas64",
+    "tensorflow",
+    "torch",
+)
 
 
 class OnlyDLPack:

@@ -1,7 +1,8 @@
 """Run a script where only NumPy and ml_dtypes can be imported, as on a machine without the extras.
 
 The child process skips its site-packages (`-S`) and sees one folder with links to the two packages and to lowprec. So
-neither an import, nor a look at the installed distributions, nor the linker's path finds MKL or numba there.
+neither an import, nor a look at the installed distributions, nor the linker's path finds OpenBLAS's package or numba
+there.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 import machine
 
 CORE = ("numpy", "ml_dtypes")
-EXTRAS = ("mkl", "numba")
+EXTRAS = ("scipy_openblas64", "numba")
 
 #: In the name of a mapped file, the sign that an extra was loaded after all.
-_LIBRARIES = ("libmkl", "llvmlite", "mkl_rt")
+_LIBRARIES = ("scipy_openblas64/", "llvmlite")
 
 
 def visible_extras() -> list[str]:

@@ -27,12 +27,12 @@ FLAGS = (
 )  # fmt: skip
 
 LIBRARIES = (
-    "numpy", "ml_dtypes", "mkl", "numba", "llvmlite", "torch", "jax", "jaxlib", "threadpoolctl",
+    "numpy", "ml_dtypes", "scipy_openblas64", "numba", "llvmlite", "torch", "jax", "jaxlib", "threadpoolctl",
 )  # fmt: skip
 
 #: Variables that set the number of threads or the instruction set of a library.
 VARIABLES = (
-    "JAX_PLATFORMS", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "JAX_PLATFORMS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
 )  # fmt: skip
 

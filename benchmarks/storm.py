@@ -80,8 +80,8 @@ class Round:
         self.left_alone: list[Any] = []
         # A child that is forked while another thread is inside OpenBLAS finds that library's locks taken and hangs; so
         # it does with NumPy alone. Where it multiplies, the others plan while there is a fork.
-        self.is_by_numpy = any(
-            str(lowprec.plan(made.a, made.b, math_mode=mode).kernel) == "numpy"
+        self.is_by_openblas = any(
+            str(lowprec.plan(made.a, made.b, math_mode=mode).kernel) in ("numpy", "openblas")
             for mode, jobs in self.jobs.items()
             for made in jobs
         )
@@ -228,7 +228,7 @@ class Round:
     def fork(self) -> None:
         """Fork a child that multiplies and enters a guard, while the other threads go on here."""
         self.counts["forks"] += 1
-        self.is_forking = self.is_by_numpy
+        self.is_forking = self.is_by_openblas
         while self.is_forking and self.multiplying:
             time.sleep(1e-4)
         child = os.fork()

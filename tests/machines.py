@@ -11,16 +11,24 @@ import pytest
 import software_tiles
 from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
+from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
 BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
-MKL = Capabilities("cpu", "a CPU with MKL", CPU_KERNELS, frozenset({"mkl"}))
-AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"mkl", "amx_bf16", "amx_int8"}))
+OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
+AMX = Capabilities(
+    "cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"})
+)
+AVX512 = Capabilities(
+    "cpu",
+    "a CPU with AVX-512",
+    CPU_KERNELS,
+    frozenset({"openblas", "avx512_bf16", "avx512_vnni"}),
+)
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:
@@ -52,7 +60,7 @@ def on(machine: str) -> Iterator[None]:
                 replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
             )
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
-            monkeypatch.setattr(amx, "gemm", software_tiles.gemm)
+            monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
         try:
             yield

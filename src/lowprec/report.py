@@ -27,7 +27,7 @@ from lowprec.policy.switch_report import disagreements, switch_rows
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
-    ("mkl", ("mkl",), "products on the CPU"),
+    ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
     ("numba", ("numba",), "compiles the kernels for tile units (AMX)"),
     *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
 )

@@ -23,7 +23,7 @@ Array = np.ndarray
 
 @pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
 def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, without MKL and tile units, and by way of the tile kernels."""
+    """Run on the fastest units that there are, without OpenBLAS and tile units, and by way of the tile kernels."""
     with on(request.param):
         yield request.param
 

@@ -21,12 +21,14 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import buffers, cpuinfo, mkl, threads
-from lowprec.backends.cpu.amx import job
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu import buffers, cpuinfo, openblas, threads
+from lowprec.backends.cpu.packed import job, packed_gemm
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
-needs_mkl = pytest.mark.skipif(mkl.mkl() is None, reason="MKL is not installed")
+needs_openblas = pytest.mark.skipif(
+    openblas.openblas() is None, reason="scipy-openblas64 is not installed"
+)
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -132,8 +134,8 @@ def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
-#: Through MKL's panels, where it is installed; rounding shared by the threads.
-@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads; through the macro-kernel.
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
 def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b, want = operands(400)
@@ -185,9 +187,13 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         inside.pop()
         return 0
 
-    kernels = amx._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = amx._Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
-    for error in interrupts.interrupted(lambda: amx._run(kernels, cut, {}, 2), opcodes=True):
+    kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
+    cut = packed_gemm._Cut(
+        (), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0
+    )
+    for error in interrupts.interrupted(
+        lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True
+    ):
         assert type(error) is interrupts.Interrupt
         assert inside == clashes == []
 
@@ -325,47 +331,88 @@ def test_a_handler_that_borrows_at_any_instruction() -> None:
     buffers.release_all()
 
 
-# -- MKL is opened once ---------------------------------------------------------------------------
+# -- OpenBLAS is opened once ----------------------------------------------------------------------
 
 
-@needs_mkl
-def test_threads_that_open_mkl_together() -> None:
+@needs_openblas
+def test_threads_that_open_openblas_together() -> None:
     code = """
-        import threading, time
-        from lowprec.backends.cpu import mkl
+        import os, threading, time
+        from lowprec.backends.cpu import openblas
 
-        opened = mkl.ctypes.CDLL
+        before = os.popen("echo $OPENBLAS_CORETYPE $OPENBLAS_NUM_THREADS").read()
+        opened = openblas.ctypes.CDLL
         def slow(*arguments, **keywords):
             library = opened(*arguments, **keywords)
             time.sleep(0.05)
             return library
-        mkl.ctypes.CDLL = slow
+        openblas.ctypes.CDLL = slow
 
         found, start = [], threading.Barrier(6)
         def ask():
             start.wait()
-            found.append(mkl.mkl().is_sequential)
+            found.append(openblas.openblas())
         asking = [threading.Thread(target=ask) for _ in range(6)]
         for thread in asking: thread.start()
         for thread in asking: thread.join()
-        print(found == [True] * 6)
+        after = os.popen("echo $OPENBLAS_CORETYPE $OPENBLAS_NUM_THREADS").read()
+        print(len(found), len(set(found)), None in found, before == after)
     """
-    assert run_python(code) == "True"
+    assert run_python(code) == "6 1 False True"
 
 
-@needs_mkl
-def test_mkl_interrupted_at_any_line_while_it_is_opened() -> None:
+@needs_openblas
+def test_openblas_interrupted_at_any_line_while_it_is_opened() -> None:
+    """And what it sets in the environment is put back all the same."""
     code = """
-        import sys, ctypes
+        import os, sys, ctypes
         sys.path.insert(0, sys.argv[1])
         import interrupts
-        from lowprec.backends.cpu import mkl
+        from lowprec.backends.cpu import openblas
 
-        came = [type(error) for error in interrupts.interrupted(lambda: mkl.mkl(), also=(ctypes.__file__,))]
-        assert set(came) == {interrupts.Interrupt}, set(came)
-        print(mkl.mkl().is_sequential)
+        def inherited():
+            return os.popen("echo $OPENBLAS_CORETYPE $OPENBLAS_NUM_THREADS").read()
+
+        before, count = inherited(), 0
+        for error in interrupts.interrupted(openblas.openblas, also=(ctypes.__file__,)):
+            assert type(error) is interrupts.Interrupt, error
+            count += 1
+        assert count > 5
+        print(openblas.openblas() is not None, before == inherited())
     """
-    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
+    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True True"
+
+
+@needs_openblas
+@posix
+def test_a_fork_while_openblas_is_opened() -> None:
+    """In the child nobody goes on opening it, its lock is taken and the variables are set."""
+    code = """
+        import os, threading
+        from lowprec.backends.cpu import openblas
+
+        def inherited():
+            return os.popen("echo $OPENBLAS_CORETYPE $OPENBLAS_NUM_THREADS").read()
+
+        before, opened, children = inherited(), openblas.ctypes.CDLL, []
+        inside, go_on = threading.Event(), threading.Event()
+        def slow(*arguments, **keywords):
+            if not keywords:
+                inside.set()
+                assert go_on.wait(10)
+            return opened(*arguments, **keywords)
+        openblas.ctypes.CDLL = slow
+        asking = threading.Thread(target=openblas.openblas)
+        asking.start()
+        assert inside.wait(10)
+        child = os.fork()
+        go_on.set()
+        if child == 0:
+            os._exit(5 if openblas.openblas() is not None and inherited() == before else 6)
+        asking.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inherited() == before)
+    """
+    assert run_python(code) == "5 True"
 
 
 def expired_limits() -> int:
@@ -378,8 +425,8 @@ def expired_limits() -> int:
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(mkl.mkl.__wrapped__, id="mkl"),
-        pytest.param(amx.obstacle.__wrapped__, id="amx"),
+        pytest.param(openblas.openblas.__wrapped__, id="openblas"),
+        pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads"),
         pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),

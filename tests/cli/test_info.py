@@ -14,7 +14,7 @@ import pytest
 import lowprec
 from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.machine import conditions
@@ -48,7 +48,7 @@ def test_versions_are_those_installed() -> None:
     libraries = info()["libraries"]
     assert _named(libraries, "numpy")["version"] == np.__version__
     assert _named(libraries, "numpy")["status"] == "loaded"
-    for name in ("ml_dtypes", "mkl", "numba", "torch", "jax", "cupy"):
+    for name in ("ml_dtypes", "scipy_openblas64", "numba", "torch", "jax", "cupy"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -121,8 +121,8 @@ def test_array_libraries_are_told_from_their_rows() -> None:
 
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(amx, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
+    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
     found = info()
     sets = found["devices"][0]["instruction_sets"]
     assert _named(sets, "avx2")["present"] is True
@@ -136,10 +136,12 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow("mine", "my units", "m:f", requires="mkl", instruction_sets=("avx512_vnni",))
+    row = KernelRow(
+        "mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",)
+    )
     monkeypatch.setattr(cpu_module, "KERNELS", (row,))
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
-    for found in (frozenset({"mkl"}), frozenset()):
+    for found in (frozenset({"openblas"}), frozenset()):
         monkeypatch.setattr(cpu_module, "features", lambda found=found: found)
         sets = info()["devices"][0]["instruction_sets"]
         assert _named(sets, "avx512_vnni") == {
@@ -151,14 +153,15 @@ def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.Mon
         assert conditions(load())["tile_units"] is False
 
 
-def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
-    monkeypatch.setattr(amx, "_CPU_FLAGS", frozenset())
-    monkeypatch.setattr(amx, "_request_permission", lambda: True)
-    monkeypatch.setattr(amx.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
-    monkeypatch.setattr(cpu_module.mkl, "mkl", lambda: None)
-    monkeypatch.setattr(cpu_module.platform, "machine", lambda: "x86_64")
+    every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
+    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: every)
+    monkeypatch.setattr(micro_kernels, "_request_permission", lambda: True)
+    monkeypatch.setattr(micro_kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
+    monkeypatch.setattr(cpu_module.openblas, "openblas", lambda: None)
+    monkeypatch.setattr(cpu_module.openblas, "library_path", lambda: None)
 
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -169,11 +172,11 @@ def test_without_mkl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     found = info()
     statuses = {e["name"]: e["status"] for e in found["libraries"]}
     assert statuses["numpy"] == "loaded"
-    assert {statuses[n] for n in ("mkl", "numba", "torch")} == {"missing"}
+    assert {statuses[n] for n in ("scipy_openblas64", "numba", "torch")} == {"missing"}
     tiles = _named(found["devices"][0]["instruction_sets"], "amx_bf16")
     assert (tiles["present"], tiles["used"]) == (True, False)
     assert any("numba is not installed" in w for w in found["warnings"])
-    assert any("MKL is not installed" in w for w in found["warnings"])
+    assert any("scipy-openblas64 is not installed" in w for w in found["warnings"])
 
 
 def test_an_nvidia_driver_that_is_of_no_use(

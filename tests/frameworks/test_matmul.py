@@ -35,7 +35,7 @@ def make(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> NDArr
 
 @pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, then without MKL and tile units."""
+    """Run on the fastest units that there are, then without OpenBLAS and tile units."""
     with on(request.param):
         yield request.param
 

@@ -24,8 +24,8 @@ from lowprec import _version
 PACKAGE = Path(lowprec.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
-#: Read it too: the start-up hook runs in programs that may never import lowprec.
-OTHER_READERS = {"cli/commands/run/startup/sitecustomize.py"}
+#: Read it too: the start-up hook runs in programs that may never import lowprec; what is set for C is put back.
+OTHER_READERS = {"cli/commands/run/startup/sitecustomize.py", "policy/c_environment.py"}
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
@@ -36,11 +36,11 @@ HEAVY = (
     "cupy",
     "jax",
     "matplotlib",
-    "mkl",
     "numba",
     "nvmath",
     "rich",
     "scipy",
+    "scipy_openblas64",
     "tensorflow",
     "torch",
 )

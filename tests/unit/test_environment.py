@@ -45,6 +45,7 @@ def test_the_table_lists_what_this_version_uses() -> None:
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",
+        "OPENBLAS_CORETYPE",
         "NUMBA_DISABLE_JIT",
     ]
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == READ_ONCE

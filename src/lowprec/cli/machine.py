@@ -28,8 +28,9 @@ def describe(found: dict[str, Any]) -> str:
     """Return the conditions as one line."""
     machine, versions = found["machine"], found["versions"]
     units = "in use" if found["tile_units"] else "not used"
-    mkl = f", MKL {versions['mkl']}" if "mkl" in versions else ""
+    openblas = versions.get("scipy_openblas64")
+    own = f", OpenBLAS {openblas}" if openblas else ""
     return (
         f"{machine['name']}, tile units (AMX) {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
-        f"NumPy {versions['numpy']} ({found['blas']}){mkl}"
+        f"NumPy {versions['numpy']} ({found['blas']}){own}"
     )

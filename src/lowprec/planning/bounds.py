@@ -13,6 +13,10 @@ where u_a and u_b round the operands and u_out the result. The absolute term is 
 products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
 bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 
+*Vector units for bfloat16* (the same manual, VDPBF16PS): each instruction adds two products to an element. Whether one
+after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
+even number. Subnormal inputs and results count as zero here, too.
+
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
 to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
 
@@ -181,7 +185,7 @@ def _summation(
     # A sum that is scaled, and one that is added, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule[1:])
     terms += components * schedule[0].length * kernel.parts**2
-    flushes = kernel.summation is Summation.TILES
+    flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
     return _Sum(accumulator, depth, terms, components, flushes)
 
 
@@ -195,6 +199,8 @@ def _depth_of_sum(
     """Return the function from the length of a sum to the roundings of a term."""
     if kernel.summation is Summation.TILES:
         return partial(_on_tiles, kernel.parts**2, components)
+    if kernel.summation is Summation.PAIRS:
+        return partial(_in_pairs, components)
     on_units = kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32
     if on_units and capability:
         return lambda length: on_tensor_cores(components * length, fmt.name, capability)
@@ -206,6 +212,10 @@ def _on_tiles(products: int, components: int, length: int) -> Depth:
     # and the magnitudes of the products of parts add up to those of one product.
     instructions = components * products * -(-length // TILE_K)
     return Depth(_TILE_DEPTH + instructions + components - 1 if length else 0)
+
+
+def _in_pairs(components: int, length: int) -> Depth:
+    return Depth(components * 2 * -(-length // 2) + components - 1 if length else 0)
 
 
 class _Rounding(NamedTuple):

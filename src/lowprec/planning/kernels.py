@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
@@ -35,6 +34,7 @@ class Summation(Enum):
 
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
+    PAIRS = "bfloat16 vector instructions, pairs of products"
     TENSOR_CORES = "tensor cores"
 
 
@@ -46,6 +46,7 @@ class KernelRow:
     units: str  # what it runs on, for people
     executor: str  # function from a plan to its executor, as "module:function"
     blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
+    micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # what to say where the device has it not
@@ -72,7 +73,6 @@ class KernelRow:
     minimum_k: int = 0
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
-    maximum_extent: float = inf  # of m, n, k and leading dimensions
 
     def __str__(self) -> str:
         return self.name
@@ -185,9 +185,6 @@ def _unsupported_reason(
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    leading = [operand.leading_dimension or 0 for operand in (layout.a, layout.b, layout.out)]
-    if max(m, n, k, *leading) > row.maximum_extent:
-        return Reason.of(Why.TOO_LARGE_FOR_32_BITS, units=row.units)
     elements = m * k + k * n + m * n
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:

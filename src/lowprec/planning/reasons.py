@@ -17,7 +17,6 @@ class Why(Enum):
         "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
     )
     TOO_SMALL_EXTENT = "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}"
-    TOO_LARGE_FOR_32_BITS = "{units} counts rows, columns and leading dimensions with 32 bits"
     TOO_SMALL_PRODUCTS = (
         "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
     )

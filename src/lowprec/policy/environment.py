@@ -189,7 +189,7 @@ _CACHE_DIR = Variable(
     "the system's folder for a user's caches",
     str,
 )
-_MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec's own kernels")
+_MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
     "Any number but 0 switches off numba's compiler, and with it the kernels for tile units (AMX).",
@@ -211,6 +211,13 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
+    _library_variable(
+        "OPENBLAS_CORETYPE",
+        "The processor for whose kernels NumPy's and SciPy's OpenBLAS are loaded. lowprec's copy goes by the processor "
+        "itself",
+        "the name of a processor, as OpenBLAS knows them (Haswell, SkylakeX)",
+        "the processor's own, if OpenBLAS knows it",
+    ),
     _NUMBA_OFF,
 )
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
-from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.mkl import mkl
+from lowprec.backends.cpu.openblas import openblas
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.planning import Capabilities
 from lowprec.policy.emulation import emulated
 
@@ -40,8 +40,7 @@ def _emulating(architecture: Architecture) -> Capabilities:
 def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
-        "amx_bf16": amx.is_available(),
-        "amx_int8": amx.is_available(),
-        "mkl": mkl() is not None,
+        **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
+        "openblas": openblas() is not None,
     }
     return frozenset(name for name, present in found.items() if present)

@@ -1,4 +1,4 @@
-"""Products of matrices that already hold what the mode says, by MKL or by NumPy's BLAS."""
+"""Products of matrices that already hold what the mode says, by lowprec's OpenBLAS or by NumPy's BLAS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.mkl import loaded_mkl
+from lowprec.backends.cpu.openblas import loaded_openblas
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
@@ -53,13 +53,13 @@ def multiply_numpy(a: Any, b: Any, out: Any) -> None:
             out[...] = np.matmul(a, b)
 
 
-def multiply_mkl(a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b`` with MKL; arrays of one dtype, at least 2-D, batches broadcast."""
+def multiply_openblas(a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     batch = target.shape[:-2]
     stacks = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
-    product = loaded_mkl().product(*map(stack_of, stacks))
+    product = loaded_openblas().product(*map(stack_of, stacks))
     addresses = zip(*(_addresses(x) for x in stacks), strict=True)
     threads.share(lambda abc: product(*abc), list(addresses))
     if target is not out:
@@ -93,9 +93,9 @@ def _numpy_call(plan: GemmPlan) -> Executor:
     return execute
 
 
-def _mkl_call(plan: GemmPlan) -> Executor:
+def _openblas_call(plan: GemmPlan) -> Executor:
     layout = plan.layout
-    product = loaded_mkl().product(layout.a, layout.b, layout.out)
+    product = loaded_openblas().product(layout.a, layout.b, layout.out)
 
     def execute(arguments: Arguments) -> None:
         a, b, out = arguments[:3]
@@ -126,4 +126,4 @@ class Blas(NamedTuple):
 NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
 
 #: It takes addresses of matrices, so not a batch.
-MKL = Blas(multiply_mkl, lambda layout: layout.batch_shape == (), _mkl_call)
+OPENBLAS = Blas(multiply_openblas, lambda layout: layout.batch_shape == (), _openblas_call)

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import os
-import platform
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import cpuinfo, mkl, threads
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu import cpuinfo, openblas, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
-
-_BLAS_CHOOSES = "NumPy's BLAS and MKL choose for themselves"
-_X86_64 = ("x86_64", "AMD64")
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 
 
 def info() -> dict[str, Any]:
-    """Return the CPU, NumPy's BLAS, MKL's version (None where it cannot be opened), and what the machine lacks."""
-    obstacle, library = amx.obstacle(), mkl.mkl()
+    """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
+    no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
-    if obstacle:
+    if no_tiles:
+        modes = "modes" if obstacle(AVX512_BF16) else "modes other than bf16"
         warnings.append(
-            f"{obstacle}: modes round the operands and multiply in FP32, which is not faster than fp32"
+            f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32"
         )
-    if library is None and platform.machine() in _X86_64:
+    if library is None and sys.platform != "darwin":
         warnings.append(
-            f'MKL {_why_not_mkl()} (pip install "lowprec[cpu]"): products that do not run on tile units are left to '
-            "NumPy's BLAS"
+            f'scipy-openblas64 {_why_not_openblas()} (pip install "lowprec[cpu]"): products that do not run on tile '
+            "units are left to NumPy's BLAS"
         )
     return {
         "devices": [_device()],
-        "versions": {"mkl": None if library is None else library.version},
+        "versions": {"scipy_openblas64": None if library is None else library.version},
         "blas": _blas(),
         "warnings": warnings,
     }
@@ -65,8 +63,14 @@ def _device() -> dict[str, Any]:
 
 def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
     """Yield the instruction sets that matter for products, whether lowprec's kernels use them, and which."""
-    for name in ("avx2", "avx512f"):
-        yield name, None, _BLAS_CHOOSES
+    library = openblas.openblas()
+    chosen = {"avx2": "Haswell", "avx512f": "SkylakeX"}
+    for name, core_type in chosen.items():
+        if library is None or library.core_type not in chosen.values():
+            yield name, None, "NumPy's BLAS chooses for itself"
+        else:
+            is_it = library.core_type == core_type
+            yield name, is_it, f"OpenBLAS, kernels for {core_type}" if is_it else ""
     yield "avx512_fp16", False, ""
     found = features()
     here = [row for row in KERNELS if row.requires in found]
@@ -82,12 +86,7 @@ def _blas() -> dict[str, Any]:
     return {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
 
 
-def _why_not_mkl() -> str:
-    # Here, because it costs more to import than the rest of lowprec.
-    from importlib import metadata
-
-    try:
-        metadata.version("mkl")
-    except metadata.PackageNotFoundError:
+def _why_not_openblas() -> str:
+    if openblas.library_path() is None:
         return "is not installed"
-    return "is installed but cannot be opened"
+    return "is installed, but its library cannot be opened or is in the process for something else"

@@ -282,6 +282,15 @@ def _loaded(path: str) -> ctypes.PyDLL | None:
         return None
 
 
+#: Paths of libraries that serve this pool, and so say nothing of how many threads there should be.
+_ignored: set[str] = set()
+
+
+def ignore_library(path: str) -> None:
+    """Do not ask this OpenBLAS how many threads to use."""
+    _ignored.add(path)
+
+
 def _openblas_getter() -> Callable[[], int] | None:
     """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
     try:
@@ -291,7 +300,7 @@ def _openblas_getter() -> Callable[[], int] | None:
         if not raised_in(error, __name__):
             raise
         return None
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line} - _ignored
     for path in sorted(paths, key=lambda path: ("numpy" not in path, path)):
         library = _loaded(path)
         for prefix in ("scipy_", ""):

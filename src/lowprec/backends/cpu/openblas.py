@@ -1,0 +1,369 @@
+"""OpenBLAS, in a copy of lowprec's own: the library of the package ``scipy-openblas64``, called through CBLAS.
+
+NumPy and SciPy bring copies of theirs. This one is a third, whose symbols have a prefix, so none sees another. It runs
+without threads of its own: a product is cut into panels that the pool of this backend shares out, so that its threads
+do not spin beside the pool's, and so that the number of threads changes no bit of a result.
+
+An OpenBLAS chooses its kernels while it is loaded, by the processor and by ``OPENBLAS_CORETYPE``. That variable is set
+for as long as this copy is loaded, to what the processor's flags allow: whatever holds NumPy's copy to lesser kernels,
+an old release or the variable itself, does not hold this one.
+
+Source: OpenBLAS's documentation, "Runtime variables"; the reference CBLAS, ``cblas.h``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec.backends.cpu import cpuinfo, threads
+from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.backends.cpu.panels import (
+    SMALLEST_PANEL,
+    panels_for_shape,
+    panels_for_threads,
+    rows_for_shape,
+)
+from lowprec.planning import MatrixStack
+from lowprec.policy import c_environment
+
+_PACKAGE = "scipy_openblas64"
+
+_ROW_MAJOR, _COLUMN_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
+
+_ENUM, _INT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+#: Letter of the functions, and how they take alpha and beta.
+_FUNCTIONS: dict[str, tuple[str, Any]] = {
+    "float32": ("s", ctypes.c_float),
+    "float64": ("d", ctypes.c_double),
+    "complex64": ("c", _POINTER),
+    "complex128": ("z", _POINTER),
+}
+
+#: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
+_COMPLEX_FACTORS = {name: np.array([1, 0], name) for name in ("complex64", "complex128")}
+
+#: Up to this many multiplications OpenBLAS uses one thread whatever it was told.
+_NEVER_PARALLEL = 1 << 18
+
+#: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
+_SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
+
+#: What the processors had for which the kernels of that name were written.
+_CORE_TYPES = (
+    ("SkylakeX", frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
+    ("Haswell", frozenset({"avx2", "fma"})),
+)
+
+Product = Callable[[int, int, int], None]
+
+
+def core_type(flags: frozenset[str]) -> str | None:
+    """Return the name of the best kernels for a processor with these flags; None where OpenBLAS is to choose.
+
+    Examples
+    --------
+    >>> core_type(frozenset({"avx2", "fma", "sse2"})), core_type(frozenset({"asimd"}))
+    ('Haswell', None)
+    """
+    return next((name for name, needed in _CORE_TYPES if needed <= flags), None)
+
+
+class OpenBlas:
+    """The opened library.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+        Loaded for lowprec.
+    path : str
+        Where it was found.
+    """
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        self.path = path
+        self.version = _text(library, "scipy_openblas_get_config64_").split()[1]
+        self.core_type = _text(library, "scipy_openblas_get_corename64_")
+        # These two are so short that giving up the GIL for them would take longer.
+        held = ctypes.PyDLL(path)
+        self._get_threads = held.scipy_openblas_get_num_threads64_
+        self._set_threads = held.scipy_openblas_set_num_threads64_
+        self._gemm: dict[str, Callable[..., None]] = {}
+        self._gemv: dict[str, Callable[..., None]] = {}
+        self._factors: dict[str, tuple[Any, Any]] = {}
+        for dtype, (letter, scalar) in _FUNCTIONS.items():
+            pair = _COMPLEX_FACTORS.get(dtype)
+            one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
+            self._factors[dtype] = scalar(one), scalar(zero)
+            self._gemm[dtype] = _declared(
+                library, f"scipy_cblas_{letter}gemm64_", _gemm_types(scalar)
+            )
+            self._gemv[dtype] = _declared(
+                library, f"scipy_cblas_{letter}gemv64_", _gemv_types(scalar)
+            )
+        self.use_one_thread()
+
+    def use_one_thread(self) -> None:
+        """Have each call run on the thread that makes it; ``threadpoolctl`` may have said otherwise."""
+        if self._get_threads() != 1:
+            self._set_threads(1)
+
+    def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
+
+        Parameters
+        ----------
+        a, b, out : MatrixStack
+            Of one dtype, float32, float64, complex64 or complex128; each one that BLAS can express.
+        """
+        if b.cols == 1:
+            return self._matrix_vector(a, b, out)
+        if a.rows == 1 or out.order != "row":
+            whole = self.product(b.transposed, a.transposed, out.transposed)
+            return lambda a, b, out: whole(b, a, out)
+        return self._matrix_matrix(a, b, out)
+
+    def _matrix_matrix(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
+        function = self._gemm[dtype.label]
+        one, zero = self._factors[dtype.label]
+        # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
+        order, all_m, all_n, all_k = _ENUM(_ROW_MAJOR), _INT(m), _INT(n), _INT(k)
+        op_a, op_b = (_ENUM(_NO_TRANS if x.order == "row" else _TRANS) for x in (a, b))
+        lda, ldb, ldc = (_INT(x.leading_dimension or 1) for x in (a, b, out))
+
+        def single(a: int, b: int, out: int) -> None:
+            function(order, op_a, op_b, all_m, all_n, all_k, one, a, lda, b, ldb, zero, out, ldc)
+
+        if m * n * k <= _NEVER_PARALLEL:
+            return single
+
+        a_row, b_column, out_row, out_column = (
+            step * dtype.itemsize
+            for step in (a.row_stride, b.col_stride, out.row_stride, out.col_stride)
+        )
+        by_shape = (self.core_type, dtype.label) not in _SAME_BITS_IN_ANY_PANEL
+        fixed = panels_for_shape(m, n, k) if by_shape else None
+        is_small = m * n * k < 2 * SMALLEST_PANEL
+
+        def panels(a: int, b: int, out: int) -> None:
+            self.use_one_thread()
+            if is_small:
+                single(a, b, out)
+                return
+            workers = threads.num_threads()
+            cut = panels_for_threads(m, n, k, workers) if fixed is None else fixed
+            pieces = iter(cut)
+
+            def work() -> None:
+                # Taking the next element of a list's iterator is atomic.
+                for i, rows, j, columns in pieces:
+                    function(
+                        order, op_a, op_b, rows, columns, all_k, one, a + i * a_row, lda,
+                        b + j * b_column, ldb, zero, out + i * out_row + j * out_column, ldc,
+                    )  # fmt: skip
+
+            threads.run(work, min(workers, len(cut)))
+
+        return panels
+
+    def _matrix_vector(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        m, k, dtype = a.rows, a.cols, out.dtype
+        function = self._gemv[dtype.label]
+        one, zero = self._factors[dtype.label]
+        order = _ENUM(_ROW_MAJOR if a.order == "row" else _COLUMN_MAJOR)
+        no_trans, all_k, lda = _ENUM(_NO_TRANS), _INT(k), _INT(a.leading_dimension or 1)
+        # The strides of a single element may be anything.
+        step_b, step_out = _INT(b.row_stride if k > 1 else 1), _INT(out.row_stride if m > 1 else 1)
+        a_row, out_row = a.row_stride * dtype.itemsize, out.row_stride * dtype.itemsize
+        cut = rows_for_shape(m, k)
+
+        def pieces(a: int, b: int, out: int) -> None:
+            self.use_one_thread()
+            queue = iter(cut)
+
+            def work() -> None:
+                for i, rows in queue:
+                    function(
+                        order, no_trans, rows, all_k, one, a + i * a_row, lda, b, step_b,
+                        zero, out + i * out_row, step_out,
+                    )  # fmt: skip
+
+            if len(cut) == 1:
+                work()
+            else:
+                threads.run(work, min(threads.num_threads(), len(cut)))
+
+        return pieces
+
+
+def _gemm_types(scalar: Any) -> list[Any]:
+    return [
+        _ENUM,  # layout
+        _ENUM,  # op_a
+        _ENUM,  # op_b
+        _INT,  # m
+        _INT,  # n
+        _INT,  # k
+        scalar,  # alpha
+        _POINTER,  # a
+        _INT,  # lda
+        _POINTER,  # b
+        _INT,  # ldb
+        scalar,  # beta
+        _POINTER,  # c
+        _INT,  # ldc
+    ]
+
+
+def _gemv_types(scalar: Any) -> list[Any]:
+    return [
+        _ENUM,  # layout
+        _ENUM,  # op_a
+        _INT,  # m
+        _INT,  # n
+        scalar,  # alpha
+        _POINTER,  # a
+        _INT,  # lda
+        _POINTER,  # x
+        _INT,  # incx
+        scalar,  # beta
+        _POINTER,  # y
+        _INT,  # incy
+    ]
+
+
+def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:
+    """Return a CBLAS function with its types declared."""
+    function: Any = getattr(library, name)
+    function.restype, function.argtypes = None, argtypes
+    declared: Callable[..., None] = function
+    return declared
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+# --- opening it, once -------------------------------------------------------------------------
+
+
+def library_path() -> str | None:
+    """Return where the package has its library, without importing the package."""
+    # On macOS, NumPy multiplies by Apple's Accelerate, which no OpenBLAS comes near.
+    if sys.platform == "darwin":
+        return None
+    try:
+        spec = importlib.util.find_spec(_PACKAGE)
+    except ValueError as error:  # the module is blocked
+        if not raised_in(error, "importlib.util"):
+            raise
+        return None
+    folders = (spec and spec.submodule_search_locations) or []
+    names = ("libscipy_openblas64_.so", "libscipy_openblas64_.dll")
+    paths = [Path(folder, "lib", name) for folder in folders for name in names]
+    found = [os.path.realpath(path) for path in paths if path.is_file()]
+    return found[0] if found else None
+
+
+def _is_loaded(path: str) -> bool:
+    """Whether somebody else (a NumPy that was built with this package) has loaded this very library already."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return False
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError as error:
+        if not raised_in(error, "ctypes"):
+            raise
+        return False
+    return True
+
+
+#: The library by its path, None where it cannot be had. Written by a thread that holds the lock.
+_opened: dict[str, OpenBlas | None] = {}
+_lock = threading.Lock()
+
+
+def _load(path: str) -> OpenBlas | None:
+    if _is_loaded(path):
+        # It has threads and kernels of somebody else's choice.
+        return None
+    # Its one thread is no answer to how many a product may use.
+    threads.ignore_library(path)
+    variables = {"OPENBLAS_NUM_THREADS": "1"}
+    best = core_type(cpuinfo.cpu_flags())
+    if best is not None:
+        variables["OPENBLAS_CORETYPE"] = best
+    with c_environment.seen_by_c(variables):
+        library = ctypes.CDLL(path)
+    return OpenBlas(library, path)
+
+
+def _open(path: str) -> None:
+    with _lock:
+        if path not in _opened:
+            _opened[path] = _load(path)
+
+
+def _open_in_thread(path: str, done: threading.Event) -> None:
+    try:
+        _open(path)
+    except Exception:  # noqa: BLE001 - no handler's, which run elsewhere: the library is not to be had
+        _opened[path] = None
+    finally:
+        done.set()
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have been loading it."""
+    global _lock
+    _lock = threading.Lock()
+    c_environment.put_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@functools.cache
+def openblas() -> OpenBlas | None:
+    """Open the library once and return it, or ``None`` where it is not installed.
+
+    It is loaded in a thread of its own, where no signal handler strikes before the variables are put back. Several
+    threads may ask at once, and a handler may end the call anywhere or fork in it.
+    """
+    path = library_path()
+    if path is None:
+        return None
+    while path not in _opened:
+        done = threading.Event()
+        try:
+            _thread.start_new_thread(_open_in_thread, (path, done))
+        except RuntimeError as error:
+            if not raised_in(error, __name__):
+                raise
+            _open(path)  # the system has no thread to give
+            done.set()
+        # In a child that was forked meanwhile nobody is there to answer.
+        done.wait(1.0)
+    return _opened[path]
+
+
+def loaded_openblas() -> OpenBlas:
+    """Return the library for a plan that was made because it is there."""
+    library = openblas()
+    assert library is not None
+    return library

@@ -1,0 +1,78 @@
+"""How a product that a BLAS computes on one thread is cut into panels of the result, for several threads.
+
+Where the bits of an element depend on the panel that it lies in, the cut follows from the shapes alone: then the
+result does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+#: Products with fewer multiplications are not cut. A library may treat small ones in another way, with other sums, so
+#: no panel is smaller, either.
+SMALLEST_PANEL = 8_000_000
+
+#: Panels begin at multiples of this many rows or columns, so that all but the last fill the BLAS's register blocks.
+_GRAIN = 48
+
+#: Multiplications that pay for packing one more panel's operands, where the shapes alone decide.
+_PANEL_WORK = 250_000_000
+
+#: Elements of the matrix that one call multiplies with a vector: 1 MiB and more.
+_VECTOR_WORK = 1 << 18
+
+#: Fewest rows of such a piece: where columns are contiguous, this is how far one reaches.
+_VECTOR_ROWS = 512
+
+#: First row, rows, first column, columns.
+Panel = tuple[int, int, int, int]
+
+
+def panels_for_threads(m: int, n: int, k: int, workers: int) -> list[Panel]:
+    """Cut an m x n result into at most as many panels as there are threads."""
+    return _cut(m, n, k, min(workers, m * n * k // SMALLEST_PANEL))
+
+
+def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
+    """Cut an m x n result as its shape says.
+
+    Examples
+    --------
+    >>> len(panels_for_shape(100, 100, 100)), len(panels_for_shape(1024, 1024, 1024))
+    (1, 4)
+    """
+    work = m * n * k
+    wanted = min(max(4, work // _PANEL_WORK), max(16, m * n >> 20))
+    return _cut(m, n, k, min(wanted, work // SMALLEST_PANEL))
+
+
+def rows_for_shape(m: int, k: int) -> list[tuple[int, int]]:
+    """Cut the rows of an m x k matrix that a vector is multiplied with, as (first, length)."""
+    rows = max(_VECTOR_ROWS, -(-_VECTOR_WORK // max(1, k)))
+    return [(first, min(rows, m - first)) for first in range(0, m, rows)]
+
+
+def _cut(m: int, n: int, k: int, count: int) -> list[Panel]:
+    """Cut into at most ``count`` panels, fewer where one would be too small."""
+    for pieces in range(count, 1, -1):
+        # The panels nearest to squares reread the least of a and b; of equals the one with whole columns.
+        grids = [(d, pieces // d) for d in range(1, pieces + 1) if pieces % d == 0]
+        down, across = min(grids, key=lambda grid: m / grid[0] + n / grid[1])
+        rows, columns = _cuts(m, down), _cuts(n, across)
+        smallest = min(r for _, r in rows) * min(c for _, c in columns) * k
+        if smallest >= SMALLEST_PANEL:
+            return [(i, r, j, c) for i, r in rows for j, c in columns]
+    return [(0, m, 0, n)]
+
+
+def _cuts(extent: int, count: int) -> list[tuple[int, int]]:
+    """Cut an extent into at most ``count`` nearly equal pieces, as (first, length).
+
+    Examples
+    --------
+    >>> _cuts(200, 2), _cuts(40, 2)
+    ([(0, 96), (96, 104)], [(0, 40)])
+    """
+    bounds = sorted({round(extent * i / count / _GRAIN) * _GRAIN for i in range(count)})
+    starts = [start for start in bounds if start < extent]
+    return [
+        (start, stop - start) for start, stop in zip(starts, [*starts[1:], extent], strict=True)
+    ]

@@ -1,0 +1,335 @@
+"""lowprec's OpenBLAS behind the pool: every layout, every cut, the same bits, and apart from other copies."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends.cpu import gemm, openblas, panels, threads
+from lowprec.formats import dtype_from_name
+from lowprec.planning import MatrixStack
+
+needs_openblas = pytest.mark.skipif(
+    openblas.openblas() is None, reason="scipy-openblas64 is not installed"
+)
+
+DTYPES = ("float32", "float64", "complex64", "complex128")
+#: Large enough to be cut into panels; no extent is a multiple of the grain.
+M, N, K = 331, 275, 200
+
+
+def random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    values = rng.standard_normal((2, *shape))
+    return (values[0] + 1j * values[1] if dtype.startswith("c") else values[0]).astype(dtype)
+
+
+def assert_product(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    """|C - AB| <= sqrt(2) gamma_2k |A||B| element by element.
+
+    Sums of k products, of 2k in each component of a complex number (Higham, Accuracy and Stability of Numerical
+    Algorithms, section 3.1); the factor sqrt(2) turns bounds of components into one of moduli.
+    """
+    u = np.finfo(out.dtype).eps / 2
+    k = a.shape[-1]
+    gamma = 2 * k * u / (1 - 2 * k * u)
+    # In a type whose own rounding is far below the bound.
+    wide = {"f": np.float64, "d": np.longdouble, "F": np.complex128, "D": np.clongdouble}[
+        out.dtype.char
+    ]
+    error = np.abs(out - a.astype(wide) @ b.astype(wide))
+    assert np.all(error <= np.sqrt(2) * gamma * (np.abs(a) @ np.abs(b)))
+
+
+@needs_openblas
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column_major", range(8), ids=lambda i: f"{i:03b}")
+def test_layouts(
+    dtype: str, column_major: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    for m, n, k in ((M, N, K), (M, 1, K), (1, N, K), (M, N, 1), (1, 1, K), (3, 2, 5)):
+        shapes = ((m, k), (k, n), (m, n))
+        a, b, out = (
+            np.asarray(random(rng, shape, dtype), order="F" if column_major >> i & 1 else "C")
+            for i, shape in enumerate(shapes)
+        )
+        out[...] = np.nan  # what was there must not matter
+        gemm.multiply_openblas(a, b, out)
+        assert_product(out, a, b)
+
+
+@needs_openblas
+@pytest.mark.parametrize("workers", [1, 2, 5, 6, 16])
+def test_panels_cover_the_result_once(
+    workers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: workers)
+    # Views of larger arrays: leading dimensions beyond the extents, and a frame that must stay.
+    a, b = random(rng, (M, K + 7), "float32")[:, :K], random(rng, (K, N + 3), "float32")[:, :N]
+    frame = np.full((M + 2, N + 2), 7.0, np.float32)
+    gemm.multiply_openblas(a, b, frame[1:-1, 1:-1])
+    assert_product(frame[1:-1, 1:-1], a, b)
+    frame[1:-1, 1:-1] = 7.0
+    assert np.all(frame == 7.0)
+
+
+@needs_openblas
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_vectors_with_gaps(
+    dtype: str, order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of rows: the last one is a short one."""
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    a = np.asarray(random(rng, (1100, 530), dtype), order=order)[:1090]
+    x, frame = random(rng, (530, 3), dtype), np.full((1092, 2), 7, dtype)
+    assert len(panels.rows_for_shape(*a.shape)) > 1
+    gemm.multiply_openblas(a, x[:, 1:2], frame[1:-1, :1])
+    assert_product(frame[1:-1, :1], a, x[:, 1:2])
+    assert np.all(frame[:, 1] == 7)
+    assert frame[0, 0] == frame[-1, 0] == 7
+
+
+SHAPES = [
+    (331, 275, 380),
+    (257, 499, 211),
+    (1000, 90, 300),
+    (48, 2000, 400),
+    (700, 1, 900),
+    (1, 1200, 700),
+]
+
+
+@needs_openblas
+@pytest.mark.parametrize("core_type", ["", "Haswell", "Nehalem"])
+def test_the_number_of_threads_changes_no_bit(core_type: str) -> None:
+    """With the kernels that the processor deserves, and with others that every x86-64 of today has."""
+    program = """
+        import sys
+        import numpy as np
+        from lowprec.backends.cpu import cpuinfo, gemm, openblas, threads
+        core_type, *shapes = eval(sys.argv[1])
+        if core_type:
+            openblas.core_type = lambda flags: core_type
+        opened = openblas.loaded_openblas()
+        if core_type and opened.core_type != core_type:
+            print("not for this processor")
+            raise SystemExit
+        rng = np.random.default_rng(5)
+        def random(shape, dtype):
+            x = rng.standard_normal((2, *shape))
+            return (x[0] + 1j * x[1] if dtype[0] == "c" else x[0]).astype(dtype)
+        for m, n, k in shapes:
+            for dtype in ("float32", "float64", "complex64", "complex128"):
+                a, b = random((m, k), dtype), random((n, k), dtype).T
+                for x, y in ((a, b), (np.asfortranarray(a), b.copy())):
+                    results = []
+                    for workers in (1, 2, 3, 7, 64):
+                        threads.num_threads = lambda: workers
+                        out = np.zeros((m, n), dtype)
+                        gemm.multiply_openblas(x, y, out)
+                        results.append(out.tobytes())
+                    assert len(set(results)) == 1, (m, n, k, dtype)
+        print("the same")
+    """
+    arguments = repr((core_type, *SHAPES))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), arguments], capture_output=True, text=True, timeout=100
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if "not for this processor" in done.stdout:
+        pytest.skip(f"no OpenBLAS with kernels for {core_type} here")
+    assert done.stdout.strip() == "the same"
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(331, 275, 400), (40, 4000, 4000), (4000, 40, 300), (1, 1, 1), (48, 96, 10**7)],
+)
+@pytest.mark.parametrize("workers", [None, 1, 2, 3, 8, 64])
+def test_cuts(m: int, n: int, k: int, workers: int | None) -> None:
+    covered = np.zeros((m, n), int)
+    cut = (
+        panels.panels_for_shape(m, n, k)
+        if workers is None
+        else panels.panels_for_threads(m, n, k, workers)
+    )
+    for i, rows, j, columns in cut:
+        covered[i : i + rows, j : j + columns] += 1
+        assert len(cut) == 1 or rows * columns * k >= panels.SMALLEST_PANEL
+    assert np.all(covered == 1)
+    assert 1 <= len(cut) <= (workers or 64)
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 10), (5000, 3), (4096, 4096), (100_000, 7), (513, 10**6)])
+def test_cuts_of_rows(m: int, k: int) -> None:
+    cut = panels.rows_for_shape(m, k)
+    assert [first for first, _ in cut] == list(np.cumsum([0, *[n for _, n in cut]])[:-1])
+    assert sum(rows for _, rows in cut) == m
+    assert min(rows for _, rows in cut) >= 1
+
+
+@needs_openblas
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_outlive_the_library_that_they_were_asked_of(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    opened = openblas.loaded_openblas()
+    a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
+    out = np.zeros((20, 10), dtype)
+    stacks = [MatrixStack.of(dtype_from_name(dtype), *x.shape, x.shape[1], 1) for x in (a, b, out)]
+    another = openblas.OpenBlas(ctypes.CDLL(opened.path), opened.path)
+    product = another.product(*stacks)
+    del another
+    gc.collect()
+    # Where its memory was, if it is free, other numbers are now.
+    others = [np.array([3, 5], dtype) for _ in range(1000)]
+    product(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+    assert len(others) == 1000
+    assert_product(out, a, b)
+
+
+# -- apart from other copies ----------------------------------------------------------------------
+
+
+def test_the_kernels_that_a_processor_deserves() -> None:
+    avx2 = frozenset({"sse2", "avx", "avx2", "fma"})
+    avx512 = avx2 | {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+    assert openblas.core_type(avx512) == "SkylakeX"
+    assert openblas.core_type(avx512 - {"avx512bw"}) == "Haswell"  # Knights Landing
+    assert openblas.core_type(avx2) == "Haswell"
+    assert openblas.core_type(frozenset({"sse2"})) is None
+
+
+@needs_openblas
+@pytest.mark.parametrize("theirs", [None, "Prescott", ""])
+def test_the_variable_is_put_back(theirs: str | None) -> None:
+    """C's environment, which child processes inherit, and Python's; NumPy's own copy goes by the user's value."""
+    program = """
+        import os, subprocess, sys
+        import numpy
+        from lowprec.backends.cpu import cpuinfo, openblas
+
+        def inherited():
+            shown = subprocess.run([sys.executable, "-c", "import os; print(dict(os.environ))"], capture_output=True)
+            return {k: v for k, v in eval(shown.stdout).items() if k.startswith("OPENBLAS")}
+
+        before, mine = inherited(), dict(os.environ)
+        opened = openblas.loaded_openblas()
+        assert (inherited(), dict(os.environ)) == (before, mine)
+        wanted = openblas.core_type(cpuinfo.cpu_flags())
+        assert wanted is None or opened.core_type == wanted, opened.core_type
+        assert opened._get_threads() == 1
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}
+    if theirs is not None:
+        environment["OPENBLAS_CORETYPE"] = theirs
+    run_program(program, environment)
+
+
+def run_program(program: str, environment: dict[str, str] | None = None) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@needs_openblas
+def test_beside_the_openmp_of_torch() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    run_program("""
+        import torch, numpy as np, lowprec
+        torch.ones(600, 600) @ torch.ones(600, 600)
+        a = np.arange(600 * 600, dtype=np.float64).reshape(600, 600) % 7
+        assert lowprec.plan(a, a).kernel == "openblas"
+        assert np.array_equal(lowprec.matmul(a, a), a.astype(int) @ a.astype(int))
+    """)
+
+
+@needs_openblas
+def test_a_copy_that_somebody_else_has_loaded_is_left_alone() -> None:
+    run_program("""
+        import ctypes
+        from lowprec.backends.cpu import openblas
+        theirs = ctypes.CDLL(openblas.library_path())
+        assert openblas.openblas() is None
+        import lowprec, numpy as np
+        assert lowprec.plan(np.eye(300), np.eye(300)).kernel == "numpy"
+        assert "in the process for something else" in str(lowprec.info()["warnings"])
+    """)
+
+
+@needs_openblas
+def test_it_is_not_asked_how_many_threads_there_are() -> None:
+    """Where NumPy has a BLAS of another kind, this copy may be the only OpenBLAS."""
+    opened = openblas.loaded_openblas()
+    assert opened.path in threads._ignored
+    asked = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(threads, "_loaded", asked.append)
+        threads._openblas_getter()
+    assert opened.path not in asked
+
+
+@needs_openblas
+def test_threadpoolctl_limits_products_and_starts_no_threads_here() -> None:
+    controlling = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
+    opened = openblas.loaded_openblas()
+    a = np.ones((600, 600))
+    started: list[int] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run = threads.run
+        monkeypatch.setattr(
+            threads, "run", lambda work, workers: (started.append(workers), run(work, workers))
+        )
+        with controlling.threadpool_limits(1):
+            assert lowprec.matmul(a, a)[0, 0] == 600
+        assert set(started) == {1}
+        with controlling.threadpool_limits(4):
+            assert lowprec.matmul(a, a)[0, 0] == 600
+            assert opened._get_threads() == 1
+            opened._set_threads(3)
+            assert lowprec.matmul(a, a[0])[0] == 600
+            assert opened._get_threads() == 1
+    assert opened._get_threads() == 1
+
+
+@needs_openblas
+def test_eight_threads_and_forked_children() -> None:
+    run_program("""
+        import os, threading
+        import numpy as np
+        import lowprec
+        rng = np.random.default_rng(3)
+        pairs = [tuple(rng.integers(-9, 9, (2, n, n)).astype("float32")) for n in (40, 130, 301, 420)]
+        want = [(a.astype(int) @ b.astype(int)).astype("float32") for a, b in pairs]
+        wrong, start = [], threading.Barrier(8)
+        def multiply(rounds):
+            for _ in range(rounds):
+                for (a, b), c in zip(pairs, want):
+                    if not np.array_equal(lowprec.matmul(a, b), c):
+                        wrong.append(len(a))
+        def first():
+            start.wait()
+            multiply(5)
+        all_of_them = [threading.Thread(target=first) for _ in range(8)]
+        for t in all_of_them: t.start()
+        for t in all_of_them: t.join()
+        assert str(lowprec.plan(*pairs[-1]).kernel) == "openblas" and not wrong, wrong
+        if hasattr(os, "fork"):
+            for _ in range(3):
+                child = os.fork()
+                if child == 0:
+                    multiply(2)
+                    os._exit(7 if wrong else 3)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    """)
