@@ -117,20 +117,15 @@ class _Pool:
 
     def _new(self, nbytes: int, stream: int, *, ordered: bool) -> Block:
         block = Block(nbytes, stream if ordered else None, self._noted)
+        pool = self._pool if ordered else None
         try:
-            self._fill(block, stream, ordered)
+            block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
             if runtime.is_capturing(stream):  # whoever waits for the device then ends the capture
                 raise
             release()
-            self._fill(block, stream, ordered)
+            block.address = runtime.allocate(nbytes, pool, stream)
         return block
-
-    def _fill(self, block: Block, stream: int, ordered: bool) -> None:
-        if ordered:
-            block.address = runtime.allocate_async(block.nbytes, self._pool, stream)
-        else:
-            block.address = runtime.allocate(block.nbytes)
 
     def _collect(self, limit: int) -> None:
         """Give back what died, if that is more than a limit, once nobody uses it: after waiting for the device."""
@@ -257,7 +252,8 @@ def _pool(device: int) -> _Pool:
     key = (libraries().runtime, device)
     found = _pools.get(key)
     if found is None:
-        found = _pools.setdefault(key, _Pool(device))
+        with runtime.on_device(device):
+            found = _pools.setdefault(key, _Pool(device))
     return found
 
 

@@ -178,13 +178,28 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
     return pool
 
 
-def allocate_async(nbytes: int, pool: Any, stream: int) -> int:
-    """Return the address of memory of a pool, for work on a stream; it is aligned to 256 bytes or more.
+def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
+    """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    While the stream is being captured the memory is the graph's.
+    That of a pool is for work on a stream; while the stream is being captured, it is the graph's. Without a pool the
+    memory is no part of what is being captured.
     """
-    status, address = libraries().runtime.cudaMallocFromPoolAsync(nbytes or 1, pool, stream)
-    return _allocated("cudaMallocFromPoolAsync", nbytes, status, address)
+    runtime = libraries().runtime
+    if pool is not None:
+        status, address = runtime.cudaMallocFromPoolAsync(nbytes or 1, pool, stream)
+    else:
+        with relaxed_capture():
+            status, address = runtime.cudaMalloc(nbytes or 1)
+    if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
+        runtime.cudaGetLastError()
+        raise DeviceMemoryError(
+            f"cuda:{current_device()} has no {nbytes / _MIB:.1f} MiB of memory left for lowprec; free some (frameworks "
+            "give back what they cache with torch.cuda.empty_cache() or "
+            "cupy.get_default_memory_pool().free_all_blocks())"
+        )
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise _error(runtime, "cudaMalloc", status)
+    return int(address)
 
 
 def free_async(address: int, stream: int) -> None:
@@ -198,30 +213,6 @@ def trim(pool: Any, device: int) -> None:
         if pool is not None:
             _call("cudaMemPoolTrimTo", pool, 0)
         _call("cudaDeviceGraphMemTrim", device)
-
-
-def allocate(nbytes: int) -> int:
-    """Return the address of new memory on the current device, aligned to 256 bytes or more.
-
-    It may be called while a stream of this thread is being captured: memory is not part of the captured work.
-    """
-    with relaxed_capture():
-        status, address = libraries().runtime.cudaMalloc(nbytes or 1)
-    return _allocated("cudaMalloc", nbytes, status, address)
-
-
-def _allocated(function: str, nbytes: int, status: Any, address: Any) -> int:
-    runtime = libraries().runtime
-    if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
-        runtime.cudaGetLastError()
-        raise DeviceMemoryError(
-            f"cuda:{current_device()} has no {nbytes / _MIB:.1f} MiB of memory left for lowprec; free some (frameworks "
-            "give back what they cache with torch.cuda.empty_cache() or "
-            "cupy.get_default_memory_pool().free_all_blocks())"
-        )
-    if status != runtime.cudaError_t.cudaSuccess:
-        raise _error(runtime, function, status)
-    return int(address)
 
 
 def free(address: int) -> None:
