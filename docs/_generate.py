@@ -22,9 +22,12 @@ import generated
 from generated import table
 
 from lowprec import errors, modes
+from lowprec.architectures import Architecture
+from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.planning import rendering
 from lowprec.planning.gpus import MODELS
+from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 
@@ -37,8 +40,8 @@ def _first_line(item: object) -> str:
     return (inspect.getdoc(item) or "").partition("\n\n")[0].replace("``", "`")
 
 
-def mode_table(*, available: bool = True) -> str:
-    """Return the math modes that this version runs, or those that it refuses, with the neighbours' names."""
+def mode_table() -> str:
+    """Return the math modes that this version runs, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
         [
@@ -49,7 +52,7 @@ def mode_table(*, available: bool = True) -> str:
             _gpu_words(row),
         ]
         for row in modes.TABLE
-        if row.available is available
+        if row.available
     ]
     return table(header, rows)
 
@@ -84,6 +87,26 @@ def kernel_table() -> str:
         for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
+
+
+def emulation_table() -> str:
+    """Return how the tensor cores that can be emulated sum."""
+    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32"}
+    rows = [
+        [
+            architecture.label,
+            _code(names[fmt]),
+            str(model.group),
+            str(model.fraction_bits),
+            str(model.least_exponent),
+            str(model.instruction_k),
+        ]
+        for architecture in Architecture
+        for fmt in formats_of(architecture)
+        if (model := accumulation(fmt, architecture.capability))
+    ]
+    header = ["tensor cores", "format", "group $g$", "fraction bits $F$", "least exponent"]
+    return table([*header, "k of an instruction"], rows)
 
 
 def gpu_table() -> str:
@@ -164,10 +187,10 @@ def snippets() -> dict[Path, str]:
     """Return the text of every generated file, the README's own table included."""
     made = {
         "modes.md": mode_table(),
-        "modes_later.md": mode_table(available=False),
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "emulation.md": emulation_table(),
         "gpus.md": gpu_table(),
         "guard.md": guard_table(),
         "errors.md": error_table(),

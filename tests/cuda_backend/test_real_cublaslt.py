@@ -43,7 +43,12 @@ def real() -> Real:
     found = path()
     if found is None:
         pytest.skip("libcublasLt is not installed (nvidia-cublas, 400 MB and more)")
-    return Real(found)
+    library = Real(found)
+    if library.version < VERSIONS[0]:
+        pytest.skip(
+            f"libcublasLt is not installed in a version that the software knows: {library.version}"
+        )
+    return library
 
 
 @pytest.fixture

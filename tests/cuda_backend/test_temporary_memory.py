@@ -234,7 +234,7 @@ CALLS = {
 
 @pytest.mark.parametrize("mode", CALLS)
 def test_the_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
-    """One question for the device, and memory taken and given back once, for operands and workspace together."""
+    """One question for the device; memory for operands, exponents, product and workspace, taken and given back once."""
     a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
     lowprec.matmul(a, b, out=out, math_mode=mode)
     before = software.calls_made()

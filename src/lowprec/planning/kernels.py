@@ -11,7 +11,7 @@ from enum import Enum, unique
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import FLOAT64, DType, NumberFormat
+from lowprec.formats import FLOAT32, FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
@@ -106,7 +106,10 @@ class Capabilities:
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:
-            return kernel.cost_per_flop * float64_cost(self.compute_capability)
+            rates = dict(self.peak_tflops)
+            single, double = rates.get(FLOAT32.name), rates.get(fmt)
+            known = single / double if single and double else None
+            return kernel.cost_per_flop * (known or float64_cost(self.compute_capability))
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
             return kernel.cost_per_flop

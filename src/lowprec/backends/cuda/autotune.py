@@ -38,7 +38,9 @@ def choose(
             return known
     if wish and operands.d and not runtime.is_capturing(stream):
         results = tune(invocation, handle, stream, operands)
-        return results[0].algorithm if results else None
+        if results:
+            return results[0].algorithm
+        # Where none of them runs, the first choice tells why.
     found = invocation.search(handle, 1)
     return found[0] if found else None
 

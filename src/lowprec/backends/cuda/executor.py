@@ -202,7 +202,7 @@ class _LoweredPlan:
             return
         by_length: dict[int, dict[int, Invocation]] = {}
         for product in plan.schedule:
-            known = by_length.setdefault(product.k_stop - product.k_start, {})
+            known = by_length.setdefault(_length(call, product), {})
             self._terms.append(_term(call, plan.layout.k, product, known))
         #: All byte offsets, or-ed: the alignment that they leave.
         self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
@@ -352,12 +352,15 @@ def _term(
     whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]
 ) -> _Term:
     """Return a product of the schedule of a plan whose inner dimension is ``k``."""
+    pack_a, pack_b = whole.pack_a, whole.pack_b
+    # The parts of ``a`` lie in descending order.
     parts = [
-        part * (pack.part_bytes if pack else 0)
-        for part, pack in ((product.a_part, whole.pack_a), (product.b_part, whole.pack_b))
+        (pack_a.parts - 1 - product.a_part) * pack_a.part_bytes if pack_a else 0,
+        product.b_part * pack_b.part_bytes if pack_b else 0,
     ]
     first, second = reversed(parts) if whole.swapped else parts
-    call, before_first, before_second = whole.over(k, product.k_start, product.k_stop)
+    start = product.k_start
+    call, before_first, before_second = whole.over(k, start, start + _length(whole, product))
     return _Term(
         call,
         first + before_first * call.first.dtype.itemsize,
@@ -366,6 +369,15 @@ def _term(
         number(float(product.accumulates), call.scale_dtype),
         invocations,
     )
+
+
+def _length(whole: CublasLtCall, product: Product) -> int:
+    """Return how far along the inner dimension a product goes: over its parts, and what pads those between."""
+    length = product.k_stop - product.k_start
+    if product.terms > 1:
+        assert whole.pack_a is not None, "what has several parts is packed"
+        length += (product.terms - 1) * whole.pack_a.part_length
+    return length
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:
