@@ -251,7 +251,8 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
     assert (stream, name, extents) == (77, "pack_elements", (1, 1, 1, 256, 1, 1))
-    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, 5, 1, 5, 0, 0, 100]
+    steps = (4, 8, 8)  # elements from line to line, from matrix to matrix, and from part to part
+    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, *steps, 5, 1, 5, 0, 0, 100]
 
 
 def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
