@@ -22,9 +22,12 @@ import generated
 from generated import table
 
 from lowprec import errors, modes
+from lowprec.architectures import Architecture
+from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.planning import rendering
 from lowprec.planning.gpus import MODELS
+from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 
@@ -84,6 +87,26 @@ def kernel_table() -> str:
         for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
+
+
+def emulation_table() -> str:
+    """Return how the tensor cores that can be emulated sum."""
+    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32"}
+    rows = [
+        [
+            architecture.label,
+            _code(names[fmt]),
+            str(model.group),
+            str(model.fraction_bits),
+            str(model.least_exponent),
+            str(model.instruction_k),
+        ]
+        for architecture in Architecture
+        for fmt in formats_of(architecture)
+        if (model := accumulation(fmt, architecture.capability))
+    ]
+    header = ["tensor cores", "format", "group $g$", "fraction bits $F$", "least exponent"]
+    return table([*header, "k of an instruction"], rows)
 
 
 def gpu_table() -> str:
@@ -167,6 +190,7 @@ def snippets() -> dict[Path, str]:
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "emulation.md": emulation_table(),
         "gpus.md": gpu_table(),
         "guard.md": guard_table(),
         "errors.md": error_table(),

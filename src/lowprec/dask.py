@@ -20,7 +20,8 @@ from dask.highlevelgraph import HighLevelGraph
 from lowprec import dispatch, explain
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, ShapeError
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, ModeSource, ResolvedMode
+from lowprec.policy.emulation import emulate
 from lowprec.request import ShapeDtype
 
 
@@ -77,7 +78,7 @@ def matmul(
     )  # fmt: skip
     x = a if a.ndim > 1 else a[None, :]
     y = b if b.ndim > 1 else b[:, None]
-    mode = str(plan.resolved.mode if plan.resolved else plan.mode)
+    mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
     product = _product(x, y, mode, plan.compute_dtype.accumulator.label, plan.out_dtype.label)
     if b.ndim == 1:
         product = product[..., 0]
@@ -98,11 +99,15 @@ def _dask_array(x: Any, name: str) -> da.Array:
     return x
 
 
-def _product(a: da.Array, b: da.Array, mode: str, accumulator: str, out: str) -> da.Array:
+def _product(
+    a: da.Array, b: da.Array, resolved: ResolvedMode, accumulator: str, out: str
+) -> da.Array:
     """Return the product of two arrays with two axes or more."""
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
-    name = f"lowprec-matmul-{tokenize(a, b, mode, out)}"
+    emulates = None if resolved.emulates is None else str(resolved.emulates)
+    mode = str(resolved.mode)
+    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out)}"
     depth = a.numblocks[-1]
     graph: dict[Any, Any] = {}
     for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
@@ -112,7 +117,7 @@ def _product(a: da.Array, b: da.Array, mode: str, accumulator: str, out: str) ->
             key = (name, *outer, i, j) if last else (f"{name}-sum", *outer, i, j, k)
             x = (a.name, *_block_of(a, outer), i, k)
             y = (b.name, *_block_of(b, outer), k, j)
-            graph[key] = (_add_product, before, x, y, mode, out if last else accumulator)
+            graph[key] = (_add_product, before, x, y, mode, out if last else accumulator, emulates)
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
     meta = a._meta if isinstance(a._meta, np.ndarray) else None
     if meta is not None:
@@ -140,8 +145,11 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
 
 
-def _add_product(acc: Any, a: Any, b: Any, mode: str, out: str) -> Any:
+def _add_product(acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None) -> Any:
     """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
+    if emulates is not None:
+        with emulate(emulates):
+            return _add_product(acc, a, b, mode, out)
     if acc is None:
         return dispatch.matmul(a, b, math_mode=mode, out_dtype=out)
     if out == "int32":  # whose epilogues add no matrix

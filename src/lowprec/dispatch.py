@@ -144,6 +144,16 @@ def matmul(
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
 
 
+def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
+    """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
+    from lowprec.torch import matmul as product
+
+    return product(a, b, **keywords)
+
+
+matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
+
+
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
     road = resolve(found.road)

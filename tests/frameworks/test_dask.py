@@ -127,6 +127,17 @@ def test_the_callers_mode_travels_in_the_graph() -> None:
     assert matmul(x, x, math_mode="bf16").name != matmul(x, x).name
 
 
+def test_emulated_tensor_cores_are_those_of_where_the_product_was_written() -> None:
+    x = np.random.default_rng(0).random((8, 300), dtype=np.float32)
+    a, b = da.from_array(x, chunks=-1), da.from_array(x.T, chunks=-1)
+    with lowprec.emulate("hopper"):
+        made, expected = matmul(a, b, math_mode="tf32"), lowprec.matmul(x, x.T, math_mode="tf32")
+    without = matmul(a, b, math_mode="tf32")
+    assert made.name != without.name
+    np.testing.assert_array_equal(made.compute(scheduler="threads"), expected)
+    assert (without.compute(scheduler="threads") != expected).any()
+
+
 def test_matmul_takes_dask_arrays_by_itself() -> None:
     x = da.from_array(ABOVE_ONE, chunks=2)
     for a, b in ((x, x), (x, ABOVE_ONE), (ABOVE_ONE, x)):

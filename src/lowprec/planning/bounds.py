@@ -18,7 +18,11 @@ after the other, or their sum at once, no product goes through more than two rou
 even number. Subnormal inputs and results count as zero here, too.
 
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
-to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
+to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
+are normalised, a subnormal factor with the exponent of nu, the smallest normal number: what is cut is gamma_d of the
+sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of the
+result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
+are cut, too.
 
 *Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
 each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
@@ -66,6 +70,9 @@ _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
 # What scaling leaves to underflow, over the largest number of a row.
 _SCALED_LOSS = 2.0**-39
+
+# Twice the smallest normal float16 over the same number.
+_SCALED_NORMAL = 2.0**-27
 
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
 _TILE_DEPTH = 17
@@ -157,7 +164,7 @@ class _Sum(NamedTuple):
     """How an element is summed.
 
     ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
-    units count subnormals as zero.
+    units count subnormals as zero, ``cuts`` where they are tensor cores.
     """
 
     accumulator: NumberFormat
@@ -165,6 +172,7 @@ class _Sum(NamedTuple):
     terms: int
     components: int
     flushes: bool = False
+    cuts: bool = False
 
     @property
     def growth(self) -> float:
@@ -186,7 +194,7 @@ def _summation(
     terms = sum(components * product.length + 1 for product in schedule[1:])
     terms += components * schedule[0].length * kernel.parts**2
     flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
-    return _Sum(accumulator, depth, terms, components, flushes)
+    return _Sum(accumulator, depth, terms, components, flushes, cuts=depth.cut > 0)
 
 
 def _depth_of_sum(
@@ -292,10 +300,11 @@ def error_bound(
         )  # fmt: skip
     else:
         error = _plain_error(rounding, how, size)
-    last = [out.unit_roundoff] if out else []
-    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
+    norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
-    operand_loss *= 1 + is_split
+    operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
+    last = [out.unit_roundoff if out else 0.0, norms_loss]
+    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
     carried = min(1 + relative, FLOAT64.largest) * how.components
@@ -336,13 +345,33 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
     fmt = rounding.operand
     operand = fmt.smallest_subnormal / 2 if rounding.operands and not rounding.scaled_over else 0.0
     out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
+    # Taking the scales back may leave a subnormal number of the accumulator.
+    out += how.accumulator.smallest_subnormal if rounding.scaled_over else 0.0
     if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
         return operand, 0.0, out
     if how.flushes:
         smallest = how.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
+    if how.cuts:
+        # The result of a group, by up to the spacing; more than its terms, which are cut below that.
+        return operand, 2 * how.accumulator.smallest_subnormal, out
     # Half of float64's spacing is no float64.
     return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+
+
+def _aligned_early(rounding: _Rounding, how: _Sum, parts: int) -> tuple[float, float, float]:
+    """Return what tensor cores lose because they align subnormal factors like the smallest normal number.
+
+    Relative to the norms, per element of an operand, per element of C. Of parts, each is multiplied by all of the other
+    operand's, which together are less than one part more than the first.
+    """
+    if not how.cuts:
+        return 0.0, 0.0, 0.0
+    cut = parts * how.growth * how.depth.worst(how.accumulator)
+    if rounding.scaled_over:
+        return cut * _SCALED_NORMAL * sqrt(rounding.scaled_over), 0.0, 0.0
+    smallest = rounding.operand.smallest_normal
+    return 0.0, cut * smallest, cut * how.terms * smallest**2
 
 
 def _formula(rounding: _Rounding, how: _Sum) -> str:
@@ -372,14 +401,15 @@ def _absolute_text(
         parts.append(f"{_power(operand_loss)} per element of an operand")
     if term_loss >= accumulator.smallest_normal:
         parts.append(f"{_power(term_loss)} per product (units that count subnormals as zero)")
-    if out_loss:
+    if out_loss > accumulator.smallest_subnormal:
         parts.append(f"{_power(out_loss)} per element of the result")
     return ", ".join(parts)
 
 
 def _power(value: float) -> str:
-    """Return a power of two as text: ``2^-25``."""
-    return f"2^{frexp(value)[1] - 1}"
+    """Return the power of two that is not below a number as text: ``2^-25``."""
+    mantissa, exponent = frexp(value)
+    return f"2^{exponent - (mantissa == 0.5)}"
 
 
 def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:

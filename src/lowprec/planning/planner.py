@@ -98,7 +98,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         advice=(),
         bound=error_bound(
             mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=a_exact, b_exact=b_exact,
-            capability=kernel.emulates.capability if kernel.emulates else capabilities.compute_capability,
+            capability=_capability(kernel, capabilities),
             schedule=schedule, elements=layout.batch_count * layout.m * layout.n,
         ),
     )  # fmt: skip
@@ -149,6 +149,11 @@ def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
     return found.compute_type, found.data or compute_dtype
 
 
+def _capability(kernel: KernelRow, capabilities: Capabilities) -> tuple[int, int] | None:
+    """Return the compute capability of the tensor cores that sum, or are imitated; None where there are none."""
+    return kernel.emulates.capability if kernel.emulates else capabilities.compute_capability
+
+
 def _schedule(
     mode: MathMode,
     rounded: tuple[bool, bool],
@@ -158,7 +163,7 @@ def _schedule(
     kernel: KernelRow,
 ) -> tuple[Product, ...]:
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
-    found, capability = row(mode), capabilities.compute_capability
+    found, capability = row(mode), _capability(kernel, capabilities)
     if k_chunk is None and capability and any(rounded) and found.parts > 1:
         elements = layout.batch_count * layout.m * layout.n
         k_chunk = chunk_for(layout.k, found.operand_format.name, capability, elements)

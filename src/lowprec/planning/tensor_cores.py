@@ -29,9 +29,7 @@ class Accumulation(NamedTuple):
     #: Exponent to which terms are aligned at least. None is needed on Volta: with a term that is not zero, float16
     #: products and an FP32 accumulator do not get below -126.
     least_exponent: int
-    instruction_k: (
-        int  # products of an element that one instruction adds: one or two groups, in order
-    )
+    instruction_k: int  # products of one instruction: a group, or two in order
     result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
 
 

@@ -112,6 +112,9 @@ _ATTEMPTS = 9
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[Entry, None] = {}
 
+#: Told of every change of the scopes in a thread; ``lowprec.torch`` sets it.
+changed: Callable[..., None] | None = None
+
 #: Of the last ``__exit__`` that was looked up. A ``with`` statement does that right before it enters.
 prepared: Entry | None = None
 
@@ -142,6 +145,8 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
             innermost.set(outer)  # in short what _close does
             entry.is_open = False
             entry.statement = None
+            if changed is not None:
+                changed()
             return
         if not entry.is_open:  # looked up for its own sake: guard.__exit__()
             entry = innermost.get().of(scope) or _entered_elsewhere(scope)
@@ -197,4 +202,6 @@ def _close(entry: Entry) -> list[str]:
         held.pop(entry, None)
     entry.is_open = False
     entry.statement = None
+    if changed is not None:
+        changed()
     return told

@@ -125,6 +125,8 @@ class PolicyScope:
             entry.emulates = self._emulates or outer.emulates
             entry.is_open = True
             innermost.set(entry)
+            if entries.changed is not None:
+                entries.changed()
             if self._libraries is not _NO_LIBRARY and not sys.modules.keys().isdisjoint(
                 known_modules
             ):

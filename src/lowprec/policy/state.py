@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
-from lowprec.policy import environment
+from lowprec.policy import entries, environment
 from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
@@ -105,6 +105,8 @@ def set_math_mode(name: str | MathMode | None) -> None:
     """
     global _process_mode
     _process_mode = None if name is None else parse_mode(name)
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 def get_math_mode() -> MathMode:
@@ -224,8 +226,9 @@ def _resolve(
         (ModeSource.PROCESS, process),
         (ModeSource.ENVIRONMENT, taken.math_mode),
     )
-    nothing = (ModeSource.DEFAULT, None)
-    source, asked = next((r for r in requests if r[1] is not None), nothing)
+    # No generator: an interrupt that strikes as one is thrown away would be lost.
+    made = [request for request in requests if request[1] is not None]
+    source, asked = made[0] if made else (ModeSource.DEFAULT, None)
     return _impose(asked, source, guarded, taken)
 
 
@@ -249,8 +252,8 @@ def _impose(
     if taken.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32
-    requested = next((m for m in (asked, decided) if m not in (None, mode)), None)
-    return ResolvedMode(mode, source, requested, tuple(reasons))
+    others = [m for m in (asked, decided) if m not in (None, mode)]
+    return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons))
 
 
 @functools.lru_cache(maxsize=1024)
