@@ -4,7 +4,8 @@ usage: check_skips.py RESULTS.xml...
 
 A skip is fair where a library is missing, as long as another environment has it. A test that no
 environment executes protects nothing, however green it looks. An expected failure counts as
-executed. What needs units that the machine itself does not have is listed and not held against it.
+executed. What needs units that the machine itself does not have, or data that is no part of the
+checkout, is listed and not held against it.
 The last line is the count over all environments.
 """
 
@@ -68,9 +69,15 @@ def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Out
 #: How the reasons begin that `tests/cpu_units.py` gives, and the processor's flag for the units that are lacking.
 UNITS = {
     "this machine has no AMX units": "amx_bf16",
+    "this machine has no AVX512-BF16 units": "avx512_bf16",
+    "this machine has no AVX512-VNNI units": "avx512_vnni",
     # oneDNN multiplies float32 in bfloat16 on these units alone.
     'PyTorch\'s "medium" lowers no precision on this machine': "amx_bf16",
 }
+
+
+#: How the reason begins that `tests/tensor_core_vectors.py` gives; a sample of the data is tested everywhere.
+ABSENT_DATA = "the vectors read off real tensor cores are not beside this checkout"
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -96,6 +103,11 @@ def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
     )
 
 
+def lacks_data(said: list[Outcome]) -> bool:
+    """Say whether a test was skipped for data that is no part of the checkout."""
+    return any(r.message.startswith(ABSENT_DATA) for r in said)
+
+
 def main(arguments: list[str]) -> int:
     """Report on the result files; return 1 if something was executed nowhere, or failed."""
     if not arguments:
@@ -115,6 +127,10 @@ def main(arguments: list[str]) -> int:
     if excused:
         print(f"{len(excused)} tests need units that this machine's processor does not have")
         never = {test: said for test, said in never.items() if test not in excused}
+    absent = [test for test, said in never.items() if lacks_data(said)]
+    if absent:
+        print(f"{len(absent)} tests need data that is no part of the checkout")
+        never = {test: said for test, said in never.items() if test not in absent}
     for (classname, name), said in sorted(never.items()):
         reasons = "; ".join(f"{r.environment}: {r.message}" for r in said)
         print(f"skipped everywhere: {'.'.join(filter(None, (classname, name)))} ({reasons})")

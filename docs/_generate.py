@@ -22,8 +22,12 @@ import generated
 from generated import table
 
 from lowprec import errors, modes
+from lowprec.architectures import Architecture
+from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.planning import rendering
+from lowprec.planning.gpus import MODELS
+from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 
@@ -85,6 +89,56 @@ def kernel_table() -> str:
     return table(["numbers, once rounded", "multiplied by"], rows)
 
 
+def emulation_table() -> str:
+    """Return how the tensor cores that can be emulated sum."""
+    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32"}
+    rows = [
+        [
+            architecture.label,
+            _code(names[fmt]),
+            str(model.group),
+            str(model.fraction_bits),
+            str(model.least_exponent),
+            str(model.instruction_k),
+        ]
+        for architecture in Architecture
+        for fmt in formats_of(architecture)
+        if (model := accumulation(fmt, architecture.capability))
+    ]
+    header = ["tensor cores", "format", "group $g$", "fraction bits $F$", "least exponent"]
+    return table([*header, "k of an instruction"], rows)
+
+
+def gpu_table() -> str:
+    """Return the models of NVIDIA GPUs for which a plan can be made without one."""
+    formats = {
+        "FP64": "float64",
+        "FP32": "float32",
+        "TF32": "tf32",
+        "BF16": "bfloat16",
+        "FP16": "float16",
+    }
+    formats |= {"FP8": "float8_e4m3fn", "INT8": "int8"}
+    rows = [
+        [
+            _code(model.key),
+            model.source,
+            "{}.{}".format(*model.compute_capability),
+            str(model.multiprocessors),
+            *(
+                f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-"
+                for f in formats.values()
+            ),
+            str(model.bandwidth),
+            str(model.memory),
+            f"{model.l2:g}",
+        ]
+        for model in MODELS
+    ]
+    header = ["`device=`", "source", "capability", "SMs", *(f"{name}, TFLOP/s" for name in formats)]
+    return table([*header, "GB/s", "GB", "L2, MB"], rows, words=2)
+
+
 def guard_table() -> str:
     """Return the libraries whose switches the guard sets, and how far these reach."""
     rows = [
@@ -137,6 +191,8 @@ def snippets() -> dict[Path, str]:
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "emulation.md": emulation_table(),
+        "gpus.md": gpu_table(),
         "guard.md": guard_table(),
         "errors.md": error_table(),
         "verified.md": verified_table(),

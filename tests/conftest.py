@@ -18,7 +18,7 @@ _OTHERS = {
     "MLX_ENABLE_TF32",
 }
 #: What the tests of the CUDA backend run on is not lowprec's variable but theirs.
-_KEPT = {"LOWPREC_TEST_DEVICE"}
+_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]

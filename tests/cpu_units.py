@@ -14,13 +14,31 @@ from typing import Any
 
 import pytest
 
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, MicroKernel, is_available
 
 #: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
 NO_AMX = "this machine has no AMX units (or no numba to reach them)"
 MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
-needs_amx = pytest.mark.skipif(not amx.is_available(), reason=NO_AMX)
+NO_UNITS = (
+    "this machine has no AVX512-BF16 units, nor others for 16 or 8 bits (or no numba to reach them)"
+)
+
+#: By the unit that a micro-kernel needs.
+_NO_UNITS = {
+    "amx_bf16": NO_AMX,
+    "amx_int8": NO_AMX,
+    "avx512_bf16": "this machine has no AVX512-BF16 units (or no numba to reach them)",
+    "avx512_vnni": "this machine has no AVX512-VNNI units (or no numba to reach them)",
+}
+
+
+def needs(kernel: MicroKernel) -> pytest.MarkDecorator:
+    """Skip where a micro-kernel cannot run."""
+    return pytest.mark.skipif(not is_available(kernel), reason=_NO_UNITS[kernel.name])
+
+
+needs_amx = needs(AMX_BF16)
 
 _ASKED = """
 import sys, torch

@@ -11,8 +11,8 @@ import pytest
 import software_tiles
 from lowprec import executors
 from lowprec.backends import cpu
-from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
+from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 
@@ -22,6 +22,12 @@ BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
 OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
 AMX = Capabilities(
     "cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"})
+)
+AVX512 = Capabilities(
+    "cpu",
+    "a CPU with AVX-512",
+    CPU_KERNELS,
+    frozenset({"openblas", "avx512_bf16", "avx512_vnni"}),
 )
 
 
@@ -54,8 +60,19 @@ def on(machine: str) -> Iterator[None]:
                 replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
             )
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
-            monkeypatch.setattr(amx, "gemm", software_tiles.gemm)
+            monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
+        try:
+            yield
+        finally:
+            executors.forget()
+
+
+@contextmanager
+def with_rows(*rows: KernelRow) -> Iterator[None]:
+    """Run on a CPU that has these kernels and no others."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _pretend(monkeypatch, Capabilities("cpu", "a CPU of these rows", rows))
         try:
             yield
         finally:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lowprec import executors, modes
 from lowprec.modes import MathMode
-from lowprec.planning import GemmLayout, Product, planner
+from lowprec.planning import GemmLayout, planner
+from lowprec.planning.schedule import make_schedule
 
 #: By mode: a number x of exactly two parts, and the sum of the products of parts that the mode forms of x times x.
 TWO_PARTS = {
@@ -34,23 +34,11 @@ def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
 
 
 @contextmanager
-def available(mode: MathMode) -> Iterator[None]:
-    """Run a mode of a later version. Its bound is not proven yet."""
-    with fresh_plans() as patch:
-        patch.setitem(modes._ROWS, mode, replace(modes.row(mode), available=True))
-        yield
-
-
-@contextmanager
 def chunked(length: int) -> Iterator[None]:
     """Run every product in chunks of the inner dimension."""
 
-    def schedule(mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout):
-        starts = range(0, layout.k, length)
-        return tuple(
-            Product(0, 0, start, min(start + length, layout.k), accumulates=start > 0)
-            for start in starts
-        )
+    def schedule(mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout, *_: object):
+        return make_schedule(modes.row(mode), rounded, layout.k, length)
 
     with fresh_plans() as patch:
         patch.setattr(planner, "_schedule", schedule)

@@ -1,4 +1,4 @@
-"""The contract of ``amx.gemm`` in NumPy, so that what leads to the tile kernels runs on machines without tile units."""
+"""The contract of ``packed_gemm.gemm`` in NumPy, so that what leads to it runs on machines without tile units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import numpy as np
 
 import oracles
 from lowprec.arrays.view import memory_at
-from lowprec.backends.cpu.amx.tile_gemm import Operand
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+from lowprec.backends.cpu.packed.packed_gemm import Operand
 
 #: Operands in two parts: the kernel declines what is not finite.
 _TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}
@@ -32,6 +33,7 @@ def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
 
 
 def gemm(
+    micro_kernel: MicroKernel,
     m: int,
     n: int,
     k: int,
@@ -46,7 +48,7 @@ def gemm(
     bias: tuple[int, str, int] | None = None,
     activation: str | None = None,
 ) -> bool:
-    """Compute what :func:`lowprec.backends.cpu.amx.gemm` computes."""
+    """Compute what :func:`lowprec.backends.cpu.packed.packed_gemm.gemm` computes."""
     x, y = _packed(_array(a, m, k), rounding), _packed(_array(b, k, n), rounding)
     target = _array(out, m, n)
     if x is None or y is None:

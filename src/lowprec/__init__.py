@@ -32,10 +32,12 @@ from lowprec.policy import (
 from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
-    from lowprec import linalg
+    from lowprec import emulation, linalg
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
+    from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.explain import plan
+    from lowprec.policy.emulation import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -59,16 +61,22 @@ __all__ = [
     "autotune",
     "check",
     "cublas_handle",
+    "einsum",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",
     "linalg",
+    "linear",
     "math_mode",
     "matmul",
     "plan",
     "profile",
     "register_controller",
     "set_math_mode",
+    "tensordot",
+    "vecdot",
 ]
 
 
@@ -77,10 +85,16 @@ _LAZY = {
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
+    "einsum": "lowprec.contractions",
+    "emulate": "lowprec.policy.emulation",
+    "emulation": "lowprec.emulation",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",
+    "linear": "lowprec.contractions",
     "plan": "lowprec.explain",
     "profile": "lowprec.profiling",
+    "tensordot": "lowprec.contractions",
+    "vecdot": "lowprec.contractions",
 }
 
 

@@ -6,11 +6,14 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.backends.execution import resolve
+from lowprec.errors import ElsewhereError, UnsupportedError
 from lowprec.executors import look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
@@ -31,6 +34,8 @@ def matmul(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
 ) -> Any:
@@ -60,7 +65,13 @@ def matmul(
     math_mode : str or MathMode, optional
         How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
     rtol : float, optional
-        Choose the cheapest mode whose guaranteed bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+        Choose the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+    bound : {"guaranteed", "probable"}, optional
+        Which bound ``rtol`` is about. The probable one holds with a probability of 0.999, where rounding errors have a
+        mean of zero, and grows with the square root of the inner dimension.
+    k_chunk : int, optional
+        For experts: sum the (leading) product in pieces of the inner dimension of this length. By default the plan
+        chooses: where tensor cores cut what they sum, as long a piece as keeps their error within that of FP32.
     scale_a, scale_b : number or array of one float32, optional
         Factors of FP8 operands, which their values were divided by when they were rounded.
 
@@ -78,7 +89,7 @@ def matmul(
     DeviceError
         The arrays lie on different devices, or on one that no backend serves.
     ModeError
-        There is no such mode, or no mode meets ``rtol``.
+        There is no such mode or bound, or no mode meets ``rtol``.
     UnsupportedError
         The combination is legal but cannot be served here.
 
@@ -91,19 +102,32 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
-    library = library_of(a)
-    x = library.view(a)
-    y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-    if not (factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None):
-        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
-    if rtol is None:
+    plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
+    try:
+        library = library_of(a)
+        x = library.view(a)
+        y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
+        if not (plain and k_chunk is None):
+            request = bind(
+                out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
+            )
+    except ElsewhereError as elsewhere:
+        given = {
+            "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
+            "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
+        }  # fmt: skip
+        if not factors:
+            given |= {"alpha": alpha, "beta": beta}
+        return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
+    if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
         check_devices(request.views(x, y))
         problem = request.problem(spec_of(x), spec_of(y))
-        resolved, _ = mode_within(rtol, math_mode, problem, x.device)
+        able = backend_of(x.device).capabilities(x.device)
+        resolved, _ = mode_within(rtol, math_mode, problem, able, bound)
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
@@ -118,6 +142,28 @@ def matmul(
         arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
+
+
+def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
+    """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
+    from lowprec.torch import matmul as product
+
+    return product(a, b, **keywords)
+
+
+matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
+
+
+def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
+    """Multiply on the road of an operand's own library, with the arguments that were given."""
+    road = resolve(found.road)
+    takes = inspect.signature(road).parameters
+    lacking = sorted(given.keys() - takes.keys())
+    if lacking:
+        raise UnsupportedError(
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
+        )
+    return road(a, b, **given)
 
 
 def _out_of_place(

@@ -46,6 +46,14 @@ class ArrayError(LowprecError, TypeError):
     """An argument is not an array that can be read or written in place: no DLPack, a tracer, a tensor with grad."""
 
 
+class ElsewhereError(ArrayError):
+    """An array has no memory to read now, and its library's own road to the product, ``"module:function"``."""
+
+    def __init__(self, message: str, road: str) -> None:
+        super().__init__(message)
+        self.road = road
+
+
 class DTypeError(LowprecError, TypeError):
     """An element type, or a pair of them, that matrix multiplication does not support."""
 

@@ -51,11 +51,13 @@ def look_up(
 
     With ``observed``, it is the one that also tells the observer, where there is one.
     """
-    key = (
+    key: tuple[Any, ...] = (
         resolved.mode, None if request is PLAIN else request.key,
         x.device, x.dtype, x.shape, x.strides,
         y.device, y.dtype, y.shape, y.strides,
     )  # fmt: skip
+    if resolved.emulates is not None:
+        key = (*key, resolved.emulates)
     found = _executors.get(key)
     if found is None:
         found = _executors[key] = _make(resolved.mode, x, y, request)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
-from lowprec.backends import backend_of
+from lowprec.backends import backend_of, predicted
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
 from lowprec.request import Request, bind, check_devices, check_scalars, spec_of, view_of
@@ -30,8 +30,11 @@ def plan(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
+    device: str | None = None,
 ) -> GemmPlan:
     """Return what ``matmul`` with the same arguments would run, and why; nothing is computed.
 
@@ -39,8 +42,12 @@ def plan(
     ----------
     a, b : array, ShapeDtype, or anything with ``shape`` and ``dtype``
         As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
-    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, scale_a, scale_b
+    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.
+    device : str, optional
+        An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
+        plan is then that of arrays with these shapes and strides in its memory, by what is published of it, wherever
+        they lie; neither a driver nor a CUDA library is needed.
 
     Returns
     -------
@@ -50,7 +57,7 @@ def plan(
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``.
+        The same errors as ``matmul``. DeviceError for a ``device`` that is not known; the message lists the others.
 
     Examples
     --------
@@ -59,24 +66,27 @@ def plan(
     >>> made = lowprec.plan(a, a, math_mode="bf16")
     >>> made.a_becomes.split(",")[0], made.resolved.source.value
     ('bfloat16', 'math_mode= argument')
+    >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
+    'NVIDIA H200 SXM'
     """
     x, y = view_of(a, describing=True), view_of(b, describing=True)
     request = bind(
-        out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, describing=True
+        out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk, describing=True
     )
     views = request.views(x, y)
     check_devices(views)
-    device = next((view.device for view in views.values() if not view.is_description), CPU)
+    place = next((view.device for view in views.values() if not view.is_description), CPU)
+    able = backend_of(place).capabilities(place) if device is None else predicted(device)
     staged = request.needs_staging(x, y)
     if staged:
         request = request._replace(out=None)
     problem = request.problem(spec_of(x), spec_of(y))
     candidates: tuple[Candidate, ...] = ()
-    if rtol is None:
+    if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved, candidates = mode_within(rtol, math_mode, problem, device)
-    made = plan_gemm(problem, backend_of(device).capabilities(device), resolved.mode)
+        resolved, candidates = mode_within(rtol, math_mode, problem, able, bound)
+    made = plan_gemm(problem, able, resolved.mode)
     check_scalars(request, made.compute_dtype)
     copies = [
         Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
@@ -86,13 +96,13 @@ def plan(
     if staged:
         nbytes = prod(made.out_shape) * made.out_dtype.itemsize
         copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
-    described = any(view.is_description for view in views.values())
+    is_there = device is None and not any(view.is_description for view in views.values())
     return dataclasses.replace(
         made,
         resolved=resolved,
         candidates=candidates,
         copies=(*made.copies, *copies),
-        algorithm=() if described or device.is_host else _algorithm(made, x, y, request),
+        algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
     )
 
 

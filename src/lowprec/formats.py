@@ -55,11 +55,6 @@ class NumberFormat:
         """Smallest positive number, the spacing near zero."""
         return 2.0 ** (self.emin - self.precision + 1)
 
-    @property
-    def mantissa_bits(self) -> int:
-        """Stored significand bits, the hidden one left out: 10 for TF32."""
-        return self.precision - 1
-
 
 def _ieee(name: str, precision: int, emax: int) -> NumberFormat:
     largest = (2.0 - 2.0 ** (1 - precision)) * 2.0**emax

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import TYPE_CHECKING
 
 from lowprec import formats
 from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 
 @unique
@@ -20,6 +24,7 @@ class MathMode(str, Enum):
 
     FP32 = "fp32"
     FP32_PEDANTIC = "fp32_pedantic"
+    FP64 = "fp64"
     TF32 = "tf32"
     BF16 = "bf16"
     FP16 = "fp16"
@@ -64,6 +69,9 @@ class ModeRow:
     parts: int = 1  # in which each operand is split
     pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order in which they are summed
     part_exponent: int = 0  # each part is multiplied by 2 to this power more than the one before
+    factors: tuple[float, ...] = ()  # of the products; empty: as part_exponent says
+    sums_parts: bool = False  # the part after the last is the sum of all, rounded
+    widens: bool = False  # operands are widened, and products summed and rounded once, in FP64
     available: bool = True  # whether this version runs the mode
 
     @property
@@ -76,6 +84,23 @@ class ModeRow:
         """Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``."""
         return self.operand_format is formats.TF32
 
+    def factor(self, pair: Pair) -> float:
+        """Return by what the product of a pair of parts is multiplied.
+
+        Examples
+        --------
+        >>> row(MathMode.FP16X3).factor((1, 0)) == 2**-11
+        True
+        """
+        if self.factors:
+            return self.factors[self.pairs.index(pair)]
+        return float(2.0 ** (-self.part_exponent * sum(pair)))
+
+    def accumulator(self, dtype: DType) -> DType:
+        """Return the element type in which products of this type are summed, and the epilogue is computed."""
+        wide = DType.COMPLEX128 if dtype.is_complex else DType.FLOAT64
+        return wide if self.widens and dtype.is_single_precision else dtype.accumulator
+
 
 #: For parts of each format: cuBLASLt's compute type, and the element type of its data where it is not float32.
 _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
@@ -84,6 +109,11 @@ _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
     formats.BFLOAT16: (ComputeType.COMPUTE_32F, DType.BFLOAT16),
     formats.FLOAT16: (ComputeType.COMPUTE_32F, DType.FLOAT16),
 }
+
+#: By what the low part of two float16 parts is multiplied, as a power of two: its bits, so that it is as large as the
+#: high part at most.
+_LOW_EXPONENT = 11
+_LOW = 2.0**-_LOW_EXPONENT
 
 
 def _row(
@@ -96,10 +126,7 @@ def _row(
 ) -> ModeRow:
     parts = 1 + max(max(pair) for pair in pairs)
     compute_type, data = _ON_TENSOR_CORES[fmt]
-    return ModeRow(
-        mode, fmt, inputs, preset, compute_type, data, parts, pairs, part_exponent,
-        available=parts == 1,
-    )  # fmt: skip
+    return ModeRow(mode, fmt, inputs, preset, compute_type, data, parts, pairs, part_exponent)
 
 
 _M = MathMode
@@ -112,6 +139,15 @@ TABLE: tuple[ModeRow, ...] = (
     ModeRow(
         _M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC
     ),
+    ModeRow(
+        _M.FP64,
+        formats.FLOAT64,
+        "float64 (widened, rounded once at the end)",
+        "F64_F64_F64",
+        ComputeType.COMPUTE_64F,
+        DType.FLOAT64,
+        widens=True,
+    ),
     _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
     _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
     _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
@@ -119,19 +155,27 @@ TABLE: tuple[ModeRow, ...] = (
     _row(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
     _row(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
     _row(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
-    _row(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), part_exponent=11),
-    _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), part_exponent=11),
+    _row(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), _LOW_EXPONENT),
+    _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), _LOW_EXPONENT),
     _row(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
     _row(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
-    # Its third product is that of the sums of the parts, for which a pair has no index yet.
-    _row(
-        _M.FP16_KARATSUBA, formats.FLOAT16, f"{_TWO_FLOAT16} (scaled Karatsuba)", None, _pairs(2, 1)
+    # With h and l the parts, x = h + 2^-11 l: h l' + l h' = (h + l) (h' + l') - h h' - l l', hence the factors.
+    ModeRow(
+        _M.FP16_KARATSUBA,
+        formats.FLOAT16,
+        f"{_TWO_FLOAT16} and their sum (scaled Karatsuba)",
+        data=DType.FLOAT16,
+        parts=2,
+        pairs=((1, 1), (2, 2), (0, 0)),
+        part_exponent=_LOW_EXPONENT,
+        factors=(_LOW * (_LOW - 1), _LOW, 1 - _LOW),
+        sums_parts=True,
     ),
+    # Stands for another mode, which planning chooses.
     ModeRow(
         _M.FP32_EMULATED,
         formats.FLOAT32,
-        "the fastest scheme whose bound is no worse than fp32's",
-        available=False,
+        "those of the fastest scheme whose bound is no worse than fp32's",
     ),
 )
 
@@ -168,6 +212,7 @@ class ResolvedMode:
     #: ``fp32``), or what an argument asked for that was overruled.
     requested: MathMode | None = None
     reasons: tuple[str, ...] = ()  # the story in full sentences, for people
+    emulates: Architecture | None = None  # whose tensor cores the CPU imitates
 
 
 #: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses
@@ -176,6 +221,7 @@ ALIASES: dict[str, MathMode] = {
     "float32": MathMode.FP32,
     "highest": MathMode.FP32,
     "ieee": MathMode.FP32,
+    "float64": MathMode.FP64,
     "pedantic": MathMode.FP32_PEDANTIC,
     "high": MathMode.TF32,
     "tensorfloat32": MathMode.TF32,

@@ -103,6 +103,7 @@ class Request(NamedTuple):
     out_dtype: DType | None = None
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None
+    k_chunk: int | None = None
 
     def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
         """Return the arrays of the call by their names."""
@@ -119,13 +120,15 @@ class Request(NamedTuple):
         is_complex = isinstance(self.alpha, complex) or isinstance(self.beta, complex)
         factors = self.alpha != 1, self.beta != 0, is_complex
         scales = type(self.scale_a), type(self.scale_b)
-        return (*specs, *factors, self.activation, self.out_dtype, *scales)
+        return (*specs, *factors, self.activation, self.out_dtype, *scales, self.k_chunk)
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
-        return GemmProblem(a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation)
+        return GemmProblem(
+            a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
+        )
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return what an executor takes."""
@@ -162,6 +165,7 @@ def bind(
     out_dtype: Any,
     scale_a: Any,
     scale_b: Any,
+    k_chunk: Any = None,
     *,
     describing: bool = False,
 ) -> Request:
@@ -180,6 +184,7 @@ def bind(
         out_dtype=None if out_dtype is None else parse_dtype(out_dtype),
         scale_a=_scale("scale_a", scale_a),
         scale_b=_scale("scale_b", scale_b),
+        k_chunk=None if k_chunk is None else _length("k_chunk", k_chunk),
     )
     if request.beta != 0 and c is None:
         raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
@@ -201,6 +206,13 @@ def _scale(name: str, value: Any) -> ArrayView | float | None:
             f"{name} must be a number or one float32, got {view.dtype} of shape {view.shape}"
         )
     return view
+
+
+def _length(name: str, value: Any) -> int:
+    """Return a length as a Python number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ShapeError(f"{name} must be an integer of at least 1, got {quoted(value)}")
+    return int(value)
 
 
 def _scalar(name: str, value: Any) -> complex:

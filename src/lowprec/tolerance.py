@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from lowprec import policy
-from lowprec.arrays import Device
-from lowprec.backends import backend_of
 from lowprec.errors import ModeError
 from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
-from lowprec.planning import Candidate, GemmProblem, check_rtol, select_mode
+from lowprec.planning import (
+    Bound,
+    Candidate,
+    Capabilities,
+    GemmProblem,
+    check_bound,
+    check_rtol,
+    select_mode,
+)
 
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 
 def mode_within(
-    rtol: float, math_mode: str | MathMode | None, problem: GemmProblem, device: Device
+    rtol: float | None,
+    math_mode: str | MathMode | None,
+    problem: GemmProblem,
+    capabilities: Capabilities,
+    bound: str | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
-    """Return the mode that ``rtol`` chooses for a product, and all the modes that were considered.
+    """Return the mode that ``rtol`` chooses for a product on a device, and all the modes that were considered.
 
     Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is the mode that they impose, and none was considered.
-    Raises ModeError if both arguments are given, ``rtol`` is no tolerance, or no mode meets it.
+    Raises ModeError if both arguments are given, ``rtol`` is no tolerance or ``bound``
+    no bound, or no mode meets it.
     """
+    measure = Bound.GUARANTEED if bound is None else check_bound(bound)
+    if rtol is None:
+        raise ModeError(f"bound={str(measure)!r} says what rtol= is about; pass rtol=, too")
     rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
@@ -29,6 +43,5 @@ def mode_within(
     if imposed is not None:
         return imposed, ()
     excluded = _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
-    capabilities = backend_of(device).capabilities(device)
-    selection = select_mode(problem, capabilities, rtol, excluded)
+    selection = select_mode(problem, capabilities, rtol, excluded, measure)
     return policy.finish(selection.mode, ModeSource.RTOL), selection.candidates

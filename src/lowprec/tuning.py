@@ -79,6 +79,7 @@ def autotune(
     activation: str | None = None,
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
+    k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
     candidates: int = 32,
@@ -92,7 +93,7 @@ def autotune(
 
     Parameters
     ----------
-    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, scale_a, scale_b
+    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
     candidates : int
         How many algorithms to try, from 1 to 256.
@@ -129,7 +130,7 @@ def autotune(
         )
     library = library_of(a)
     x, y = library.view(a), library_of(b).view(b)
-    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b)
+    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []

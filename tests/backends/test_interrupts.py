@@ -22,8 +22,8 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, cpuinfo, openblas, threads
-from lowprec.backends.cpu.amx import job
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import job, packed_gemm
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
 needs_openblas = pytest.mark.skipif(
@@ -134,8 +134,8 @@ def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
-#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads.
-@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads; through the macro-kernel.
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
 def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b, want = operands(400)
@@ -187,9 +187,13 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         inside.pop()
         return 0
 
-    kernels = amx._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = amx._Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
-    for error in interrupts.interrupted(lambda: amx._run(kernels, cut, {}, 2), opcodes=True):
+    kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
+    cut = packed_gemm._Cut(
+        (), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0
+    )
+    for error in interrupts.interrupted(
+        lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True
+    ):
         assert type(error) is interrupts.Interrupt
         assert inside == clashes == []
 
@@ -423,7 +427,7 @@ def expired_limits() -> int:
     "call",
     [
         pytest.param(openblas.openblas.__wrapped__, id="openblas"),
-        pytest.param(amx.obstacle.__wrapped__, id="amx"),
+        pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads"),
         pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),

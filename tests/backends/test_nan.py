@@ -182,7 +182,7 @@ def page(nbytes: int) -> tuple[Any, int]:
 
 def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]:
     """Return lanes x k packed: per part the bfloat16 values as float32, (parts, lanes, k); and whether it declined."""
-    from lowprec.backends.cpu.amx import native, packing
+    from lowprec.backends.cpu.packed import native, packing
 
     scheme = packing.SCHEMES[x.dtype.name, rounding]
     lanes, k = x.shape
@@ -238,9 +238,8 @@ def test_packing_loses_no_nan(
 def test_writing_a_block_loses_no_nan(
     dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
 ) -> None:
-    from lowprec.backends.cpu.amx import epilogue, native
-    from lowprec.backends.cpu.amx import job as J
-    from lowprec.backends.cpu.amx import tile_gemm as amx
+    from lowprec.backends.cpu.packed import epilogue, native, packed_gemm
+    from lowprec.backends.cpu.packed import job as J
 
     block = oracles.random_matrix(rng, (32, 32), np.float32)
     nans = oracles.nans(np.float32)
@@ -255,7 +254,7 @@ def test_writing_a_block_loses_no_nan(
     fields = {
         J.M: 32, J.N: end, J.OUT: out.ctypes.data,
         J.OUT_ROW_STRIDE: out.strides[0], J.OUT_COL_STRIDE: step * out.itemsize,
-        J.ALPHA: amx._float_bits(alpha), J.BETA: amx._float_bits(0.0),
+        J.ALPHA: packed_gemm._float_bits(alpha), J.BETA: packed_gemm._float_bits(0.0),
         J.ACTIVATION: J.ACTIVATIONS[activation], J.PLAIN: int(alpha == 1 and activation is None),
     }  # fmt: skip
     job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])

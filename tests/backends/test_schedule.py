@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ import schedules
 def test_every_pair_of_parts_is_multiplied_and_summed(machine, mode, dtype):
     x, summed = schedules.TWO_PARTS[mode]
     a, b = (schedules.constant(x, *shape).astype(dtype) for shape in ((40, 8), (8, 30)))
-    with machines.on(machine), schedules.available(mode):
+    with machines.on(machine):
         found = lowprec.matmul(a, b, math_mode=mode)
         assert len(lowprec.plan(a, b, math_mode=mode).schedule) == mode_products(mode)
     # 8 products of numbers with at most 21 bits: exact in float32.
@@ -34,8 +36,7 @@ def test_what_a_format_holds_has_one_part():
 
     mode = lowprec.modes.MathMode.BF16X3
     wide, narrow = np.ones((4, 4), np.float32), np.ones((4, 4), ml_dtypes.bfloat16)
-    with schedules.available(mode):
-        schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
+    schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
     assert [(p.a_part, p.b_part, p.accumulates) for p in schedule] == [(1, 0, False), (0, 0, True)]
 
 
@@ -50,3 +51,28 @@ def test_chunks_of_the_inner_dimension_are_summed(machine, mode, rng):
         found = lowprec.matmul(a, b, c=c, beta=2.0, math_mode=mode)
     assert [(p.k_start, p.k_stop) for p in made.schedule] == [(0, 16), (16, 32), (32, 48), (48, 50)]
     np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)
+
+
+# -- one source of facts --------------------------------------------------------------------------
+
+
+def _prepare_sevens(plan):
+    return lambda arguments: np.asarray(arguments.out.owner).fill(7)
+
+
+def test_the_plan_and_what_runs_follow_the_kernel_row(monkeypatch):
+    """A row with another executor, name and format: the plan says so, the record too, and its executor runs."""
+    sevens = dataclasses.replace(
+        machines.ROWS["numpy"],
+        name="sevens",
+        units="nothing",
+        executor=f"{__name__}:_prepare_sevens",
+    )
+    a = np.ones((4, 4), np.float32)
+    with machines.with_rows(sevens), lowprec.profile() as profile:
+        plan = lowprec.plan(a, a)
+        found = lowprec.matmul(a, a)
+    np.testing.assert_array_equal(found, np.full((4, 4), 7, np.float32))
+    assert plan.kernel == "sevens"
+    assert "nothing" in str(plan)
+    assert [record.kernel for record in profile.records] == ["sevens"]

@@ -60,6 +60,23 @@ def test_plan_of_shapes(command: Command) -> None:
     assert found["mode_has_effect"] is False
 
 
+def test_plan_for_a_gpu_that_is_not_here(command: Command, files: Files) -> None:
+    for words in ([*files], ["--shapes", "24x8", "8x16"]):
+        found = _json(command("plan", *words, "--mode", "bf16", "--device", "H200", "--json"))
+        assert found["capabilities"]["name"] == "NVIDIA H200 SXM"
+        assert found["kernel"] == "cublaslt"
+        assert found["roofline"]["seconds"] > 0
+    a, b = (np.load(name) for name in files)
+    printed = command("plan", *files, "--device", "sm_80")
+    assert printed.out == f"{lowprec.plan(a, b, device='sm_80')}\n"
+
+
+def test_a_gpu_that_is_not_known_is_refused(refused: Callable[..., str], files: Files) -> None:
+    said = refused("plan", *files, "--device", "h20")
+    assert "choose one of: v100" in said
+    assert "did you mean 'h200'?" in said
+
+
 def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
     words = ("plan", "--shapes", "512x512", "512x512", "--rtol", "1e-2")
     found = _json(command(*words, "--json"))

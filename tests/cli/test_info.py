@@ -14,7 +14,7 @@ import pytest
 import lowprec
 from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo
-from lowprec.backends.cpu.amx import tile_gemm as amx
+from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.machine import conditions
@@ -125,8 +125,8 @@ def test_array_libraries_are_told_from_their_rows() -> None:
 
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(amx, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
+    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
     found = info()
     sets = found["devices"][0]["instruction_sets"]
     assert _named(sets, "avx2")["present"] is True
@@ -159,10 +159,11 @@ def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.Mon
 
 def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
-    monkeypatch.setattr(amx, "_CPU_FLAGS", frozenset())
-    monkeypatch.setattr(amx, "_request_permission", lambda: True)
-    monkeypatch.setattr(amx.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(amx, "obstacle", amx.obstacle.__wrapped__)
+    every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
+    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: every)
+    monkeypatch.setattr(micro_kernels, "_request_permission", lambda: True)
+    monkeypatch.setattr(micro_kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
     monkeypatch.setattr(cpu_module.openblas, "openblas", lambda: None)
     monkeypatch.setattr(cpu_module.openblas, "library_path", lambda: None)
 

@@ -123,7 +123,6 @@ def test_what_the_environment_says_already(
         ("script.py", "give --mode MODE or --guard, before the script"),
         ("--mode tf32 --guard script.py", "--guard: not allowed with argument --mode"),
         ("--mode tf23 script.py", "'tf23' is not a math mode; choose one of: fp32, "),
-        ("--mode bf16x9 script.py", "bf16x9 is not available in this version"),
         ("--guard --force script.py", "--force goes with --mode"),
         ("--mode tf32", "give a script, or -m and a module"),
         ("--guard -m", "give a script, or -m and a module"),

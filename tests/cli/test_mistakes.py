@@ -43,7 +43,9 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("info", "--js"), "unrecognized arguments: --js"),
         (("matmul", "A.npy", "B.npy"), "required: -o/--output"),
         ((*PRODUCT, "--mode", "nonsense"), "'nonsense' is not a math mode; choose one of: fp32, "),
-        ((*PRODUCT, "--mode", "bf16x9"), "bf16x9 is not available in this version"),
+        ((*PRODUCT, "--bound", "likely"), "invalid choice: 'likely'"),
+        ((*PRODUCT, "--bound", "probable"), "pass rtol=, too"),
+        ((*PRODUCT, "--k-chunk", "0"), "is not a whole number of at least 1"),
         ((*PRODUCT, "--dtype", "float31"), "'float31' is not supported"),
         ((*PRODUCT, "--rtol", "tight"), "'tight' is not a number"),
         ((*PRODUCT, "--rtol", "-1"), "rtol must be a positive finite number"),
@@ -142,7 +144,7 @@ def test_environment_variable(
     message = refused(*words)
     assert variable in message
     assert "'fp17'" in message
-    assert "fp32, fp32_pedantic, tf32" in message
+    assert "fp32, fp32_pedantic, fp64, tf32" in message
     assert not Path("C.npy").exists()
 
 

@@ -17,6 +17,7 @@ if HAS_BINDINGS:
     from lowprec import executors
     from lowprec.arrays import libraries
     from lowprec.backends import cuda
+    from lowprec.backends.cuda import memory
 else:
     # The software stands in for functions, and uses the real libraries' types.
     collect_ignore_glob = ["test_*.py"]
@@ -42,6 +43,21 @@ def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_waiting_thread() -> None:
+    """On software, tests count calls and decide when work runs, with which a thread that looks would interfere."""
+    if not device_fixture.has_real_gpu():
+        memory._waiter.stop()
+
+
+@pytest.fixture
+def waiting_thread(software: device_fixture.SoftwareGpu) -> Iterator[None]:
+    """The thread that lets go of operands looks in this test."""
+    memory._waiter._is_stopped = False
+    yield
+    memory._waiter.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -172,6 +172,15 @@ def test_a_consumer_reads_a_result_once_it_is_there(gpu: Gpu, consumer: str) -> 
     np.testing.assert_array_equal(gpu.read(view.address, stream or 1), numbers(5))
 
 
+def test_a_consumer_that_names_no_stream_may_read_on_any(gpu: Gpu) -> None:
+    """By the standard it means the legacy default stream, for which this reader's stream does not wait."""
+    producer = memory.own_stream(GPU)
+    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    gpu.write(address_of(array), numbers(5), producer)
+    view = view_of_capsule(array.__dlpack__())
+    np.testing.assert_array_equal(gpu.read(view.address, gpu.second), numbers(5))
+
+
 def test_a_consumer_that_does_not_wait_reads_too_early(gpu: Gpu) -> None:
     """It asked for it. This also shows that the tests here would notice a wait that is missing."""
     producer = memory.own_stream(GPU)

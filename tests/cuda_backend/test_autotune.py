@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import oracles
 from device_fixture import Gpu
 from lowprec import executors
 from lowprec.backends import cuda
+from lowprec.backends.cuda import compiling, disk
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 TRUE = oracles.product(A, A)
@@ -57,6 +63,57 @@ def test_the_fastest_runs_from_now_on_and_in_the_next_process(software: Gpu, cac
     (key,) = entries(cache)
     assert "COMPUTE_32F" in key
     assert "float16 64x64" in key
+
+
+def _no_platformdirs(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.delenv("LOWPREC_CACHE_DIR")
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+
+
+def _a_file_in_its_place(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "file"))
+    cache.joinpath("file").touch()
+
+
+def _a_full_disk(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+@pytest.mark.parametrize("hindrance", [_no_platformdirs, _a_file_in_its_place, _a_full_disk])
+def test_without_a_cache_a_choice_lasts_for_the_process(
+    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
+) -> None:
+    """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
+    hindrance(monkeypatch, cache)
+    monkeypatch.setattr(disk, "_warned", set())
+    monkeypatch.setattr(compiling, "_kernels", {})
+    x, y = software.put(A), software.put(A[:32, :32])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first = chosen(x)
+        found = [lowprec.autotune(z, z).timed[0].algorithm for z in (x, y)]
+        z = software.put(A.astype(np.float32))
+        np.testing.assert_array_equal(software.get(lowprec.matmul(z, z, math_mode="bf16")), TRUE)
+    assert [x.category for x in told] == [lowprec.LowprecWarning]
+    executors.forget()
+    assert [chosen(x), chosen(y)] == found
+    assert found[0] != first
+
+
+def test_a_filter_makes_one_error_of_a_missing_cache(
+    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_platformdirs(monkeypatch, cache)
+    monkeypatch.setattr(disk, "_warned", set())
+    x = software.put(A)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(lowprec.LowprecWarning, match="pip install platformdirs"):
+            lowprec.matmul(x, x)
+        np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
 def test_the_first_choice_stays_where_nothing_is_faster(software: Gpu) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from ctypes import c_int64
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,20 +80,32 @@ class Compiler:
         if code in self.refuses:
             raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
         self.loaded.append(code)
-        return SimpleNamespace(get_kernel=lambda name: (name, code))
+        return SimpleNamespace(get_kernel=lambda name: Loaded((name, code)))
 
-    def LaunchConfig(self, grid: Sequence[int], block: Sequence[int]) -> Any:
-        return tuple(grid), tuple(block)
+    def cuLaunchKernel(self, kernel: str, *rest: int) -> tuple[int]:
+        *extents, _, stream, parameters, _ = rest
+        addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
+        arguments = [c_int64.from_address(x).value for x in addresses]
+        self.launched.append((stream, tuple(extents), kernel, *arguments))
+        return (0,)
 
-    def launch(self, *arguments: Any) -> None:
-        self.launched.append(arguments)
+
+class Loaded(tuple[str, bytes]):
+    """A kernel's name and code."""
+
+    @property
+    def handle(self) -> int:
+        return KERNELS.index(self[0])
+
+
+KERNELS = ("epilogue", "pack_elements", "pack_groups")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warn_once.cache_clear()
+    disk._warned.clear()
     return tmp_path / "cache"
 
 
@@ -99,7 +113,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def core(cache: Path) -> Iterator[Compiler]:
     """A compiler that has compiled nothing."""
     found = Compiler()
-    before = libraries.use(libraries.Libraries(None, None, runtime(), found))
+    driver = SimpleNamespace(CUfunction=KERNELS.__getitem__, cuLaunchKernel=found.cuLaunchKernel)
+    before = libraries.use(libraries.Libraries(None, None, runtime(), found, driver))
     yield found
     libraries.use(before)
 
@@ -232,11 +247,22 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     forget()
     source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
-    stream, (grid, block), (name, _), *arguments = core.launched[0]
-    assert stream.__cuda_stream__() == (0, 77)
-    assert (name, grid, block) == ("pack_elements", (1,), (256,))
+    stream, extents, name, *arguments = core.launched[0]
+    assert (stream, name, extents) == (77, "pack_elements", (1, 1, 1, 256, 1, 1))
     assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, 5, 1, 5, 0, 0, 100]
-    assert [type(x) for x in arguments] == [int] * 2 + [np.int64] * 12
+
+
+def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
+    forget()
+    out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1)
+    launch = prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)
+    for number in (1, 2):
+        launch(64 * number, 128 * number, 0, 0, 0, 0, 0.5 * number, 2j, number)
+    for number, (stream, _, _, *arguments) in enumerate(core.launched, 1):
+        assert (stream, arguments[:2]) == (number, [64 * number, 128 * number])
+        factors = np.array(arguments[-4:]).view(np.float64)
+        np.testing.assert_array_equal(factors, [0.5 * number, 0, 0, 2])
+    assert core.launched[0][5:-4] == core.launched[1][5:-4]
 
 
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
@@ -246,7 +272,7 @@ def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
     prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
     packed, epilogue = core.launched
-    assert packed[2][0] == "pack_groups"
+    assert packed[2] == "pack_groups"
     assert packed[5:7] == epilogue[5:7] == (1, 105)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -260,7 +261,9 @@ def test_division_of_large_indices() -> None:
     config = core.LaunchConfig(grid=(1,), block=(8,))
     with DeviceCopies(STREAM) as device:
         arguments = (device.put(numbers), device.put(results), np.int64(len(numbers)))
-        core.launch(compiling.Stream(STREAM), config, kernel, *arguments)
+        core.launch(
+            SimpleNamespace(__cuda_stream__=lambda: (0, STREAM)), config, kernel, *arguments
+        )
         device.fetch()
     quotients, remainders = np.divmod(numbers[:, 0], numbers[:, 1])
     np.testing.assert_array_equal(results[:, 0], quotients)

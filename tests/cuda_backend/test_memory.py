@@ -7,6 +7,7 @@ out right over these streams is tested elsewhere.
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -522,3 +523,35 @@ memory.keep([Owner()], 11, Device(2, 0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "finalizing: False\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    """In its own process: another thread lets go of operands, with the pool's lock, while the process is forked."""
+    code = f"""
+import os, runpy, threading
+from lowprec.arrays import Device
+from lowprec.backends.cuda import memory
+from lowprec.backends.cuda.libraries import Libraries, use
+use(Libraries(None, None, runpy.run_path({__file__!r})["Runtime"](), None))
+pool = memory._pool(Device(2, 0))
+taken, leave = threading.Event(), threading.Event()
+def hold():
+    with pool._lock:
+        taken.set()
+        leave.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+taken.wait()
+child = os.fork()
+if not child:
+    memory.allocate(10, Device(2, 0), 11)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+leave.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -42,16 +42,24 @@ def fresh() -> Any:
 
 
 class Runtime:
-    """``cuda.bindings.runtime`` as far as it tells of devices."""
+    """``cuda.bindings.runtime`` as far as it tells of devices; versions as CUDA counts them, 13000 for 13.0."""
 
-    def __init__(self, status: str, count: int = 0) -> None:
+    def __init__(self, status: str, count: int | None = None, driver: int = 13000) -> None:
         from cuda.bindings import runtime
 
         self.cudaError_t = runtime.cudaError_t
+        self.cudaGetErrorString = runtime.cudaGetErrorString
         self._found = getattr(runtime.cudaError_t, status), count
+        self._driver = driver
 
-    def cudaGetDeviceCount(self) -> tuple[Any, int]:
+    def cudaGetDeviceCount(self) -> tuple[Any, int | None]:
         return self._found
+
+    def cudaDriverGetVersion(self) -> tuple[Any, int]:
+        return self.cudaError_t.cudaSuccess, self._driver
+
+    def cudaRuntimeGetVersion(self) -> tuple[Any, int]:
+        return self.cudaError_t.cudaSuccess, 13050
 
 
 def refuse(error: type[Exception], words: str) -> None:
@@ -74,17 +82,50 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
-    ("status", "words"),
+    ("found", "words"),
     [
-        ("cudaErrorInsufficientDriver", "no NVIDIA driver was found"),
-        ("cudaErrorNoDevice", "none is visible.*CUDA_VISIBLE_DEVICES"),
-        ("cudaErrorInitializationError", "none is visible"),
-        ("cudaSuccess", "none is visible"),
+        (Runtime("cudaErrorNoDevice"), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
+        (Runtime("cudaSuccess", 0), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
+        (
+            Runtime("cudaErrorInsufficientDriver", driver=0),
+            "^no NVIDIA driver was found; install one .*, or keep the arrays in host memory",
+        ),
+        (
+            Runtime("cudaErrorInsufficientDriver", driver=12040),
+            r"driver is too old: it serves CUDA 12\.4, .* for CUDA 13\.5; .*lowprec\[cuda12\]",
+        ),
+        (
+            Runtime("cudaErrorInitializationError"),
+            r"initialised \(cudaErrorInitializationError: initialization error\).*forked.*spawn",
+        ),
+        (
+            Runtime("cudaErrorSystemNotReady"),
+            r"cannot be used \(cudaErrorSystemNotReady: system not yet initialized\); look at nvi",
+        ),
+        (
+            Runtime("cudaErrorStubLibrary"),
+            r"cannot be used \(cudaErrorStubLibrary: CUDA driver is a stub library\)",
+        ),
     ],
+    ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready", "stub"],
 )
-def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch, status: str, words: str) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime(status))
+def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch, found: Runtime, words: str) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", found)
     refuse(lowprec.DeviceError, words)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_every_error_of_the_runtime_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only success and one error mean that there is no device; every other one is named, or has words of its own."""
+    from cuda.bindings import runtime
+
+    none, own_words = {"cudaSuccess", "cudaErrorNoDevice"}, {"cudaErrorInsufficientDriver"}
+    for status in runtime.cudaError_t:
+        with pytest.raises(lowprec.DeviceError, match="or keep the arrays in host memory") as told:
+            module._check_devices(Runtime(status.name, 0))
+        text = str(told.value)
+        assert ("none is visible" in text) is (status.name in none)
+        assert status.name in none | own_words or f"({status.name}: " in text
 
 
 @pytest.mark.usefixtures("fresh")

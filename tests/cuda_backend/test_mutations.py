@@ -33,10 +33,11 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import executors
+from lowprec import executors, modes
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
-from lowprec.planning import lowering, planner
+from lowprec.modes import MathMode
+from lowprec.planning import lowering
 from lowprec.planning.calls import CublasLtCall
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -162,8 +163,8 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 
 
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    lower = planner.lower
-    monkeypatch.setattr(planner, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
+    lower = lowering.lower
+    monkeypatch.setattr(lowering, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
 
 
 def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +239,28 @@ def test_a_mistake_in_the_call(software: Gpu, monkeypatch: pytest.MonkeyPatch, n
 def test_a_mistake_elsewhere(software: Gpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ELSEWHERE[name](monkeypatch)
     assert noticed(software)
+
+
+# -- one source of facts --------------------------------------------------------------------------
+
+
+def test_the_plan_and_the_descriptor_follow_the_mode_row(
+    software: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = invocation.bindings.matmul_descriptor
+
+    def recorded(compute_type: int, *rest: Any) -> Any:
+        made.append(compute_type)
+        return make(compute_type, *rest)
+
+    monkeypatch.setattr(invocation.bindings, "matmul_descriptor", recorded)
+    a, b = software.put(draw(0, 16, 16)), software.put(draw(1, 16, 16))
+    for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
+        row = replace(modes.row(MathMode.TF32), compute_type=compute_type)
+        monkeypatch.setitem(modes._ROWS, MathMode.TF32, row)
+        executors.forget()
+        made.clear()
+        lowprec.matmul(a, b, math_mode="tf32")
+        assert lowprec.plan(a, b, math_mode="tf32").compute_type.startswith(compute_type.name)
+        assert set(made) == {compute_type.value}

@@ -26,8 +26,7 @@ def test_every_pair_of_parts_is_multiplied_and_summed(
     if transposed:
         a, b = (np.ascontiguousarray(array.T).T for array in (a, b))
     bias = np.arange(30, dtype=np.float32).astype(dtype)
-    with schedules.available(mode):
-        found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, bias=gpu.put(bias)))
+    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, bias=gpu.put(bias)))
     # 8 products of numbers with at most 21 bits: exact in float32, and the bias rounded in once.
     expected = (np.full((40, 30), 8 * np.float32(summed)) + bias).astype(dtype)
     np.testing.assert_array_equal(found, expected)

@@ -56,6 +56,23 @@ COMBINATIONS = [(row, compute) for row in ROWS for compute in sorted(row.compute
 
 # -- what is refused ------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(("version", "refuses"), [(120900, False), (130000, True)])
+def test_one_matrix_by_two_descriptors(version: int, refuses: bool) -> None:
+    cuda = Software([DeviceModel()], "lazy", version)
+    asked = Asked(beta=1.0)
+    data = Data(cuda, asked, 0)
+    a, b, c, _ = data.addresses
+    with prepared(cuda, asked) as product:
+        (found, *_) = product.search(0)
+        if not refuses:
+            product.run(found, (a, b, c, c), 0)
+            return
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="C is D, by another") as caught:
+            product.run(found, (a, b, c, c), 0)
+        assert caught.value.status == INVALID_VALUE
+
+
 TYPES = (R_32F, R_64F, R_16F, R_16BF, R_8I, R_32I, C_32F, C_64F, R_8F_E4M3, R_8F_E5M2)
 
 

@@ -161,7 +161,7 @@ def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
     assert told["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
     assert told["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
     shown = str(lowprec.plan(a, b, math_mode="tf32"))
-    assert "cuda:0: Software GPU" in shown
+    assert "cuda:0: Software H200" in shown
     assert "split-K" in shown
 
 

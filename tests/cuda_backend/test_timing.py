@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 
+import lowprec
+from device_fixture import SoftwareGpu
 from lowprec.backends.cuda import timing
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.backends.cuda.runtime import on_device
@@ -79,6 +82,7 @@ class Runtime:
     def cudaEventRecord(self, event: Event, stream: int) -> tuple[Status]:
         assert event in self.alive
         assert stream != CAPTURED, "an event was captured"
+        assert event.device == self.device, "the default stream is that of the current device"
         if stream == BROKEN:
             return (Status.cudaErrorInvalidResourceHandle,)
         self.clock_ms += 1.0
@@ -119,8 +123,10 @@ def test_time_is_that_between_the_events(runtime: Runtime) -> None:
 
 
 def test_events_belong_to_the_device_and_the_thread_keeps_its_own(runtime: Runtime) -> None:
-    watch = timing.stopwatch(3, STREAM)
+    with on_device(3):  # the caller's, while the product is queued
+        watch = timing.stopwatch(3, STREAM)
     watch.stop()
+    assert watch.elapsed_ms() == 1.0
     assert {event.device for event in runtime.alive} == {3}
     assert runtime.device == 0
 
@@ -211,3 +217,12 @@ def test_devices_do_not_share_events(runtime: Runtime) -> None:
     with on_device(1):
         timing.stopwatch(1, STREAM).abandon()
     assert [event.device for event in runtime.alive] == [0, 1]
+
+
+def test_a_product_on_another_device_has_its_time(software: SoftwareGpu) -> None:
+    x = software.put(np.eye(16, dtype=np.float32), 1)
+    with lowprec.profile() as timed:
+        lowprec.matmul(x, x)
+    (record,) = timed.records
+    assert record.error is None
+    assert record.elapsed_ms is not None

@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.backends.cuda import libraries as installed
 from lowprec.backends.cuda.libraries import Libraries
 from software_cuda.arrays import DeviceArray, read
-from software_cuda.core import Core, compiler
+from software_cuda.core import Core, Driver, compiler
 from software_cuda.cublas import Cublas
 from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
@@ -53,7 +53,7 @@ class Software:
 
     Attributes
     ----------
-    runtime, cublas_lt, cublas, core
+    runtime, cublas_lt, cublas, core, driver
         The parts, which stand for the modules.
     libraries : Libraries
         The parts, as lowprec takes them.
@@ -67,7 +67,10 @@ class Software:
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime, version)
         self.core = Core(self.recorder, self.runtime)
-        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core)
+        self.driver = Driver(self.recorder, self.core)
+        self.libraries = Libraries(
+            self.cublas_lt, self.cublas, self.runtime, self.core, self.driver
+        )
 
     @property
     def calls(self) -> list[str]:

@@ -133,6 +133,8 @@ class Prepared:
         data = np.frombuffer(algorithm[0], np.uint8).copy()
         a, b, c, d = pointers
         la, lb, lc, ld = self.layouts
+        if self.asked.in_place:
+            ld = lc
         self.lt.matmul(
             self.handle, self.operation, alpha.ctypes.data, a, la, b, lb, beta.ctypes.data, c, lc, d, ld,
             data.ctypes.data, workspace, algorithm[1], LEGACY,

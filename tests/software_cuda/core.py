@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,10 +18,11 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.core as real
 import numpy as np
+from cuda.bindings import driver as real_driver
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from numpy.typing import NDArray
 
@@ -79,19 +81,61 @@ class Core(Part):
         assert version == 0, "version 0 of the stream protocol"
         values = kernel.check(arguments)
         config.check()
+        try:
+            self.queue(handle, config, kernel, values)
+        except Refusal as refusal:
+            raise CUDAError(f"launch of {kernel.name}: {refusal.status!r}") from None
+
+    def queue(self, stream: int, config: LaunchConfig, kernel: _Kernel, values: list[Any]) -> None:
+        """Queue a kernel whose arguments are in order.
+
+        Raises
+        ------
+        Refusal
+        """
         runtime = self.runtime
         with runtime.lock:
-            try:
-                runtime.check_sticky()
-                found = runtime.stream(handle, current=True)
-                device = found.device
+            runtime.check_sticky()
+            found = runtime.stream(stream, current=True)
+            device = found.device
 
-                def run() -> None:
-                    kernel.run(config, values, runtime, device)
+            def run() -> None:
+                kernel.run(config, values, runtime, device)
 
-                runtime.enqueue(found, f"kernel {kernel.name}", run, 0.005)
-            except Refusal as refusal:
-                raise CUDAError(f"launch of {kernel.name}: {refusal.status!r}") from None
+            runtime.enqueue(found, f"kernel {kernel.name}", run, 0.005)
+
+
+class Driver(Part):
+    """Stands for ``cuda.bindings.driver``."""
+
+    def __init__(self, recorder: Recorder, core: Core) -> None:
+        super().__init__("driver", real_driver, recorder)
+        self._core = core
+
+    def failed(self, function: str, status: Any) -> Any:
+        return (status or real_driver.CUresult.CUDA_ERROR_UNKNOWN,)
+
+    @function
+    def cuLaunchKernel(self, kernel: Any, *rest: Any) -> tuple[Any]:
+        *extents, shared, stream, parameters, extra = rest
+        assert isinstance(kernel, real_driver.CUfunction)
+        assert (len(extents), shared, extra) == (6, 0, 0), "shared memory is not modelled"
+        found = _Kernel.by_handle[int(kernel)]
+        values = found.read(parameters)
+        try:
+            config = LaunchConfig(grid=extents[:3], block=extents[3:])
+            config.check()
+            self._core.queue(int(stream), config, found, values)
+        except CUDAError:
+            return (real_driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        except Refusal as refusal:
+            return (_result(refusal.status),)
+        return (real_driver.CUresult.CUDA_SUCCESS,)
+
+
+def _result(status: Any) -> Any:
+    """Return the driver's name of an error of the runtime, which has the same number."""
+    return real_driver.CUresult(int(status))
 
 
 class LaunchConfig:
@@ -253,8 +297,13 @@ _TYPES: dict[str, tuple[type, Any]] = {
 class _Kernel:
     """A function that can be launched."""
 
+    by_handle: ClassVar[dict[int, _Kernel]] = {}
+    _handles = itertools.count(0x7000_0000, 0x40)
+
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         self.name = name
+        self.handle = next(self._handles)
+        self.by_handle[self.handle] = self
         try:
             self._launch = library[f"launch_{name}"]
             letters = library[f"letters_{name}"]
@@ -274,6 +323,18 @@ class _Kernel:
         return [
             kind(x.item() if isinstance(x, np.generic) else x)
             for x, (_, kind) in zip(arguments, wanted, strict=True)
+        ]
+
+    def read(self, parameters: int) -> list[Any]:
+        """Return the arguments that lie where a list of addresses tells; 0 must end the list."""
+        count = len(self._letters)
+        addresses = (ctypes.c_uint64 * (count + 1)).from_address(parameters)
+        if 0 in addresses[:count] or addresses[count]:
+            raise TypeError(f"kernel {self.name} takes {count} arguments")
+        kinds = [_TYPES[x][1] for x in self._letters]
+        return [
+            kind.from_buffer_copy(ctypes.string_at(address, 8))
+            for kind, address in zip(kinds, addresses[:count], strict=True)
         ]
 
     def run(self, config: LaunchConfig, values: list[Any], runtime: Runtime, device: int) -> None:

@@ -32,6 +32,9 @@ from software_cuda.runtime import Refusal, Runtime
 
 _WORKSPACE_ALIGNMENT = 256
 
+#: From this version on C and D that are one matrix must have one descriptor, too (reported in openxla/xla, 34912).
+_ONE_LAYOUT_IN_PLACE = 130000
+
 
 class CublasLt(Objects):
     """Stands for ``nvmath.bindings.cublasLt``.
@@ -179,6 +182,8 @@ class CublasLt(Objects):
                 factors = [
                     np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)
                 ]
+                if c == d and c_layout != d_layout and self.version >= _ONE_LAYOUT_IN_PLACE:
+                    raise LtRefusal(INVALID_VALUE, "C is D, by another descriptor")
                 call = Call(asked, algorithm, *factors, a, b, c, d, used.device)
                 self._check_call(call)
                 self._check_workspace(algorithm, workspace, workspace_bytes)

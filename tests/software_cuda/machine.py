@@ -37,7 +37,7 @@ class DeviceModel:
     memory_bytes, multiprocessors, clock_khz : int
     """
 
-    name: str = "Software GPU"
+    name: str = "Software H200"
     capability: tuple[int, int] = (9, 0)
     memory_bytes: int = 1 << 30
     multiprocessors: int = 132

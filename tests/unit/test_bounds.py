@@ -8,7 +8,8 @@ import pytest
 
 from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, TF32, DType
 from lowprec.modes import MathMode
-from lowprec.planning.bounds import MAX_K_INT8, error_bound, gamma, holds
+from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds
+from lowprec.planning.split_bounds import gamma
 from machines import ROWS
 
 ROUNDED_MODES = (MathMode.TF32, MathMode.BF16, MathMode.FP16)
@@ -63,6 +64,16 @@ def tile_product(parts_a: list[np.ndarray], parts_b: list[np.ndarray]) -> np.nda
     return total
 
 
+def vector_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """VDPBF16PS by the manual: of each pair the second product goes first, both by fused multiply-add."""
+    total = np.zeros((len(a), b.shape[1]), np.float32)
+    x, y = flush(a).astype(np.float64), flush(b).astype(np.float64)
+    for pair in range(0, a.shape[1], 2):
+        for step in range(min(pair + 2, a.shape[1]) - 1, pair - 1, -1):
+            total = flush((total + x[:, step, None] * y[None, step]).astype(np.float32))
+    return total
+
+
 def check(bound, computed, a, b, slack=1.0):
     """Assert both forms of the bound against the exact product (float64 sums of float32 data: error 1e-13)."""
     a, b = a.astype(np.complex128), b.astype(np.complex128)
@@ -114,6 +125,28 @@ def test_tile_units_stay_within_their_bound(k, scale, rng):
         a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
         x, y = ROUND[MathMode.BF16](a), ROUND[MathMode.BF16](b)
         check(bound, tile_product([x], [y]), a, b)
+
+
+@pytest.mark.parametrize("k", [1, 2, 33, 200])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-63, 2.0**-64])
+def test_vector_units_stay_within_their_bound(k, scale, rng):
+    bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, k, ROWS["avx512_bf16"])
+    for draw in (rng.standard_normal, rng.random):
+        a, b = ((draw(s) * scale).astype(np.float32) for s in ((5, k), (k, 4)))
+        x, y = ROUND[MathMode.BF16](a), ROUND[MathMode.BF16](b)
+        check(bound, vector_product(x, y), a, b)
+
+
+def test_each_product_of_a_pair_may_be_rounded_into_the_sum():
+    """One rounding for a pair would not be enough: each of k - 2 small products is lost beside the first pair."""
+    k = 64
+    a, b = np.full((1, k), 2.0**-24, np.float32), np.ones((k, 1), np.float32)
+    a[0, :2] = 1, 0
+    bound = error_bound(MathMode.FP32, DType.BFLOAT16, DType.FLOAT32, k, ROWS["avx512_bf16"])
+    error = (a.astype(float) @ b.astype(float)).item() - vector_product(a, b).item()
+    assert error == (k - 2) * 2.0**-24
+    assert 0.9 * error <= bound.relative * np.abs(a).sum()
+    assert error > gamma(k // 2, FLOAT32) * np.abs(a).sum()
 
 
 def pair(x: np.ndarray) -> list[np.ndarray]:
@@ -209,7 +242,10 @@ def test_operands_that_are_exact_are_not_rounded():
         (DType.BFLOAT16, DType.FLOAT32, ROWS["amx_bf16"], "(1 + gamma_21) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
         (DType.COMPLEX128, DType.COMPLEX128, ROWS["openblas"],
          "(1 + sqrt(2) gamma_200) - 1; gamma_d = d u / (1 - d u), u = 2^-53"),
+        (DType.BFLOAT16, DType.FLOAT32, ROWS["avx512_bf16"],
+         "(1 + gamma_100) - 1; gamma_d = d u / (1 - d u), u = 2^-24"),
         (DType.INT8, DType.INT32, ROWS["amx_int8"], "exact"),
+        (DType.INT8, DType.INT32, ROWS["avx512_vnni"], "exact"),
     ],
 )  # fmt: skip
 def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formula):
@@ -233,7 +269,7 @@ def test_small_float64_bounds_keep_their_digits():
 
 
 def test_an_empty_sum_is_exact():
-    for kernel in (ROWS["numpy"], ROWS["amx_bf16"]):
+    for kernel in (ROWS["numpy"], ROWS["amx_bf16"], ROWS["avx512_bf16"]):
         bound = error_bound(MathMode.FP32, DType.BFLOAT16, DType.FLOAT32, 0, kernel)
         assert (bound.relative, bound.formula) == (0.0, "exact")
 

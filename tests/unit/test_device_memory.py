@@ -59,6 +59,9 @@ class Memory:
     def order(self, before: int, after: int, device: Device) -> None:
         self.calls.append(("order", before, after, device))
 
+    def synchronize(self, stream: int, device: Device) -> None:
+        self.calls.append(("synchronize", stream, device))
+
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
         self.calls.append(("copy", nbytes, device, stream))
         from_bytes = (ctypes.c_char * nbytes).from_address(source)
@@ -157,12 +160,21 @@ def test_capsules_of_every_type_and_shape(
     assert view.copied is None
 
 
-@pytest.mark.parametrize(("stream", "waits"), [(None, 1), (1, 1), (2, 2), (0x7F00, 0x7F00), (7, 7)])
+@pytest.mark.parametrize(("stream", "waits"), [(1, 1), (2, 2), (0x7F00, 0x7F00), (7, 7)])
 def test_the_consumers_stream_waits_for_the_producers(
-    memory: Memory, stream: int | None, waits: int
+    memory: Memory, stream: int, waits: int
 ) -> None:
     device_array(sample(DType.FLOAT32)).__dlpack__(stream=stream)
     assert memory.orders() == [(7, waits)]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"stream": None}], ids=str)
+def test_for_a_consumer_that_names_no_stream_the_host_waits(
+    memory: Memory, keywords: dict[str, None]
+) -> None:
+    """JAX names none where its client has none to tell, and does not work on the default stream then."""
+    device_array(sample(DType.FLOAT32)).__dlpack__(**keywords)
+    assert memory.calls[1:] == [("synchronize", 7, GPU)]
 
 
 def test_a_consumer_may_ask_not_to_wait(memory: Memory) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +23,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are thos
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warn_once.cache_clear()
+    disk._warned.clear()
     yield tmp_path / "cache"
-    disk._warn_once.cache_clear()
+    disk._warned.clear()
 
 
 @pytest.fixture
@@ -151,9 +153,30 @@ def _no_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "platformdirs", None)
 
 
+def _folder_of_the_system(found: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", SimpleNamespace(user_cache_dir=found))
+
+
+def _no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise RuntimeError("could not determine the home directory for '~/.cache'")
+
+    _folder_of_the_system(refuse, monkeypatch)
+
+
+def _no_home_for_an_older_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder_of_the_system(lambda *_, **__: "~/.cache/lowprec", monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("absent", "words"),
-    [(_no_user, "LOWPREC_CACHE_DIR"), (_no_platformdirs, "pip install platformdirs")],
+    [
+        (_no_user, "LOWPREC_CACHE_DIR"),
+        (_no_platformdirs, "pip install platformdirs"),
+        (_no_home, "could not determine the home directory.*; set LOWPREC_CACHE_DIR to a folder"),
+        (_no_home_for_an_older_platformdirs, "~/.cache/lowprec, would lie in .* current one"),
+    ],
 )
 def test_without_a_folder_there_is_one_warning_and_no_cache(
     cache: Path,
@@ -168,6 +191,65 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(
     assert disk.read_json("x.json") == {}
     disk.write_json("x.json", {})
     disk.set_aside("x.json", "it is damaged")
+    assert not Path("~").exists()
+
+
+def test_the_real_platformdirs_without_a_home(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("platformdirs", reason="platformdirs is not installed")
+    pwd = pytest.importorskip("pwd", reason="homes of users are those of POSIX")
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("LOWPREC_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(LowprecWarning, match="has no cache on disk"):
+        assert disk.read_bytes("kernels/x") is None
+    disk.write_bytes("kernels/x", b"new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+def _no_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("a file where the folder should be")
+
+
+def _circle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(mode=0o700)
+    cache.joinpath("kernels").symlink_to("kernels")
+
+
+@posix
+@pytest.mark.parametrize("hindrance", [_full, _no_folder, _circle])
+def test_what_cannot_be_written_costs_warnings_and_nothing_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
+) -> None:
+    hindrance(cache, monkeypatch)
+    with pytest.warns(LowprecWarning, match="cannot write to its cache .*this process only"):
+        disk.write_bytes("kernels/x", b"new")
+    # Once: a second warning would be an error here.
+    disk.write_bytes("kernels/x", b"new")
+    assert not [p for p in cache.rglob("*") if p.is_file()]
+
+
+@posix
+@pytest.mark.filterwarnings("ignore::lowprec.LowprecWarning")
+def test_a_link_to_itself_in_the_place_of_a_file_stops_nothing(cache: Path) -> None:
+    cache.joinpath("kernels").mkdir(mode=0o700, parents=True)
+    cache.joinpath("kernels", "x").symlink_to("x")
+    assert disk.read_bytes("kernels/x") is None
+    disk.write_bytes("kernels/x", b"new")  # newer Pythons put the file in its place
+    assert disk.read_bytes("kernels/x") in (None, b"new")
 
 
 def test_an_absent_file_is_no_reason_to_warn(cache: Path) -> None:

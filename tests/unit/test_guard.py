@@ -39,7 +39,7 @@ def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_what_counts_as_full_fp32() -> None:
-    assert {MathMode.FP32, MathMode.FP32_PEDANTIC} == FULL_FP32
+    assert {MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64} == FULL_FP32
 
 
 def test_the_guard_acts_at_entry_and_ends_at_exit() -> None:

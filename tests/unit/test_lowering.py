@@ -407,6 +407,10 @@ def test_tensor_cores_of_each_generation() -> None:
     assert roundings(4, "float16", (7, 0)) == 12  # 10 + 2
     assert roundings(8, "tf32", (9, 0)) == 7  # 9/2 + 2, rounded up
     assert roundings(4, "tf32", (8, 6)) == 7  # 5 + 2
+    # FP8 keeps 13 fraction bits before Blackwell, in the result as well.
+    assert roundings(16, "float8_e4m3fn", (8, 9)) == (17 + 1) * 2**11
+    assert roundings(32, "float8_e5m2", (9, 0)) == (33 + 1) * 2**11
+    assert roundings(32, "float8_e4m3fn", (10, 0)) == 19  # 33/2 + 2, rounded up
     assert roundings(100, "float32", (9, 0)) == 100
     assert roundings(100, "tf32", (7, 0)) == 100  # no such units: FP32
 

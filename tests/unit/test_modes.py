@@ -24,6 +24,7 @@ from lowprec.planning.rendering import compute_words
 DESIGN = {
     "fp32": (formats.FLOAT32, 1, 1, "F32_F32_F32", "COMPUTE_32F", False),
     "fp32_pedantic": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F_PEDANTIC", False),
+    "fp64": (formats.FLOAT64, 1, 1, "F64_F64_F64", "COMPUTE_64F", False),
     "tf32": (formats.TF32, 1, 1, "TF32_TF32_F32", "COMPUTE_32F_FAST_TF32", True),
     "bf16": (formats.BFLOAT16, 1, 1, "BF16_BF16_F32", "COMPUTE_32F on bfloat16 data", False),
     "fp16": (formats.FLOAT16, 1, 1, "F16_F16_F32", "COMPUTE_32F on float16 data", False),
@@ -64,9 +65,8 @@ def test_a_row_cannot_be_changed() -> None:
         row(MathMode.TF32).parts = 2  # type: ignore[misc]
 
 
-def test_the_plain_modes_are_available() -> None:
-    plain = {r.mode for r in TABLE if r.parts == 1} - {MathMode.FP32_EMULATED}
-    assert plain <= set(available_modes())
+def test_every_mode_is_available() -> None:
+    assert available_modes() == tuple(MathMode)
     assert mode_names() == ", ".join(m.value for m in available_modes())
 
 

@@ -22,10 +22,11 @@ import pytest
 
 import lowprec
 import machines
-from cpu_units import needs_amx
+from cpu_units import needs, needs_amx
 from lowprec import executors, policy
 from lowprec.arrays import library_of
 from lowprec.backends import Arguments, ExecutionInfo, cpu
+from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import nvtx, units
 from lowprec.request import PLAIN, Request, parse_dtype
@@ -424,16 +425,28 @@ def test_tensor_cores(
 
 
 def test_tile_units_say_why_not() -> None:
-    with lowprec.profile() as prof:
+    with machines.on("NumPy alone"), lowprec.profile() as prof:
         lowprec.matmul(A, B, math_mode="bf16")
         lowprec.matmul(A, B)
         lowprec.matmul(np.empty((0, 4), np.float32), B, math_mode="bf16")
+        reason = lowprec.plan(A, B, math_mode="bf16").kernel_reason
     small, full, empty = prof.records
     assert (small.units_eligible, small.units_used) == (True, False)
-    assert small.units_reason == lowprec.plan(A, B, math_mode="bf16").kernel_reason
+    assert small.units_reason == reason
     assert (full.units_eligible, full.units_used) == (False, False)
     assert full.units_reason == "tile units do not multiply float32 numbers"
     assert (empty.units_used, empty.units_reason) == (False, "the product is empty")
+
+
+@needs(AVX512_BF16)
+@pytest.mark.parametrize("n", [4, 300, 400])
+def test_vector_units_are_seen(n: int) -> None:
+    """In one call of native code, and where several threads share a product."""
+    x = np.ones((n, n), np.float32)
+    with lowprec.profile() as prof:
+        lowprec.matmul(x, x, math_mode="bf16")
+    kernel = lowprec.plan(x, x, math_mode="bf16").kernel_row
+    assert (prof.records[0].units_used, prof.records[0].units_reason) == (True, kernel.units)
 
 
 @needs_amx

@@ -30,16 +30,22 @@ NAMES = [
     "autotune",
     "check",
     "cublas_handle",
+    "einsum",
+    "emulate",
+    "emulation",
     "fp32_guard",
     "get_math_mode",
     "info",
     "linalg",
+    "linear",
     "math_mode",
     "matmul",
     "plan",
     "profile",
     "register_controller",
     "set_math_mode",
+    "tensordot",
+    "vecdot",
 ]
 
 CALLABLES = [name for name in NAMES if name[0].islower() or name in ("DLPackArray", "ShapeDtype")]
@@ -94,7 +100,7 @@ def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
 def test_the_signature_of_matmul() -> None:
     positional, keyword = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
     order = ["out", "c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol"]
-    order += ["scale_a", "scale_b"]
+    order += ["bound", "k_chunk", "scale_a", "scale_b"]
     defaults = {**dict.fromkeys(order), "alpha": 1.0, "beta": 0.0}
     required = [(name, positional, inspect.Parameter.empty) for name in ("a", "b")]
     keywords = [(name, keyword, defaults[name]) for name in order]

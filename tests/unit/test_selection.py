@@ -9,8 +9,16 @@ import pytest
 from lowprec.errors import ModeError, ShapeError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm, select_mode
-from machines import AMX, BARE, ROWS
+from lowprec.planning import (
+    Bound,
+    Capabilities,
+    GemmProblem,
+    OperandSpec,
+    check_bound,
+    plan_gemm,
+    select_mode,
+)
+from machines import AMX, BARE, ROWS, gpu
 
 
 def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
@@ -33,6 +41,19 @@ def test_where_no_mode_is_faster_fp32_runs():
     assert select_mode(square(DType.FLOAT32), BARE, 1.0).mode is MathMode.FP32
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2), (7, 5), (8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("n", [64, 1024, 16384])
+def test_modes_that_the_tensor_cores_do_not_multiply_are_no_cheaper_than_fp32(capability, n):
+    """Volta's and Turing's multiply float16 of the floating types, and nothing else."""
+    selection = select_mode(square(DType.FLOAT32, n), gpu(capability), 0.1)
+    costs = {c.mode: c.cost for c in selection.candidates}
+    for mode in (MathMode.TF32, MathMode.BF16):
+        assert (costs[mode] < costs[MathMode.FP32]) is (capability >= (8, 0))
+    assert selection.mode in (
+        {MathMode.TF32, MathMode.BF16} if capability >= (8, 0) else {MathMode.FP16, MathMode.FP32}
+    )
+
+
 def test_a_narrow_product_is_not_worth_rounding():
     a = OperandSpec.contiguous(DType.FLOAT32, (8, 4096))
     b = OperandSpec.contiguous(DType.FLOAT32, (4096, 4096))
@@ -42,7 +63,8 @@ def test_a_narrow_product_is_not_worth_rounding():
 def test_every_mode_is_accounted_for_the_cheapest_first():
     selection = select_mode(square(DType.FLOAT32), AMX, 2e-3)
     by_mode = {c.mode: c for c in selection.candidates}
-    assert set(by_mode) == set(available_modes())
+    # fp32_emulated is one of the others.
+    assert set(by_mode) == set(available_modes()) - {MathMode.FP32_EMULATED}
     assert [c.mode for c in selection.candidates if c.accepted] == [MathMode.TF32]
     costs = [c.cost for c in selection.candidates]
     assert costs == sorted(costs)
@@ -84,9 +106,8 @@ def test_the_rounding_of_a_narrow_result_counts():
 def test_the_plans_candidates_print():
     p = square(DType.FLOAT32)
     selection = select_mode(p, AMX, 2e-3)
-    text = str(
-        dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
-    )
+    plan = dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
+    text = " ".join(str(plan).split())
     assert (
         "tf32, bound 0.000985, cost 0.477, taken: the cheapest whose bound is within rtol" in text
     )
@@ -108,4 +129,48 @@ def test_modes_that_no_kernel_of_the_device_runs_are_not_weighed():
     kernel = dataclasses.replace(ROWS["numpy"], formats=frozenset({"float32", "bfloat16"}))
     device = Capabilities("ext_dev:0", "a device of few formats", (kernel,))
     found = select_mode(square(DType.FLOAT32), device, 1e-2)
-    assert {c.mode for c in found.candidates} == {"fp32", "fp32_pedantic", "bf16"}
+    assert {c.mode for c in found.candidates} == {
+        "fp32", "fp32_pedantic", "bf16", "bf16x3", "bf16x6", "bf16x9"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("able", [BARE, AMX, gpu((8, 0)), gpu((9, 0))])
+def test_the_ladder_has_no_missing_rung(able):
+    """From 1e-2 to 1e-7 there is a mode at every k, and a smaller tolerance never takes one with a larger bound."""
+    for k in (1, 64, 4096, 10**6):
+        p = GemmProblem(
+            OperandSpec.contiguous(DType.FLOAT32, (2048, k)),
+            OperandSpec.contiguous(DType.FLOAT32, (k, 2048)),
+        )
+        for bound in Bound:
+            rungs = [select_mode(p, able, 10.0**-x, bound=bound) for x in (2, 3, 4, 5, 6, 7)]
+            taken = [next(c for c in rung.candidates if c.accepted) for rung in rungs]
+            assert all(c.bound <= 10.0**-x for c, x in zip(taken, (2, 3, 4, 5, 6, 7), strict=True))
+            costs = [c.cost for c in taken]
+            assert costs == sorted(costs)
+        assert k == 1 or rungs[-1].mode is MathMode.FP64
+
+
+def test_the_probable_bound_takes_a_cheaper_mode():
+    p, able = square(DType.FLOAT32), BARE
+    assert select_mode(p, able, 2e-5).mode is MathMode.FP64
+    probable = select_mode(p, able, 2e-5, bound=Bound.PROBABLE)
+    assert probable.mode is MathMode.FP32
+    taken = probable.candidates[0]
+    assert taken.bound == plan_gemm(p, able, MathMode.FP32).bound.probable
+    with pytest.raises(ModeError, match="no math mode probably keeps rtol = 1e-09 for float32"):
+        select_mode(p, able, 1e-9, bound=Bound.PROBABLE)
+
+
+def test_recovery_is_taken_where_it_pays():
+    """On a GPU six products in bfloat16 cost less than one in FP32, and three less than six."""
+    p = GemmProblem(*[OperandSpec.contiguous(DType.FLOAT32, (8192, 8192))] * 2)
+    modes = [select_mode(p, gpu((9, 0)), rtol).mode for rtol in (1e-2, 1e-3, 1e-4)]
+    assert modes[0] is MathMode.BF16
+    assert modes[2] in (MathMode.FP16X3, MathMode.FP16X3_UNSCALED, MathMode.BF16X3)
+
+
+@pytest.mark.parametrize("bound", ["likely", "", 1, True])
+def test_bound_must_be_known(bound):
+    with pytest.raises(ModeError, match="bound must be 'guaranteed' or 'probable', got"):
+        check_bound(bound)

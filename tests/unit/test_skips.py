@@ -11,6 +11,7 @@ from xml.sax.saxutils import quoteattr
 import pytest
 
 from cpu_units import MEDIUM_IS_FULL, NO_AMX
+from tensor_core_vectors import ABSENT
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
 TORCH_IS_MISSING = "torch is not installed"
@@ -53,6 +54,8 @@ def results(folder: Path, name: str, skips: dict[str, str]) -> str:
         (TORCH_IS_MISSING, TORCH_IS_MISSING, set(), False),
         (f"not this machine's fault: {NO_AMX}", NO_AMX + " at all", {"amx_bf16"}, False),
         ("numba is not installed", "numba is not installed", set(), False),
+        (ABSENT, "numba is not installed", set(), True),
+        (f"perhaps {ABSENT}", "numba is not installed", set(), False),
     ],
 )
 def test_what_is_skipped_everywhere(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.device_memory import LEGACY_STREAM, Block, provider
+from lowprec.arrays.device_memory import Block, provider
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, memory_at
 from lowprec.errors import ArrayError
@@ -16,6 +16,8 @@ from lowprec.formats import DType
 from lowprec.strides import contiguous_strides
 
 _NO_SYNCHRONISATION = -1
+#: Stands for a consumer that names no stream; a number that DLPack allows to none.
+_NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
@@ -85,9 +87,13 @@ class DeviceArray(DLPackArray):
         )
 
     def _consumer(self, stream: Any) -> int:
-        """Return the stream that a consumer names; None means the legacy default stream."""
+        """Return the stream that a consumer names.
+
+        None means the legacy default stream by the standard. But JAX passes it where its client tells no stream, and
+        then works on streams of its own that do not wait for the default one.
+        """
         if stream is None:
-            return LEGACY_STREAM
+            return _NO_STREAM
         if type(stream) is int and (stream > 0 or stream == _NO_SYNCHRONISATION):
             return stream
         raise BufferError(
@@ -97,7 +103,9 @@ class DeviceArray(DLPackArray):
 
     def _hand_over(self, consumer: int) -> None:
         self._block.share()
-        if consumer != _NO_SYNCHRONISATION:
+        if consumer == _NO_STREAM:
+            provider(self._device).synchronize(self._stream, self._device)
+        elif consumer != _NO_SYNCHRONISATION:
             provider(self._device).order(self._stream, consumer, self._device)
 
     def _copy(self) -> DeviceArray:

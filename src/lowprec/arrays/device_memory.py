@@ -43,6 +43,9 @@ class DeviceMemory(Protocol):
     def order(self, before: int, after: int, device: Device) -> None:
         """Have later work of stream ``after`` wait for what stream ``before`` holds now."""
 
+    def synchronize(self, stream: int, device: Device) -> None:
+        """Wait on the host for what a stream holds now."""
+
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
         """Copy bytes between two addresses of the device, in the order of a stream."""
 

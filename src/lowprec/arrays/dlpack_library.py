@@ -58,8 +58,20 @@ class DLPackLibrary(Library):
         return DeviceArray.empty(shape, dtype, device, LEGACY_STREAM).view()
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a :class:`DLPackArray` on the buffer."""
-        return buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
+        """Return an array of the first operand's library, where that has an Array API namespace; else DLPackArray."""
+        array = buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
+        namespace = getattr(operands[0], "__array_namespace__", None) if operands else None
+        if namespace is None:
+            return array
+        try:
+            return namespace().from_dlpack(array)
+        except (
+            BufferError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # an element type that it does not know
+            return array
 
     def current_stream(self, device: Device) -> int | None:
         """Return CUDA's legacy default stream, on which the producers have made their data ready."""

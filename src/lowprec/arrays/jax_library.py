@@ -1,7 +1,8 @@
 """JAX arrays: read where they are, and made from memory that JAX adopts without a copy.
 
 JAX tells nobody the stream on which it works. On a GPU lowprec works on a stream of its own, for which JAX makes its
-arrays ready when they come in, and for which JAX's streams wait when a result goes out.
+arrays ready when they come in, and for which JAX's streams wait when a result goes out. Clients of JAX's that know
+nothing of others' streams (they answer "UNIMPLEMENTED") are served by waiting on the host, both ways.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class JaxLibrary(Library):
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
         if host is None:
             # Each array is asked: one that lies in pinned memory of the host names the GPU as its device as well.
-            return import_array(array, self.current_stream(device_of(array)))
+            return _import(array, self.current_stream(device_of(array)))
         if not host.flags.c_contiguous and data_pointer(host) != array.unsafe_buffer_pointer():
             return host_view(host, "its layout on the device is not row-major")
         return host_view(host)
@@ -112,6 +113,17 @@ class JaxLibrary(Library):
         else:
             result = adopt(DLPackArray(buffer), device=like.device)
         return result if committed or like is None else _uncommitted(result)
+
+
+def _import(array: Any, stream: int | None) -> ArrayView:
+    """Return the view of an array, for which a stream waits; where JAX's client makes none wait, the host does."""
+    try:
+        return import_array(array, stream)
+    except ArrayError as error:
+        if "UNIMPLEMENTED" not in str(error):
+            raise
+    array.block_until_ready()
+    return import_array(array)
 
 
 def _is_cpu(device: Any) -> bool:

@@ -18,7 +18,7 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
-from lowprec.errors import ArrayError
+from lowprec.errors import ArrayError, ElsewhereError
 
 
 class OptionalLibrary(NamedTuple):
@@ -40,6 +40,9 @@ OPTIONAL = {
     "jax": OptionalLibrary("Array", "lowprec.arrays.jax_library:JaxLibrary", ("jax",)),
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
+
+#: By module name: the class of arrays that have no memory yet, what they are, and the function that multiplies them.
+DEFERRED = {"dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul")}
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {
@@ -94,6 +97,9 @@ def _find(array: Any) -> Library:
         library = _instance(name)
         library.check_type(array)
         return library
+    for module, (array_class, what, road) in DEFERRED.items():
+        if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
+            raise ElsewhereError(f"{what}, has no elements that can be read; see {road}", road)
     if isinstance(array, type) or not (
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     ):

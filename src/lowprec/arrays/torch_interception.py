@@ -11,7 +11,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lowprec.errors import ArrayError
+from lowprec.errors import ArrayError, ElsewhereError
+
+#: What multiplies where torch must see the product.
+ROAD = "lowprec.torch:matmul"
 
 
 class Probes(NamedTuple):
@@ -71,15 +74,17 @@ def refuse_interception(torch: Any, probes: Probes) -> None:
             "outside the traced function"
         )
     if probes.transforms():
-        raise ArrayError(
-            "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which lowprec has no rule "
-            "for; call lowprec outside the transform"
+        raise ElsewhereError(
+            "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which acts on torch's "
+            "operations; call lowprec outside the transform",
+            ROAD,
         )
     mode = _dispatch_mode(torch)
     if mode is not None:
-        raise ArrayError(
+        raise ElsewhereError(
             f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see "
-            "lowprec's product; call lowprec outside the mode"
+            "lowprec's product; call lowprec outside the mode",
+            ROAD,
         )
 
 
@@ -91,9 +96,10 @@ def refuse_tangent(forward_ad: Any, array: Any) -> None:
     ArrayError
     """
     if forward_ad.unpack_dual(array).tangent is not None:
-        raise ArrayError(
-            "the torch tensor has a tangent of forward-mode AD, and lowprec computes no tangents; pass "
-            "torch.autograd.forward_ad.unpack_dual(tensor).primal, or use torch.matmul"
+        raise ElsewhereError(
+            "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul carries on; pass "
+            "torch.autograd.forward_ad.unpack_dual(tensor).primal",
+            ROAD,
         )
 
 

@@ -6,9 +6,14 @@ import functools
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.torch_interception import probes_of, refuse_interception, refuse_tangent
+from lowprec.arrays.torch_interception import (
+    ROAD,
+    probes_of,
+    refuse_interception,
+    refuse_tangent,
+)
 from lowprec.arrays.view import CPU, ArrayView, Device
-from lowprec.errors import ArrayError
+from lowprec.errors import ArrayError, ElsewhereError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.strides import contiguous_strides
 
@@ -17,7 +22,7 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
 _ROCM = 10
 
 _WITH_GRAD = (
-    "the torch tensor requires grad, and lowprec records no gradient; pass tensor.detach(), "
+    "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), "
     "or call inside torch.no_grad()"
 )
 
@@ -51,7 +56,9 @@ class TorchLibrary(Library):
         """Refuse tensors whose class stands for something other than strided memory."""
         kind = type(array)
         if kind not in self._accepted:
-            raise ArrayError(
+            acts = kind.__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__
+            refuse = functools.partial(ElsewhereError, road=ROAD) if acts else ArrayError
+            raise refuse(
                 f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
                 "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
                 "tensor.as_subclass(torch.Tensor) where the subclass only adds attributes)"
@@ -71,7 +78,7 @@ class TorchLibrary(Library):
         copied = None
         if array.requires_grad:
             if self._grad_enabled():
-                raise ArrayError(_WITH_GRAD)
+                raise ElsewhereError(_WITH_GRAD, ROAD)
             array = array.detach()
         dtype = self._dtypes.get(array.dtype)
         if dtype is None:

@@ -10,7 +10,7 @@ from lowprec.backends.execution import (
     Executor,
     Stopwatch,
 )
-from lowprec.backends.registry import backend_of
+from lowprec.backends.registry import backend_of, predicted
 
 __all__ = [
     "AlgorithmTiming",
@@ -20,4 +20,5 @@ __all__ = [
     "Executor",
     "Stopwatch",
     "backend_of",
+    "predicted",
 ]

@@ -47,7 +47,8 @@ class ExecutionInfo(NamedTuple):
     Parameters
     ----------
     units : bool or None
-        Whether tensor units (tile units of a CPU) multiplied; None where the library does not tell.
+        Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
+        library does not tell.
     algorithm : str or None
         What the library chose, in its own words.
     """

@@ -10,6 +10,7 @@ from lowprec.arrays import Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
 from lowprec.errors import DeviceError
+from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
@@ -36,6 +37,19 @@ def backend_of(device: Device) -> Backend:
             f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
         )
     return _backend(device.type)
+
+
+def predicted(device: str) -> Capabilities:
+    """Return what a GPU can do that need not be there, by its model or compute capability.
+
+    Raises
+    ------
+    DeviceError
+        If no such model is known; the message lists those that are.
+    """
+    from lowprec.backends.cuda import models  # with the first plan that asks
+
+    return models.predicted(device)
 
 
 def _register_memory(device_type: int, module: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from lowprec.errors import LowprecError
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
+from lowprec.planning import Bound
+from lowprec.planning.gpus import MODELS, model_names, parse_capability, parse_model
 
 T = TypeVar("T")
 
@@ -48,6 +50,15 @@ def dtype(text: str) -> DType:
         return dtype_from_name(text)
     except LowprecError as error:
         similar = did_you_mean(text, map(str, OPERAND_DTYPES))
+        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
+
+
+def device(text: str) -> str:
+    """Read the name of a GPU, which need not be there."""
+    try:
+        return parse_model(text).key if parse_capability(text) is None else text
+    except LowprecError as error:
+        similar = did_you_mean(text, [model.key for model in MODELS])
         raise argparse.ArgumentTypeError(f"{error}{similar}") from None
 
 
@@ -125,12 +136,26 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "TOLERANCE",
         "help": "take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
     },
+    "--bound": {
+        "choices": [str(x) for x in Bound],
+        "help": "which error --rtol is about: the guaranteed one, or one met with a probability of 0.999",
+    },
+    "--k-chunk": {
+        "type": count,
+        "metavar": "LENGTH",
+        "help": "sum the product in pieces of the inner dimension of this length (default: the plan chooses)",
+    },
     "--dtype": {
         "type": dtype,
         "help": "element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
     },
     "--out-dtype": {"type": dtype, "help": "element type of the result"},
     "--seed": {"type": _seed, "default": 0, "help": "of the random operands (default: 0)"},
+    "--device": {
+        "type": device,
+        "metavar": "GPU",
+        "help": f"plan for an NVIDIA GPU that need not be here: {model_names()}",
+    },
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }
 

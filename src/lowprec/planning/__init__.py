@@ -3,14 +3,16 @@
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
-from lowprec.planning.plan import Candidate, Copy, GemmPlan, Product
+from lowprec.planning.plan import Candidate, Copy, GemmPlan
 from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import Activation, GemmProblem, parse_activation
 from lowprec.planning.reasons import Reason, Why
-from lowprec.planning.selection import Selection, check_rtol, select_mode
+from lowprec.planning.schedule import Product
+from lowprec.planning.selection import Bound, Selection, check_bound, check_rtol, select_mode
 
 __all__ = [
     "Activation",
+    "Bound",
     "Candidate",
     "Capabilities",
     "Copy",
@@ -26,6 +28,7 @@ __all__ = [
     "Selection",
     "Summation",
     "Why",
+    "check_bound",
     "check_rtol",
     "error_bound",
     "gemm_layout",

@@ -13,12 +13,24 @@ where u_a and u_b round the operands and u_out the result. The absolute term is 
 products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
 bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 
+*Vector units for bfloat16* (the same manual, VDPBF16PS): each instruction adds two products to an element. Whether one
+after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
+even number. Subnormal inputs and results count as zero here, too.
+
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
-to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10.
+to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
+are normalised, a subnormal factor with the exponent of nu, the smallest normal number: what is cut is gamma_d of the
+sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of the
+result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
+are cut, too.
 
 *Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
 each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
 largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
+
+*Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
+``planning.split_bounds``. What underflows in the parts of a number is at most twice what one part loses: the rest, and
+what it would have given to products that are not formed.
 
 *Complex*: rounding the components of x moves x by at most u |x|. Each component of the result is a sum of 2k real
 products, off by at most gamma_d of its magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|) has norm at
@@ -27,13 +39,25 @@ most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import expm1, frexp, inf, log1p, sqrt
+from functools import partial
+from math import expm1, frexp, log1p, sqrt
+from typing import NamedTuple
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, row
 from lowprec.planning.kernels import KernelRow, Summation
-from lowprec.planning.tensor_cores import roundings
+from lowprec.planning.schedule import Product, make_schedule
+from lowprec.planning.split_bounds import (
+    FAILURE,
+    Depth,
+    RelativeError,
+    confidence,
+    depths,
+    on_tensor_cores,
+    split_error,
+)
 
 #: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
 MAX_K_INT8 = 2**17 - 1
@@ -46,6 +70,9 @@ _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
 # What scaling leaves to underflow, over the largest number of a row.
 _SCALED_LOSS = 2.0**-39
+
+# Twice the smallest normal float16 over the same number.
+_SCALED_NORMAL = 2.0**-27
 
 # Roundings within one tile instruction: 16 products one after another, then two such sums together.
 _TILE_DEPTH = 17
@@ -77,6 +104,11 @@ class ErrorBound:
         What the data must satisfy for the bound to hold.
     unconditional : bool
         Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
+    probable : float
+        What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a
+        mean of zero.
+    by_norms : bool
+        Whether it holds for the norms only, because rows were scaled.
     """
 
     relative: float
@@ -87,6 +119,13 @@ class ErrorBound:
     absolute: str
     condition: str
     unconditional: bool
+    probable: float = 0.0
+    by_norms: bool = False
+
+    @property
+    def probability(self) -> float:
+        """With which ``probable`` holds, for the whole product."""
+        return 1 - FAILURE
 
     def frobenius(self, norm_a: float, norm_b: float, m: int, n: int) -> float:
         """Return the bound of ``|C - AB|`` in the Frobenius norm.
@@ -105,12 +144,6 @@ class ErrorBound:
         return self.relative * norm_a * norm_b + lost + sqrt(m * n) * self.result_absolute
 
 
-def gamma(count: int, fmt: NumberFormat) -> float:
-    """Return gamma_count = count u / (1 - count u), infinite once count u reaches 1."""
-    step = count * fmt.unit_roundoff
-    return step / (1 - step) if step < 1 else inf
-
-
 def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
     """Whether ``fmt`` represents every number of another format."""
     return (
@@ -127,19 +160,19 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
     return compute_dtype.format
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
+class _Sum(NamedTuple):
     """How an element is summed.
 
     ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
-    units count subnormals as zero.
+    units count subnormals as zero, ``cuts`` where they are tensor cores.
     """
 
     accumulator: NumberFormat
-    depth: int
+    depth: Depth
     terms: int
     components: int
     flushes: bool = False
+    cuts: bool = False
 
     @property
     def growth(self) -> float:
@@ -148,29 +181,52 @@ class _Sum:
 
 
 def _summation(
-    k: int,
+    schedule: tuple[Product, ...],
     kernel: KernelRow,
     fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
     capability: tuple[int, int] | None,
 ) -> _Sum:
-    terms = components * k
+    of_sum = _depth_of_sum(kernel, fmt, accumulator, components, capability)
+    depth, _ = depths(schedule, of_sum)[0, 0]
+    # A sum that is scaled, and one that is added, may underflow like a product.
+    terms = sum(components * product.length + 1 for product in schedule[1:])
+    terms += components * schedule[0].length * kernel.parts**2
+    flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
+    return _Sum(accumulator, depth, terms, components, flushes, cuts=depth.cut > 0)
+
+
+def _depth_of_sum(
+    kernel: KernelRow,
+    fmt: NumberFormat,
+    accumulator: NumberFormat,
+    components: int,
+    capability: tuple[int, int] | None,
+) -> Callable[[int], Depth]:
+    """Return the function from the length of a sum to the roundings of a term."""
     if kernel.summation is Summation.TILES:
-        # The two parts of a value x are x truncated to bfloat16 and the rest. Both have its sign, so |high| + |low| =
-        # |x|, and the magnitudes of the products of parts add up to those of one product.
-        products = kernel.parts**2
-        instructions = components * products * -(-k // TILE_K)
-        depth = _TILE_DEPTH + instructions + components - 1 if k else 0
-        return _Sum(accumulator, depth, products * terms, components, flushes=True)
-    depth = terms
-    if kernel.summation is Summation.TENSOR_CORES and capability and accumulator is FLOAT32:
-        depth = roundings(terms, fmt.name, capability)
-    return _Sum(accumulator, depth, terms, components)
+        return partial(_on_tiles, kernel.parts**2, components)
+    if kernel.summation is Summation.PAIRS:
+        return partial(_in_pairs, components)
+    on_units = kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32
+    if on_units and capability:
+        return lambda length: on_tensor_cores(components * length, fmt.name, capability)
+    return lambda length: Depth(components * length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounding:
+def _on_tiles(products: int, components: int, length: int) -> Depth:
+    # The two parts of a value x are x truncated to bfloat16 and the rest. Both have its sign, so |high| + |low| = |x|,
+    # and the magnitudes of the products of parts add up to those of one product.
+    instructions = components * products * -(-length // TILE_K)
+    return Depth(_TILE_DEPTH + instructions + components - 1 if length else 0)
+
+
+def _in_pairs(components: int, length: int) -> Depth:
+    return Depth(components * 2 * -(-length // 2) + components - 1 if length else 0)
+
+
+class _Rounding(NamedTuple):
     """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's.
 
     ``scaled_over`` is the length of the rows that were scaled before, 0 where none was.
@@ -187,6 +243,12 @@ class _Rounding:
         return self.operand.unit_roundoff + _SCALED_LOSS * sqrt(self.scaled_over)
 
 
+def scales_rows(mode: MathMode, kernel: KernelRow) -> bool:
+    """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
+    found = row(mode)
+    return found.operand_format is FLOAT16 and (kernel.scales_float16 or found.parts > 1)
+
+
 def error_bound(
     mode: MathMode,
     compute_dtype: DType,
@@ -197,11 +259,14 @@ def error_bound(
     a_exact: bool = False,
     b_exact: bool = False,
     capability: tuple[int, int] | None = None,
+    schedule: tuple[Product, ...] | None = None,
+    elements: int = 1,
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
     An operand is ``exact`` where its own element type holds only numbers of the mode's format, so that nothing is
-    rounded; ``capability`` is the compute capability of the GPU that multiplies, None for a CPU.
+    rounded; ``capability`` is the compute capability of the GPU that multiplies, None for a CPU. The ``schedule`` is
+    the mode's over the whole of k where none is given; ``elements`` counts those of the result.
 
     Examples
     --------
@@ -210,44 +275,65 @@ def error_bound(
     '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
     """
     fmt = operand_format(mode, compute_dtype)
-    accumulator = compute_dtype.accumulator.format
+    acts = compute_dtype.is_single_precision
+    accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
         condition = f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates"
         return ErrorBound(0.0, 0.0, 0.0, k, "exact", "", condition, unconditional=True)
-    rounds = fmt is not accumulator and compute_dtype.is_single_precision
+    rounds = fmt is not accumulator and acts
+    rounded = (rounds and not a_exact, rounds and not b_exact)
     out = None if out_dtype.format is accumulator else out_dtype.format
-    operands = (rounds and not a_exact) + (rounds and not b_exact)
-    scaled = k if kernel.scales_float16 and operands and fmt is FLOAT16 else 0
+    scaled = k if acts and any(rounded) and scales_rows(mode, kernel) else 0
     components = 2 if compute_dtype.is_complex else 1
-    how = _summation(k, kernel, fmt, accumulator, components, capability)
-    as_rounded = _TRUNCATED_TF32 if kernel.cuts_tf32 and fmt is TF32 else fmt
-    rounding = _Rounding(as_rounded, operands, out, scaled)
-    relative = _relative(rounding, how)
+    schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
+    how = _summation(schedule, kernel, fmt, accumulator, components, capability)
+    is_split = acts and row(mode).parts > 1 and any(rounded)
+    # Parts are rounded before, and nothing is left to cut.
+    cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
+    rounding = _Rounding(_TRUNCATED_TF32 if cuts else fmt, sum(rounded), out, scaled)
+    size = confidence(max(elements, 1) * max(how.terms, 1))
+    if is_split:
+        of_sum = _depth_of_sum(kernel, fmt, accumulator, components, capability)
+        error = split_error(
+            row(mode), rounded, schedule, of_sum, accumulator,
+            growth=how.growth, scaled_over=scaled, size=size,
+        )  # fmt: skip
+    else:
+        error = _plain_error(rounding, how, size)
+    norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
     operand_loss, term_loss, out_loss = _underflow(rounding, how)
+    operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
+    last = [out.unit_roundoff if out else 0.0, norms_loss]
+    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
     carried = min(1 + relative, FLOAT64.largest) * how.components
-    narrow = bool(operands) and not scaled and fmt.emax < accumulator.emax
+    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
     return ErrorBound(
         relative,
         carried * operand_loss,
         carried * (how.terms * term_loss + out_loss),
         k,
-        _formula(rounding, how),
+        error.formula,
         _absolute_text(operand_loss, term_loss, out_loss, accumulator),
         _condition(rounding, accumulator),
-        not narrow,
+        unconditional=not narrow,
+        probable=probable,
+        by_norms=bool(scaled),
     )
 
 
-def _relative(rounding: _Rounding, how: _Sum) -> float:
-    """Return the relative bound of one component."""
-    factors = [how.growth * gamma(how.depth, how.accumulator)]
-    factors += [rounding.loss] * rounding.operands
-    if rounding.out:
-        factors.append(rounding.out.unit_roundoff)
-    # The product of 1 + x, less 1, without losing the digits of a small x.
-    return expm1(sum(map(log1p, factors)))
+def _joint(*errors: float) -> float:
+    """Return the product of 1 + x, less 1, without losing the digits of a small x."""
+    return expm1(sum(map(log1p, errors)))
+
+
+def _plain_error(rounding: _Rounding, how: _Sum, size: float) -> RelativeError:
+    """Return the relative error of a product of whole operands, before it is rounded to the result's format."""
+    operands = [rounding.loss] * rounding.operands
+    sums = how.depth.worst(how.accumulator), how.depth.probable(how.accumulator, size)
+    worst, probable = (_joint(how.growth * x, *operands) for x in sums)
+    return RelativeError(worst, probable, _formula(rounding, how))
 
 
 def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
@@ -259,13 +345,33 @@ def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
     fmt = rounding.operand
     operand = fmt.smallest_subnormal / 2 if rounding.operands and not rounding.scaled_over else 0.0
     out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
+    # Taking the scales back may leave a subnormal number of the accumulator.
+    out += how.accumulator.smallest_subnormal if rounding.scaled_over else 0.0
     if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
         return operand, 0.0, out
     if how.flushes:
         smallest = how.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
+    if how.cuts:
+        # The result of a group, by up to the spacing; more than its terms, which are cut below that.
+        return operand, 2 * how.accumulator.smallest_subnormal, out
     # Half of float64's spacing is no float64.
     return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+
+
+def _aligned_early(rounding: _Rounding, how: _Sum, parts: int) -> tuple[float, float, float]:
+    """Return what tensor cores lose because they align subnormal factors like the smallest normal number.
+
+    Relative to the norms, per element of an operand, per element of C. Of parts, each is multiplied by all of the other
+    operand's, which together are less than one part more than the first.
+    """
+    if not how.cuts:
+        return 0.0, 0.0, 0.0
+    cut = parts * how.growth * how.depth.worst(how.accumulator)
+    if rounding.scaled_over:
+        return cut * _SCALED_NORMAL * sqrt(rounding.scaled_over), 0.0, 0.0
+    smallest = rounding.operand.smallest_normal
+    return 0.0, cut * smallest, cut * how.terms * smallest**2
 
 
 def _formula(rounding: _Rounding, how: _Sum) -> str:
@@ -275,9 +381,9 @@ def _formula(rounding: _Rounding, how: _Sum) -> str:
         scaled = f" + 2^-39 sqrt({rounding.scaled_over})" if rounding.scaled_over else ""
         square = "^2" if rounding.operands == 2 else ""
         factors.append(f"(1 + 2^-{rounding.operand.precision}{scaled}){square}")
-    if how.depth:
+    if how.depth.count:
         growth = "sqrt(2) " if how.components == 2 else ""
-        factors.append(f"(1 + {growth}gamma_{how.depth})")
+        factors.append(f"(1 + {growth}gamma_{how.depth.count})")
     if rounding.out:
         factors.append(f"(1 + 2^-{rounding.out.precision})")
     if not factors:
@@ -295,14 +401,15 @@ def _absolute_text(
         parts.append(f"{_power(operand_loss)} per element of an operand")
     if term_loss >= accumulator.smallest_normal:
         parts.append(f"{_power(term_loss)} per product (units that count subnormals as zero)")
-    if out_loss:
+    if out_loss > accumulator.smallest_subnormal:
         parts.append(f"{_power(out_loss)} per element of the result")
     return ", ".join(parts)
 
 
 def _power(value: float) -> str:
-    """Return a power of two as text: ``2^-25``."""
-    return f"2^{frexp(value)[1] - 1}"
+    """Return the power of two that is not below a number as text: ``2^-25``."""
+    mantissa, exponent = frexp(value)
+    return f"2^{exponent - (mantissa == 0.5)}"
 
 
 def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import DType, NumberFormat
+from lowprec.formats import FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
-from lowprec.planning.tensor_cores import tensor_cores_multiply
+from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 #: Stands for a format where integers are multiplied.
 INT8 = "int8"
@@ -30,6 +34,7 @@ class Summation(Enum):
 
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
+    PAIRS = "bfloat16 vector instructions, pairs of products"
     TENSOR_CORES = "tensor cores"
 
 
@@ -41,6 +46,7 @@ class KernelRow:
     units: str  # what it runs on, for people
     executor: str  # function from a plan to its executor, as "module:function"
     blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
+    micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # what to say where the device has it not
@@ -56,9 +62,11 @@ class KernelRow:
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
     matrix_vector: bool = False  # runs real products of a matrix and a vector only
+    concatenates: bool = False  # products of parts run as one, the parts side by side
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
+    emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch
@@ -83,6 +91,13 @@ class Capabilities:
     compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
     workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
+    bytes_per_second: float = 0.0  # of its memory, where it is known
+    source: str = ""  # of the figures, where the device was not asked and its plans are predictions
+
+    @property
+    def predicted(self) -> bool:
+        """Whether these are the figures of a model that need not be there."""
+        return bool(self.source)
 
     @property
     def has_float8(self) -> bool:
@@ -91,14 +106,15 @@ class Capabilities:
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
+        if fmt == FLOAT64.name:
+            return kernel.cost_per_flop * float64_cost(self.compute_capability)
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
             return kernel.cost_per_flop
         return cost
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
+class KernelChoice(NamedTuple):
     """A kernel, why the more welcome ones were passed over, and which one takes what it cannot treat."""
 
     kernel: KernelRow

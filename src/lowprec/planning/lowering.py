@@ -29,6 +29,9 @@ _FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
+#: Rows with which int8 kernels are found that there are not for fewer (PyTorch's ``_int_mm`` asks for 17 and more).
+_PADDED_ROWS = 32
+
 
 def reads_k_contiguous(data: DType) -> bool:
     """Whether kernels for this type need both operands contiguous along k and aligned to 16 bytes throughout."""
@@ -66,7 +69,7 @@ class _Terms:
 
     plan: GemmPlan
     aligned: bool
-    fuse: bool
+    pad_rows: bool
 
     @property
     def problem(self) -> GemmProblem:
@@ -88,7 +91,7 @@ class _Terms:
     @property
     def summed_in(self) -> DType:
         """Element type of the sums, and of alpha and beta."""
-        return DType.FLOAT32 if self.as_real else self.plan.compute_dtype.accumulator
+        return DType.FLOAT32 if self.as_real else self.plan.accumulator
 
     @property
     def as_real(self) -> bool:
@@ -99,18 +102,30 @@ class _Terms:
     def k_contiguous(self) -> bool:
         return reads_k_contiguous(self.data)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the product."""
+        if self.pad_rows and self.data is DType.INT8:
+            return max(self.layout.m, _PADDED_ROWS)
+        return self.layout.m
 
-def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True) -> CublasLtCall:
+
+def lower(
+    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False
+) -> CublasLtCall:
     """Return what cuBLASLt is asked for by a plan for it, whose result has elements and whose ``k`` is not 0.
 
     ``aligned`` says that the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples
-    of 16 bytes; ``fuse``, that the call itself may add and activate.
+    of 16 bytes; ``fuse``, that the call itself may add and activate; ``pad_rows``, that products of int8 have 32 rows
+    or more.
     """
-    terms = _Terms(plan, aligned, fuse)
+    terms = _Terms(plan, aligned, pad_rows)
     problem, layout = terms.problem, terms.layout
     a, b = _operand(terms, "a"), _operand(terms, "b")
     addend = _addend(terms)
     staged = tuple(_reasons_to_stage(terms, a, b, addend))
+    if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
+        staged = (Reason.of(Why.NO_FUSED_ALGORITHM),)
     c, d = (None, _temporary(terms, b)) if staged else (addend, _result(terms))
     swapped = d.order == "row"
     first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
@@ -193,14 +208,15 @@ def _reason_to_pack(
         extents.append(terms.layout.n)
     if not terms.aligned or any(x % step for x in extents):
         return Reason.of(Why.READ_IN_STEPS, data=terms.data, step=step)
+    if name == "a" and terms.rows != terms.layout.m:
+        return Reason.of(Why.PADDED_ROWS, data=terms.data, rows=terms.rows)
     return None
 
 
 def _pack(
     terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int
 ) -> Pack:
-    rounded = terms.plan.rounded[name == "b"]
-    scaled = rounded and terms.data is DType.FLOAT16 and terms.plan.kernel_row.scales_float16
+    scaled = terms.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
     if terms.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
@@ -212,7 +228,9 @@ def _pack(
     # The 8-bit types may be mixed: each operand keeps its own.
     keeps_dtype = terms.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else terms.data
-    padded_rows = _padded(rows, dtype_written) if terms.k_contiguous and name == "b" else rows
+    padded_rows = max(rows, terms.rows) if name == "a" and terms.k_contiguous else rows
+    if name == "b" and terms.k_contiguous:
+        padded_rows = _padded(rows, dtype_written)
     # Powers of two are kept per product, so that scaled matrices are not shared.
     shared = not any(stack.batch_strides) and not scaled
     batch = () if shared else terms.layout.batch_shape
@@ -254,9 +272,9 @@ def _temporary(terms: _Terms, b: _Operand) -> MatrixStack:
     if b.pack and terms.k_contiguous:
         columns = b.pack.padded_rows
     leading = _padded(columns, terms.summed_in)
-    m, batch = terms.layout.m, terms.layout.batch_shape
-    strides = contiguous_strides(batch, m * leading)
-    return MatrixStack(terms.summed_in, m, columns, leading, 1, batch, strides, "row", leading)
+    rows, batch = terms.rows, terms.layout.batch_shape
+    strides = contiguous_strides(batch, rows * leading)
+    return MatrixStack(terms.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
 def _reasons_to_stage(
@@ -277,6 +295,8 @@ def _reasons_to_stage(
         yield Reason.of(Why.SCALED_OPERANDS)
     if b.pack and terms.k_contiguous and b.pack.padded_rows != b.pack.rows:
         yield Reason.of(Why.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)
+    if terms.rows != terms.layout.m:
+        yield Reason.of(Why.PADDED_ROWS, data=terms.data, rows=terms.rows)
     if terms.k_contiguous and out.order == "col":
         yield Reason.of(Why.ROWS_ONLY, data=terms.data)
     if terms.as_real and (
@@ -295,8 +315,6 @@ def _in_steps(stack: MatrixStack) -> bool:
 def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reason]:
     """Yield why the epilogue cannot be fused."""
     problem, out = terms.problem, terms.layout.out
-    if not terms.fuse and (problem.has_beta or problem.bias or problem.activation):
-        yield Reason.of(Why.NO_FUSED_ALGORITHM)
     if problem.has_beta:
         fits = c is not None and c.dtype is terms.out_dtype and c.order == out.order
         if c is not None and terms.k_contiguous:

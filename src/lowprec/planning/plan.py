@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
-from lowprec.modes import MathMode, ResolvedMode
-from lowprec.planning.bounds import ErrorBound
-from lowprec.planning.calls import CublasLtCall
+from lowprec.modes import MathMode, ResolvedMode, row
+from lowprec.planning.bounds import ErrorBound, scales_rows
 from lowprec.planning.kernels import Capabilities, KernelRow
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
+from lowprec.planning.schedule import Product
+
+if TYPE_CHECKING:  # what only cuBLASLt, or who prints a plan, needs is imported then
+    from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.roofline import Roofline
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy that is made because of where or how an array lies."""
 
     operand: str  # "a", "b" or "out"
@@ -31,8 +34,7 @@ class Copy:
         return rendering.copy_reason(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A mode that ``rtol`` considered."""
 
     mode: MathMode
@@ -40,18 +42,6 @@ class Candidate:
     cost: float  # expected time; 1 is numpy.matmul on float32
     accepted: bool  # whether this is the mode that runs
     why: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One matrix product of a plan's schedule: ``sum (+)= 2^exponent * a_part[:, k] @ b_part[k, :]``."""
-
-    a_part: int  # part of the operand; 0 is the leading one
-    b_part: int
-    k_start: int  # range of the inner dimension
-    k_stop: int
-    exponent: int = 0
-    accumulates: bool = False  # added to the sum of the products before it; the first one is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +55,8 @@ class GemmPlan:
         Of the device.
     mode : MathMode
         In force.
+    scheme : MathMode
+        The mode that it stands for: another one where the mode is ``fp32_emulated``.
     mode_has_effect : bool
         Whether the mode changes anything for these element types.
     layout : GemmLayout
@@ -109,6 +101,7 @@ class GemmPlan:
     problem: GemmProblem
     capabilities: Capabilities
     mode: MathMode
+    scheme: MathMode
     mode_has_effect: bool
     layout: GemmLayout
     compute_dtype: DType
@@ -138,21 +131,53 @@ class GemmPlan:
         return self.kernel_row.name
 
     @property
+    def accumulator(self) -> DType:
+        """Element type in which products are summed, and the epilogue is computed."""
+        return row(self.scheme).accumulator(self.compute_dtype)
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """In how many parts ``a`` and ``b`` are multiplied."""
+        return (
+            1 + max(product.a_part for product in self.schedule),
+            1 + max(max(j for _, j in product.pairs) for product in self.schedule),
+        )
+
+    @property
+    def scaled(self) -> tuple[bool, bool]:
+        """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
+        a, b = self.rounded
+        scales = scales_rows(self.scheme, self.kernel_row)
+        return scales and a, scales and b
+
+    @property
+    def k_chunk(self) -> int:
+        """Length of the pieces of k in which the leading product runs."""
+        return max(x.k_stop - x.k_start for x in self.schedule if x.pairs == ((0, 0),))
+
+    @property
     def parts(self) -> int:
         """How many parts of each operand the products multiply."""
-        return self.kernel_row.parts * (1 + max(product.a_part for product in self.schedule))
+        return self.kernel_row.parts * max(self.split)
 
     @property
     def products(self) -> int:
         """Matrix products that the kernel runs: one per pair of parts, and on tile units four real ones per complex."""
-        row = self.kernel_row
-        real = row.products_per_complex if self.compute_dtype.is_complex else 1
-        return len(self.schedule) * row.parts**2 * real
+        kernel = self.kernel_row
+        real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
+        return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
 
     @property
     def arithmetic_intensity(self) -> float:
         """Flops per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """The least time that the device's peak rate and bandwidth allow; None where they are not known."""
+        from lowprec.planning.roofline import roofline  # only who prints a plan needs it
+
+        return roofline(self)
 
     # In words, for people and for JSON.
 

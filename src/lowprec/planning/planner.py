@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError, UnsupportedError
-from lowprec.formats import ComputeType, DType, NumberFormat
-from lowprec.modes import MathMode, mode_names, row
+from lowprec.formats import FLOAT16, FLOAT32, ComputeType, DType, NumberFormat
+from lowprec.modes import TABLE, MathMode, mode_names, row
 from lowprec.planning.advice import advise
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds, operand_format
-from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
+from lowprec.planning.costs import expected_cost
+from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import (
     GemmLayout,
     OperandSpec,
@@ -20,10 +22,14 @@ from lowprec.planning.layout import (
     gemm_layout,
     stacked_layout,
 )
-from lowprec.planning.lowering import lower
-from lowprec.planning.plan import Copy, GemmPlan, Product
+from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.schedule import Product, make_schedule
+from lowprec.planning.split_bounds import chunk_for
+
+if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+    from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
 
@@ -47,25 +53,24 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         raise ModeError(
             f"the mode {mode} is not available in this version; choose one of: {mode_names()}"
         )
+    if mode is MathMode.FP32_EMULATED:
+        return replace(_emulated(problem, capabilities), mode=mode)
     compute_dtype = common_dtype(problem, capabilities)
     out_dtype = result_dtype(problem, compute_dtype)
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
-    if compute_dtype is DType.INT8 and layout.k > MAX_K_INT8:
-        raise UnsupportedError(
-            f"int8 operands with k = {layout.k}: sums of more than {MAX_K_INT8} products may leave int32; "
-            "split the inner dimension"
-        )
+    _check_sums(compute_dtype, layout.k, problem.k_chunk)
     fmt = operand_format(mode, compute_dtype)
     a_exact, b_exact = _is_exact(problem.a, fmt), _is_exact(problem.b, fmt)
     has_effect = compute_dtype.is_single_precision
     rounded = (has_effect and not a_exact, has_effect and not b_exact)
-    schedule = _schedule(mode, rounded, layout)
     choice = choose_kernel(
         format_name(fmt), capabilities, layout,
-        is_complex=compute_dtype.is_complex, products=len(schedule),
+        is_complex=compute_dtype.is_complex,
+        products=len(make_schedule(row(mode), rounded, layout.k, problem.k_chunk)),
     )  # fmt: skip
     kernel = choice.kernel
+    schedule = _schedule(mode, rounded, layout, problem.k_chunk, capabilities, kernel)
     if kernel.is_cublaslt:
         layout = _with_addend_in_reach(problem, layout)
     compute_type, multiplied = _compute(mode, compute_dtype)
@@ -73,6 +78,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         problem=problem,
         capabilities=capabilities,
         mode=mode,
+        scheme=mode,
         mode_has_effect=has_effect,
         layout=layout,
         compute_dtype=compute_dtype,
@@ -92,12 +98,21 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         advice=(),
         bound=error_bound(
             mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=a_exact, b_exact=b_exact,
-            capability=capabilities.compute_capability,
+            capability=_capability(kernel, capabilities),
+            schedule=schedule, elements=layout.batch_count * layout.m * layout.n,
         ),
     )  # fmt: skip
-    call = lower(plan) if kernel.is_cublaslt and plan.flops else None
+    call = _call(plan)
     copies = _copies_of_call(call) if kernel.is_cublaslt else _copies(plan)
     return replace(plan, call=call, copies=copies, advice=_advice(plan, call))
+
+
+def _call(plan: GemmPlan) -> CublasLtCall | None:
+    if not (plan.kernel_row.is_cublaslt and plan.flops):
+        return None
+    from lowprec.planning.lowering import lower
+
+    return lower(plan)
 
 
 def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
@@ -128,19 +143,67 @@ def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
     """Return what cuBLASLt is allowed, and the element type of what it multiplies."""
     if not compute_dtype.is_single_precision:
         return compute_dtype.compute_type, compute_dtype
-    return row(mode).compute_type, row(mode).data or compute_dtype
+    found = row(mode)
+    if found.widens:
+        return found.compute_type, found.accumulator(compute_dtype)
+    return found.compute_type, found.data or compute_dtype
+
+
+def _capability(kernel: KernelRow, capabilities: Capabilities) -> tuple[int, int] | None:
+    """Return the compute capability of the tensor cores that sum, or are imitated; None where there are none."""
+    return kernel.emulates.capability if kernel.emulates else capabilities.compute_capability
 
 
 def _schedule(
-    mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout
+    mode: MathMode,
+    rounded: tuple[bool, bool],
+    layout: GemmLayout,
+    k_chunk: int | None,
+    capabilities: Capabilities,
+    kernel: KernelRow,
 ) -> tuple[Product, ...]:
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
-    products: list[Product] = []
-    for i, j in row(mode).pairs:
-        if (rounded[0] or i == 0) and (rounded[1] or j == 0):
-            exponent = -row(mode).part_exponent * (i + j)
-            products.append(Product(i, j, 0, layout.k, exponent, accumulates=bool(products)))
-    return tuple(products)
+    found, capability = row(mode), _capability(kernel, capabilities)
+    if k_chunk is None and capability and any(rounded) and found.parts > 1:
+        elements = layout.batch_count * layout.m * layout.n
+        k_chunk = chunk_for(layout.k, found.operand_format.name, capability, elements)
+    return make_schedule(found, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
+
+
+def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
+    """Raise if a sum may leave its type, or is to be taken apart and cannot be."""
+    if compute_dtype is DType.INT8 and k > MAX_K_INT8:
+        raise UnsupportedError(
+            f"int8 operands with k = {k}: sums of more than {MAX_K_INT8} products may leave int32; "
+            "split the inner dimension"
+        )
+    if k_chunk is not None and compute_dtype.bits == 8:
+        raise UnsupportedError(
+            f"k_chunk is {k_chunk}, but the operands are {compute_dtype}, whose sums are not taken apart; leave it out"
+        )
+
+
+def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
+    """Return the plan of the fastest scheme whose bound is no worse than that of ``fp32``, which is one of them.
+
+    Its parts hold every bit of a float32, too: what a split loses does not average out, as the rounding errors do of
+    which ``fp32``'s bound is made. Schemes in float16 are none: their bounds are of norms, since rows are scaled, and
+    ``fp32`` bounds every element. What depends on ``NVIDIA_TF32_OVERRIDE`` is none.
+    """
+    best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
+    if not fp32.mode_has_effect:
+        return fp32
+    for found in TABLE:
+        fmt = found.operand_format
+        holds_all = found.parts > 1 and found.parts * fmt.precision >= FLOAT32.precision
+        if not holds_all or found.uses_tf32 or fmt is FLOAT16:
+            continue
+        with suppress(UnsupportedError):
+            plan = plan_gemm(problem, capabilities, found.mode)
+            as_exact = plan.bound.relative <= fp32.bound.relative
+            if as_exact and expected_cost(plan) < expected_cost(best):
+                best = plan
+    return best
 
 
 def _is_exact(spec: OperandSpec, fmt: NumberFormat | None) -> bool:
@@ -152,7 +215,7 @@ def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
     """Return the copies that strides alone force upon a kernel; a conversion fills a new buffer anyway."""
     if plan.kernel_row.reads_any_strides:
         return ()
-    problem, layout, epilogue = plan.problem, plan.layout, plan.compute_dtype.accumulator
+    problem, layout, epilogue = plan.problem, plan.layout, plan.accumulator
     copies = []
     operands = (("a", problem.a, layout.a), ("b", problem.b, layout.b))
     for (name, spec, operand), rounded in zip(operands, plan.rounded, strict=True):

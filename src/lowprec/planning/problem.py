@@ -50,6 +50,7 @@ class GemmProblem:
     has_alpha: bool = False  # alpha is not 1
     has_beta: bool = False  # beta is not 0
     activation: Activation | None = None
+    k_chunk: int | None = None  # length of the pieces of k in which the leading product is summed
 
     @property
     def has_epilogue(self) -> bool:

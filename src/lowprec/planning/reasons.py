@@ -25,6 +25,7 @@ class Why(Enum):
     NOT_FINITE_IN_TWO_PARTS = (
         "an Inf or NaN in an operand: FP32 units with the same rounded operands"
     )
+    NOT_FINITE_IN_PARTS = "an element that comes out NaN or infinite is computed again, in FP32"
 
     # Why an operand is rewritten, or copied.
     OTHER_DTYPE = "{dtype} becomes {data}"
@@ -41,6 +42,7 @@ class Why(Enum):
     WRITTEN_IN_STEPS = "{data} kernels write in steps of {step} bytes"
     SCALED_OPERANDS = "the powers of two that scaled the operands are taken back"
     PADDED_COLUMNS = "columns are padded to multiples of {step}"
+    PADDED_ROWS = "rows are padded to {rows}: cuBLASLt has no {data} algorithm for fewer"
     ROWS_ONLY = "{data} kernels write rows"
     REAL_PRODUCT = "the product is made of real numbers"
     SEVERAL_PRODUCTS = "{products} products are summed"

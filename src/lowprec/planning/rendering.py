@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
 from lowprec.planning.kernels import KernelRow, format_name
-from lowprec.planning.reasons import Reason
+from lowprec.planning.reasons import Reason, Why
 from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
     from lowprec.formats import ComputeType, DType, NumberFormat
+    from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
+    from lowprec.planning.roofline import Roofline
 
-WIDTH = 100
+WIDTH = 80
 
 Row = tuple[str, str]
+
+_PREDICTION = (
+    "no device was asked, so the algorithm and its units are not known; "
+    "peak rate and bandwidth by the {source}"
+)
 
 
 def to_text(plan: GemmPlan) -> str:
@@ -47,10 +55,17 @@ def title(plan: GemmPlan) -> str:
 def _rows(plan: GemmPlan) -> Iterator[Row]:
     """Yield the table's rows in the order of the questions: which mode, what runs, at what cost, how exact."""
     yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
+    if plan.capabilities.predicted:
+        yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
     yield from _mode_rows(plan)
     yield "a becomes", plan.a_becomes
     yield "b becomes", plan.b_becomes
     yield "products", _products(plan)
+    if plan.k_chunk < plan.layout.k:
+        yield (
+            "k chunk",
+            f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}",
+        )
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
@@ -64,6 +79,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "copy", f"{copy.operand}, {_quantity(copy.nbytes, 'B')}: {copy.reason}"
     flops, moved = _quantity(plan.flops, "flop"), _quantity(plan.bytes_moved, "B")
     yield "work", f"{flops}, {moved} moved, {plan.arithmetic_intensity:.3g} flop/B"
+    if plan.roofline:
+        yield "roofline", _roofline(plan.roofline, plan.capabilities)
     yield from _bound_rows(plan)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
@@ -71,8 +88,27 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "advice", str(advice)
 
 
+def _roofline(found: Roofline, able: Capabilities) -> str:
+    """Return the least time and what it is made of."""
+    rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
+    return (
+        f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
+        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} beside it "
+        f"({_quantity(able.bytes_per_second, 'B')}/s){rewriting}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
 def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
     resolved = plan.resolved
+    if plan.scheme is not plan.mode:
+        yield "scheme", f"{plan.scheme}"
     if resolved is None:
         yield "mode", str(plan.mode)
     else:
@@ -82,6 +118,17 @@ def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
             yield "because", reason
     if plan.note:
         yield "note", plan.note
+    if resolved and resolved.emulates:
+        yield "emulates", _emulates(plan, resolved.emulates)
+
+
+def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
+    if plan.kernel_row.emulates:
+        return f"{architecture.label}'s tensor cores"
+    return (
+        f"nothing here: {architecture.label}'s tensor cores are imitated on the CPU, for the float16, bfloat16 and "
+        "tf32 numbers that they multiply"
+    )
 
 
 def _products(plan: GemmPlan) -> str:
@@ -136,6 +183,8 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     else:
         yield "error", f"at most {bound.relative:.3g} |A| |B| (Frobenius norms)"
         yield "because", bound.formula
+        chance = f"with probability {bound.probability}, by rounding errors of mean zero"
+        yield "probably", f"at most {bound.probable:.3g}, {chance}"
     if bound.absolute:
         yield "underflow", bound.absolute
     yield "provided", bound.condition
@@ -164,7 +213,8 @@ def to_dict(plan: GemmPlan) -> dict[str, Any]:
     A bound that is infinite becomes None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
-    derived = ("kernel", *WORDS, "fallbacks", "parts", "products", "arithmetic_intensity")
+    numbers = ("k_chunk", "parts", "products", "arithmetic_intensity", "roofline")
+    derived = ("kernel", *WORDS, "fallbacks", *numbers)
     return {**result, **{name: _plain(getattr(plan, name)) for name in derived}}
 
 
@@ -173,6 +223,8 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "__dataclass_fields__"):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, tuple | frozenset):
         return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, float) and not isfinite(value):
@@ -218,6 +270,8 @@ def _note(plan: GemmPlan) -> str:
 
 def _fallback(plan: GemmPlan) -> str:
     why = plan.kernel_row.fallback
+    if max(plan.split) > 1:
+        return str(Reason.of(Why.NOT_FINITE_IN_PARTS))
     return str(Reason.of(why)) if why and plan.fallback else ""
 
 
@@ -227,7 +281,7 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
     kernel = plan.kernel_row
     if plan.rounded[operand]:
-        text = row(plan.mode).inputs
+        text = row(plan.scheme).inputs
     elif dtype is plan.compute_dtype:
         text = f"{dtype}, as it is"
     else:
@@ -236,7 +290,7 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
         text += f", as the exact sum of {kernel.parts} bfloat16 parts"
     elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
         text += f", held in {kernel.holds_in}"
-    if pack and pack.scaled:
+    if plan.scaled[operand]:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
     if pack and pack.complex_as != "no":
         text += ", as a real matrix of twice the extents"

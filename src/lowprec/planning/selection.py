@@ -5,17 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, unique
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
 from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning.kernels import Capabilities, format_name
+from lowprec.planning.costs import expected_cost
+from lowprec.planning.kernels import Capabilities
 from lowprec.planning.plan import Candidate, GemmPlan
 from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
+
+
+@unique
+class Bound(str, Enum):
+    """What must be within ``rtol``."""
+
+    GUARANTEED = "guaranteed"  # for every data
+    PROBABLE = "probable"  # with a stated probability, where rounding errors have a mean of zero
+
+    def __str__(self) -> str:
+        return self.value
+
+    __hash__ = str.__hash__
+
+
+def check_bound(bound: object) -> Bound:
+    """Return the bound of this name; raise ModeError, with the names, if there is none."""
+    try:
+        return Bound(bound)
+    except ValueError:
+        names = " or ".join(repr(str(x)) for x in Bound)
+        raise ModeError(f"bound must be {names}, got {quoted(bound)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +66,23 @@ def select_mode(
     capabilities: Capabilities,
     rtol: float,
     excluded: frozenset[MathMode] = frozenset(),
+    bound: Bound = Bound.GUARANTEED,
 ) -> Selection:
-    """Return the cheapest mode on this device whose guaranteed relative error is at most ``rtol``.
+    """Return the cheapest mode on this device whose guaranteed, or probable, relative error is at most ``rtol``.
 
     That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``. Raises
     ModeError if ``rtol`` is no positive finite number, or no mode meets it; the message lists the bounds.
     """
-    return _select(problem, capabilities, check_rtol(rtol), excluded)
+    return _select(problem, capabilities, check_rtol(rtol), excluded, bound)
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _select(
-    problem: GemmProblem, capabilities: Capabilities, rtol: float, excluded: frozenset[MathMode]
+    problem: GemmProblem,
+    capabilities: Capabilities,
+    rtol: float,
+    excluded: frozenset[MathMode],
+    bound: Bound,
 ) -> Selection:
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
@@ -62,17 +91,16 @@ def _select(
     chosen: MathMode | None = None
     candidates = []
     for plan in plans:
-        why = _unsupported_reason(plan, rtol, excluded)
+        size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
+        why = _unsupported_reason(plan, size, rtol, excluded)
         accepted = why is None and chosen is None
         if accepted:
             chosen, why = plan.mode, Reason.of(Why.CHEAPEST)
         elif why is None:
             why = Reason.of(Why.NO_CHEAPER, chosen=chosen)
-        candidates.append(
-            Candidate(plan.mode, plan.bound.relative, costs[plan.mode], accepted, why)
-        )
+        candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why))
     if chosen is None:
-        raise ModeError(_no_mode(rtol, candidates, plans[0]))
+        raise ModeError(_no_mode(rtol, candidates, plans[0], bound))
     return Selection(chosen, tuple(candidates))
 
 
@@ -80,44 +108,30 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
     """Yield a plan for each mode to weigh: those that the device runs, or one for all where modes do not act."""
     first = plan_gemm(problem, capabilities, MathMode.FP32)
     for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
+        if mode is MathMode.FP32_EMULATED:
+            continue  # it is one of the others
         with suppress(UnsupportedError):
             yield plan_gemm(problem, capabilities, mode)
 
 
 def _unsupported_reason(
-    plan: GemmPlan, rtol: float, excluded: frozenset[MathMode]
+    plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]
 ) -> Reason | None:
     """Return why a mode cannot be taken, None if it can."""
     if plan.mode in excluded:
         return Reason.of(Why.EXCLUDED)
-    if plan.bound.relative > rtol:
+    if bound > rtol:
         return Reason.of(Why.BOUND_TOO_LARGE, rtol=rtol)
     if not plan.bound.unconditional:
         return Reason.of(Why.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
     return None
 
 
-def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan) -> str:
+def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan, bound: Bound) -> str:
     bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
+    verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
     dtype = "complex128" if plan.compute_dtype.is_complex else "float64"
     return (
-        f"no math mode guarantees rtol = {rtol:.3g} for {plan.compute_dtype} operands at k = {plan.layout.k}; "
+        f"no math mode {verb} rtol = {rtol:.3g} for {plan.compute_dtype} operands at k = {plan.layout.k}; "
         f"bounds: {bounds}. Use a larger rtol or {dtype} operands"
     )
-
-
-def expected_cost(plan: GemmPlan) -> float:
-    """Return the expected time in units of FP32 on the device: the kernel's, and rounding the operands.
-
-    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m. Only single precision has candidates that round.
-    """
-    row, layout = plan.kernel_row, plan.layout
-    each = plan.capabilities.cost_per_flop(row, format_name(plan.operand_format))
-    cost = each * len(plan.schedule)
-    if plan.call is not None:
-        # What is rewritten before and after the call is written and read.
-        moved = 2 * sum(copy.nbytes for copy in plan.copies)
-        return cost + moved * row.cost_per_byte / plan.flops
-    if any(plan.rounded) and layout.m and layout.n:
-        cost += row.cost_per_element * (1 / (2 * layout.m) + 1 / (2 * layout.n))
-    return cost

@@ -12,19 +12,23 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from threading import get_ident
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode
 from lowprec.policy.switches import NOTHING, Block, release
 
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+
 
 class Scope(Protocol):
     """What an entry belongs to."""
 
-    #: None for the guard.
     _mode: MathMode | None
+    _guards: bool
+    _emulates: Architecture | None
     #: None for all.
     _libraries: frozenset[str] | None
 
@@ -32,7 +36,7 @@ class Scope(Protocol):
 class Entry(Block):
     """One entry of a block; in a context, the innermost of a chain of open ones, which is never changed."""
 
-    __slots__ = ("guarded", "is_open", "mode", "origin", "outer", "scope", "statement")
+    __slots__ = ("emulates", "guarded", "is_open", "mode", "origin", "outer", "scope", "statement")
 
     def __init__(self, scope: Scope | None) -> None:
         self.layers = self.failures = NOTHING  # as Block has it; a block is entered often
@@ -43,6 +47,8 @@ class Entry(Block):
         self.mode: MathMode | None = None
         #: Whether one of the blocks is a guard.
         self.guarded = False
+        #: Of the innermost ``emulate``.
+        self.emulates: Architecture | None = None
         #: None before the block is entered.
         self.is_open: bool | None = None
         #: The entry of which this is a copy, for a chain from which one further out was taken away.
@@ -82,12 +88,13 @@ class Entry(Block):
             return self
         rest = entry.outer
         for kept in reversed(above):
-            mode = cast(Scope, kept.scope)._mode
+            scope = cast(Scope, kept.scope)
             copied = Entry(kept.scope)
             copied.origin = kept.origin or kept
             copied.outer = rest
-            copied.mode = mode or rest.mode
-            copied.guarded = mode is None or rest.guarded
+            copied.mode = scope._mode or rest.mode
+            copied.guarded = scope._guards or rest.guarded
+            copied.emulates = scope._emulates or rest.emulates
             rest = copied
         return rest
 
@@ -104,6 +111,9 @@ _ATTEMPTS = 9
 
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[Entry, None] = {}
+
+#: Told of every change of the scopes in a thread; ``lowprec.torch`` sets it.
+changed: Callable[..., None] | None = None
 
 #: Of the last ``__exit__`` that was looked up. A ``with`` statement does that right before it enters.
 prepared: Entry | None = None
@@ -135,6 +145,8 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
             innermost.set(outer)  # in short what _close does
             entry.is_open = False
             entry.statement = None
+            if changed is not None:
+                changed()
             return
         if not entry.is_open:  # looked up for its own sake: guard.__exit__()
             entry = innermost.get().of(scope) or _entered_elsewhere(scope)
@@ -190,4 +202,6 @@ def _close(entry: Entry) -> list[str]:
         held.pop(entry, None)
     entry.is_open = False
     entry.statement = None
+    if changed is not None:
+        changed()
     return told

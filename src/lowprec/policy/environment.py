@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
@@ -291,16 +291,7 @@ def refresh() -> None:
     _taken.clear()
 
 
-def changed_since_snapshot() -> tuple[str, ...]:
-    """Return the names of the variables that were read once and hold another text now."""
-    taken = _taken.get(None)
-    if taken is None:
-        return ()
-    return tuple(v.name for v in VARIABLES if v.read_once and v.text() != taken.texts[v.name])
-
-
-@dataclass(frozen=True, slots=True)
-class VariableRow:
+class VariableRow(NamedTuple):
     """What ``info()`` tells about one variable.
 
     Parameters

@@ -55,6 +55,7 @@ class fp32_guard(PolicyScope):
     """
 
     __slots__ = ()
+    _guards = True
 
     def __init__(self, *, frameworks: Frameworks = None) -> None:
         self._mode = None

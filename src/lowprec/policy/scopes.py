@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
@@ -20,7 +20,10 @@ from lowprec.policy.controllers import controllers, known_modules, loaded_contro
 from lowprec.policy.decorators import decorated
 from lowprec.policy.entries import Entry, Exit, close_after_all, held, innermost
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import FLOOR, hold
+from lowprec.policy.switches import hold
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
@@ -99,6 +102,8 @@ class PolicyScope:
     __slots__ = ("_libraries", "_mode")
     _mode: MathMode | None
     _libraries: frozenset[str] | None
+    _guards: bool = False
+    _emulates: Architecture | None = None
 
     __exit__ = Exit()
 
@@ -116,9 +121,12 @@ class PolicyScope:
             entry.scope = self
             entry.outer = outer = innermost.get()
             entry.mode = mode or outer.mode
-            entry.guarded = mode is None or outer.guarded
+            entry.guarded = self._guards or outer.guarded
+            entry.emulates = self._emulates or outer.emulates
             entry.is_open = True
             innermost.set(entry)
+            if entries.changed is not None:
+                entries.changed()
             if self._libraries is not _NO_LIBRARY and not sys.modules.keys().isdisjoint(
                 known_modules
             ):
@@ -187,7 +195,9 @@ class PolicyScope:
             return
         verb = "does not protect" if mode is None else "does not reach"
         told = [
-            f"{name} ({why})" for name, why in sorted(entry.failures.items()) if why is not FLOOR
+            f"{name} ({why.reason})"
+            for name, why in sorted(entry.failures.items())
+            if not why.is_guarded
         ]
         if told:
             warnings.warn(f"{self!r} {verb} {'; '.join(told)}", LowprecWarning, stacklevel=3)
@@ -210,7 +220,7 @@ class PolicyScope:
         'not loaded'
         """
         entry = innermost.get().of(self)
-        done = "protected" if self._mode is None else "set"
+        done = "protected" if self._guards else "set"
         rows = []
         for controller in controllers():
             reached, reason = self._state_of(controller, entry)
@@ -227,7 +237,7 @@ class PolicyScope:
         if entry is None:
             return False, "the block is not entered in this thread or task"
         if name in entry.failures:
-            return False, entry.failures[name]
+            return False, entry.failures[name].reason
         if name not in entry.layers:
             return False, "imported inside the block; the next entry finds it"
         if not entry.is_open:
@@ -251,5 +261,5 @@ def guarded_libraries() -> Callable[[str], bool] | None:
 def _covered_by(innermost_one: Entry) -> Callable[[str], bool]:
     """Return whether a guard among these blocks means a library, also one that was imported inside it."""
     open_ones = [entry.scope for entry in innermost_one.chain() if entry.scope is not None]
-    guards = [scope._libraries for scope in open_ones if scope._mode is None]
+    guards = [scope._libraries for scope in open_ones if scope._guards]
     return lambda name: any(libraries is None or name in libraries for libraries in guards)

@@ -7,17 +7,22 @@ The order is written in :func:`resolve` and nowhere else. The state is two thing
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
-from lowprec.policy import environment
+from lowprec.policy import entries, environment
 from lowprec.policy.entries import innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+
 #: What the guard lets pass. ``fp32_emulated`` is not among them: a bound as good as fp32's is a promise about the
 #: error, while the guard promises the arithmetic.
-FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC})
+FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
 
@@ -100,6 +105,8 @@ def set_math_mode(name: str | MathMode | None) -> None:
     """
     global _process_mode
     _process_mode = None if name is None else parse_mode(name)
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 def get_math_mode() -> MathMode:
@@ -162,7 +169,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     here = innermost.get()
     taken = environment.snapshot()
     try:
-        return _resolve(argument, here.guarded, here.mode, _process_mode, taken)
+        found = _resolve(argument, here.guarded, here.mode, _process_mode, taken)
     except TypeError:
         if argument is None or isinstance(argument, str):
             raise
@@ -170,6 +177,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
         raise ModeError(
             f"math_mode must be a name or a MathMode, got {type(argument).__name__}"
         ) from None
+    return found if here.emulates is None else _emulating(found, here.emulates)
 
 
 def overriding_mode() -> ResolvedMode | None:
@@ -183,10 +191,10 @@ def overriding_mode() -> ResolvedMode | None:
     >>> overriding_mode() is None
     True
     """
-    guarded, taken = innermost.get().guarded, environment.snapshot()
-    if not guarded and not taken.fp32_guard and taken.force_math_mode is None:
+    here, taken = innermost.get(), environment.snapshot()
+    if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None
-    return _impose(None, ModeSource.DEFAULT, guarded, taken)
+    return _emulating(_impose(None, ModeSource.DEFAULT, here.guarded, taken), here.emulates)
 
 
 def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
@@ -197,7 +205,9 @@ def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
     >>> finish(MathMode.BF16, ModeSource.RTOL).mode
     <MathMode.BF16: 'bf16'>
     """
-    return _impose(mode, source, innermost.get().guarded, environment.snapshot())
+    here = innermost.get()
+    found = _impose(mode, source, here.guarded, environment.snapshot())
+    return _emulating(found, here.emulates)
 
 
 # Everything that can change the answer is an argument, so the cached answers never go stale. A bound, since the
@@ -216,8 +226,9 @@ def _resolve(
         (ModeSource.PROCESS, process),
         (ModeSource.ENVIRONMENT, taken.math_mode),
     )
-    nothing = (ModeSource.DEFAULT, None)
-    source, asked = next((r for r in requests if r[1] is not None), nothing)
+    # No generator: an interrupt that strikes as one is thrown away would be lost.
+    made = [request for request in requests if request[1] is not None]
+    source, asked = made[0] if made else (ModeSource.DEFAULT, None)
     return _impose(asked, source, guarded, taken)
 
 
@@ -241,8 +252,13 @@ def _impose(
     if taken.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32
-    requested = next((m for m in (asked, decided) if m not in (None, mode)), None)
-    return ResolvedMode(mode, source, requested, tuple(reasons))
+    others = [m for m in (asked, decided) if m not in (None, mode)]
+    return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons))
+
+
+@functools.lru_cache(maxsize=1024)
+def _emulating(found: ResolvedMode, architecture: Architecture | None) -> ResolvedMode:
+    return replace(found, emulates=architecture)
 
 
 def _floor(

@@ -19,15 +19,21 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt_again, in_words
 from lowprec.policy.protocol import Controller, Tier
 
-#: Why a block did not lower a library's switches.
-FLOOR = "nothing lowers it while an fp32_guard is open"
 
+class NotSet(NamedTuple):
+    """Why a block did not set a library's switches; whether because a guard holds them."""
+
+    reason: str
+    is_guarded: bool = False
+
+
+FLOOR = NotSet("nothing lowers it while an fp32_guard is open", is_guarded=True)
 
 #: What the layers and the failures of a block are that has asked for nothing.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -40,7 +46,7 @@ class Block:
     ----------
     layers : mapping of str to _Layer
         By library: the layer of its switches.
-    failures : mapping of str to str
+    failures : mapping of str to NotSet
         By library: why it was not set.
     thread : int
         The thread that entered the block.
@@ -49,7 +55,7 @@ class Block:
     __slots__ = ("failures", "layers", "thread")
 
     layers: Mapping[str, _Layer]
-    failures: Mapping[str, str]
+    failures: Mapping[str, NotSet]
     thread: int
 
     def __init__(self) -> None:
@@ -154,12 +160,14 @@ def hold(
         Gets the name of a library, and says whether a guard of the caller's covers it.
     """
     layers: dict[str, _Layer] = {}
-    failures: dict[str, str] = {}
+    failures: dict[str, NotSet] = {}
     block.layers, block.failures = layers, failures
     with _lock:
         if _changing.locked():
-            why = "the block was entered by a finalizer or signal handler, while switches were being changed"
-            failures.update(dict.fromkeys((c.name for c in found), why))
+            why_not = NotSet(
+                "the block was entered by a finalizer or signal handler, while switches were being changed"
+            )
+            failures.update(dict.fromkeys((c.name for c in found), why_not))
             return
         with _changing:
             for controller in found:
@@ -167,15 +175,15 @@ def hold(
                 if is_guarded is not None and is_guarded(name):
                     failures[name] = FLOOR
                     continue
-                why_not = _try_to_join(block, layers, controller, mode, is_floor)
-                if why_not is not None:
-                    failures[name] = why_not
+                failure = _try_to_join(block, layers, controller, mode, is_floor)
+                if failure is not None:
+                    failures[name] = failure
             _settle_all()
 
 
 def _try_to_join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> str | None:
+) -> NotSet | None:
     try:
         return _join(block, layers, controller, mode, is_floor)
     except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be set
@@ -184,12 +192,12 @@ def _try_to_join(
     if own is None:
         return why_not
     _drop(block, layers, controller)
-    return in_words(own)
+    return NotSet(in_words(own))
 
 
 def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> str | None:
+) -> NotSet | None:
     """Have the block rely on a layer of this library's switches, or return why it does not."""
     if controller.name in layers:
         _drop(block, layers, controller)  # what an attempt before this has left
@@ -198,7 +206,7 @@ def _join(
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
-        return f"{controller.name} has no switch for {mode}"
+        return NotSet(f"{controller.name} has no switch for {mode}")
     now = controller.save()
     layer = stack[-1] if stack else None
     if (

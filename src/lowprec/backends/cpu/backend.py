@@ -11,10 +11,13 @@ from collections.abc import Callable
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import fp32_units
-from lowprec.backends.cpu.amx import executor as tiles
+from lowprec.backends.cpu.packed import executor as packed
+from lowprec.backends.cpu.packed import launch
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
+
+_BY_UNITS = (packed.execute, launch.execute)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -62,9 +65,9 @@ def stopwatch(arguments: Arguments) -> None:
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return whether this thread's last product ran on tile units; where a part of it fell back, it did not."""
-    by_tiles = isinstance(execute, functools.partial) and execute.func is tiles.execute
-    return ExecutionInfo(by_tiles and not tiles.fell_back())
+    """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
+    by_units = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    return ExecutionInfo(by_units and not (plan.fallback and packed.fell_back()))
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:

@@ -19,17 +19,29 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.amx import native
-from lowprec.backends.cpu.amx.native import F32, I8, I16, I32, compile_kernel, load, pointer, store
+from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.packed.native import (
+    F32,
+    I8,
+    I16,
+    I32,
+    compile_kernel,
+    load,
+    pointer,
+    store,
+)
 
-#: What is read and how it is rounded, by the names of `lowprec.formats`. A kernel is made from the position here.
+#: What is read and how it is rounded, by the names of `lowprec.formats`; None where the format holds all that is
+#: stored. A kernel is made from the position here.
 CASTS = (
     ("float32", "tf32"),
     ("float32", "bfloat16"),
     ("float32", "float16"),
     ("float32", None),
     ("float16", None),
+    ("float16", "bfloat16"),
     ("bfloat16", None),
+    ("bfloat16", "float16"),
     ("int8", None),
 )
 

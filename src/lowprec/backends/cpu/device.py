@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+from lowprec.architectures import Architecture
 from lowprec.arrays import Device
 from lowprec.backends.cpu import casting
-from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.planning import Capabilities
+from lowprec.policy.emulation import emulated
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return what this CPU and the installed libraries can do. Looked up once per process."""
-    return _capabilities()
+    """Return what this CPU and the installed libraries can do. Looked up once per process.
+
+    Inside ``emulate`` the kernels that imitate tensor cores come first.
+    """
+    architecture = emulated()
+    return _capabilities() if architecture is None else _emulating(architecture)
 
 
 @functools.cache
@@ -23,11 +30,18 @@ def _capabilities() -> Capabilities:
     return Capabilities("cpu", cpu_name(), KERNELS, features())
 
 
+@functools.cache
+def _emulating(architecture: Architecture) -> Capabilities:
+    from lowprec.backends.cpu.emulation.kernel_rows import kernels  # only who emulates needs them
+
+    real = _capabilities()
+    return replace(real, kernels=(*kernels(architecture), *real.kernels))
+
+
 def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
-        "amx_bf16": amx.is_available(),
-        "amx_int8": amx.is_available(),
+        **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
         "openblas": openblas() is not None,
         "numba": casting.has_kernels(),
     }

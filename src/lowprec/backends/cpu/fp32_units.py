@@ -1,7 +1,8 @@
 """Products on the ordinary floating-point units: rounded as the mode says, multiplied in FP32 or FP64.
 
 Every plan can run here. A product of two rounded operands is exact in the FP32 fused multiply-add up to the rounding
-of the sum, so these are the numbers of the tile units within the rounding of the accumulation.
+of the sum, so these are the numbers of the tile units within the rounding of the accumulation. Where operands are
+split, an element that comes out NaN or infinite is computed again in FP32, from the operands as they are.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, gemm
+from lowprec.backends.cpu import gemm, splitting
+from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
-from lowprec.formats import FLOAT32, DType, NumberFormat
+from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow, Product
 
@@ -41,7 +43,7 @@ def _blas(kernel: KernelRow) -> gemm.Blas:
 def rounding_format(plan: GemmPlan) -> NumberFormat | None:
     """Return the format to which the mode rounds the operands, None where they stay as they are."""
     fmt = plan.operand_format
-    return fmt if plan.mode_has_effect and fmt is not FLOAT32 else None
+    return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
 
 
 def _is_plain(plan: GemmPlan) -> bool:
@@ -50,7 +52,9 @@ def _is_plain(plan: GemmPlan) -> bool:
     return (
         plan.compute_dtype in _BLAS_DTYPES
         and problem.a.dtype is problem.b.dtype is plan.out_dtype
+        and plan.accumulator is plan.compute_dtype
         and rounding_format(plan) is None
+        and len(plan.schedule) == 1
         and not problem.has_epilogue
         and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
     )
@@ -83,7 +87,7 @@ def with_epilogue(
     plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]
 ) -> None:
     """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
-    dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
+    dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
     if stacks.out.dtype == dtype and stacks.c is None:
         multiply(stacks.out)
@@ -104,71 +108,55 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
         return
-    if plan.schedule == (Product(0, 0, 0, a.shape[-1], exponent=0, accumulates=False),):
+    if len(plan.schedule) == 1 and plan.split == (1, 1) and not any(plan.scaled):
         with contextlib.ExitStack() as stack:
-            x, y = _rounded((a, b), out.dtype, rounding_format(plan), stack)
+            x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
             multiply(x, y, out)
         return
     with contextlib.ExitStack() as stack:
-        parts_a = _parts(plan, a, 1 + max(x.a_part for x in plan.schedule), out.dtype, stack)
-        parts_b = _parts(plan, b, 1 + max(x.b_part for x in plan.schedule), out.dtype, stack)
+        split_a = _split(plan, a, 0, out.dtype, stack)
+        split_b = _split(plan, b, 1, out.dtype, stack)
         for product in plan.schedule:
-            x = parts_a[product.a_part][..., product.k_start : product.k_stop]
-            y = parts_b[product.b_part][..., product.k_start : product.k_stop, :]
+            x = split_a.parts[product.a_part][..., product.k_start : product.k_stop]
+            y = split_b.parts[product.b_part][..., product.k_start : product.k_stop, :]
             _add_product(multiply, product, x, y, out)
+        splitting.unscale(out, split_a, split_b)
+    if max(plan.split) > 1:
+        _mend(multiply, a, b, out)
+
+
+def _split(
+    plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
+) -> Split:
+    """Return an operand (0 for ``a``, 1 for ``b``) as the plan splits it."""
+    fmt = rounding_format(plan)
+    axis = (-1, -2)[operand] if plan.scaled[operand] else None
+    return splitting.split(x, dtype, row(plan.scheme), fmt, plan.split[operand], axis, stack)
+
+
+def _mend(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
+    """Put FP32's own NaN and infinities where the sum of the products is not finite."""
+    lost = ~np.isfinite(out)
+    if not lost.any():
+        return
+    with contextlib.ExitStack() as stack:
+        x, y = splitting.rounded((a, b), out.dtype, None, stack)
+        product = stack.enter_context(scratch(out.shape, out.dtype))
+        multiply(x, y, product)
+        np.copyto(out, product, where=lost)
 
 
 def _add_product(
     multiply: Callable[[Any, Any, Any], None], product: Product, x: Any, y: Any, out: Any
 ) -> None:
-    """Compute ``out (+)= 2^exponent * x @ y``."""
+    """Compute ``out (+)= factor * x @ y``."""
     with contextlib.ExitStack() as stack:
         term = out
         if product.accumulates:
             term = stack.enter_context(scratch(out.shape, out.dtype))
         multiply(x, y, term)
         with np.errstate(all="ignore"):
-            if product.exponent:
-                term *= term.dtype.type(2.0**product.exponent)
+            if product.factor != 1:
+                term *= term.dtype.type(product.factor)
             if product.accumulates:
                 out += term
-
-
-def _parts(
-    plan: GemmPlan, x: Any, count: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
-) -> list[Any]:
-    """Return ``x`` in ``dtype`` as the mode splits it: each part is what the parts before leave, scaled and rounded."""
-    fmt = rounding_format(plan)
-    parts = _rounded((x,), dtype, fmt, stack)
-    if count > 1:
-        rest = stack.enter_context(scratch(x.shape, dtype))
-        rest[...] = x
-        factor = dtype.type(2.0 ** row(plan.mode).part_exponent)
-    with np.errstate(all="ignore"):
-        while len(parts) < count:
-            rest -= parts[-1]
-            rest *= factor
-            parts += _rounded((rest,), dtype, fmt, stack)
-    return parts
-
-
-def _rounded(
-    arrays: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    fmt: NumberFormat | None,
-    stack: contextlib.ExitStack,
-) -> list[Any]:
-    """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
-    results, pairs = [], []
-    for x in arrays:
-        if x.dtype == dtype and fmt is None:
-            results.append(x)
-            continue
-        # In the order in which the source lies, so that both are passed through in sequence.
-        turned = abs(x.strides[-2]) < abs(x.strides[-1])
-        shape = x.swapaxes(-1, -2).shape if turned else x.shape
-        out = stack.enter_context(scratch(shape, dtype))
-        results.append(out.swapaxes(-1, -2) if turned else out)
-        pairs.append((x, results[-1]))
-    casting.cast(pairs, fmt)
-    return results

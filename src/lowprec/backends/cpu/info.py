@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import cpuinfo, openblas, threads
-from lowprec.backends.cpu.amx import tile_gemm as amx
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 from lowprec.policy import environment
 
 
 def info() -> dict[str, Any]:
     """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
-    obstacle, library = amx.obstacle(), openblas.openblas()
+    no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
-    if obstacle:
+    if no_tiles:
+        modes = "modes" if obstacle(AVX512_BF16) else "modes other than bf16"
         warnings.append(
-            f"{obstacle}: modes round the operands and multiply in FP32, which is not faster than fp32"
+            f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32"
         )
     if library is None and sys.platform != "darwin":
         warnings.append(

@@ -12,17 +12,19 @@ from dataclasses import replace
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation, Why
 
+_MICRO_KERNELS = "lowprec.backends.cpu.packed.micro_kernels"
+
 _TILES = KernelRow(
     name="",
     units="",
-    executor="lowprec.backends.cpu.amx.executor:prepare",
+    executor="lowprec.backends.cpu.packed.executor:prepare",
     cost_per_element=130.0,
     summation=Summation.TILES,
     products_per_complex=4,
     reads_any_strides=True,
     single_product=True,
     # Below these, most of what the kernel does is padding.
-    minimum_elements=20_000,
+    minimum_elements=8_000,
     minimum_elements_complex=100_000,
     minimum_k=16,
     minimum_extent_complex=64,
@@ -33,6 +35,7 @@ AMX_BF16 = replace(
     name="amx_bf16",
     units="bfloat16 tile units (AMX)",
     formats=frozenset({"bfloat16"}),
+    micro_kernel=f"{_MICRO_KERNELS}:AMX_BF16",
     requires="amx_bf16",
     missing="no bfloat16 tile units (AMX)",
     instruction_sets=("avx512_bf16", "amx_tile", "amx_bf16"),
@@ -46,6 +49,8 @@ AMX_BF16_PAIR = replace(
     units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
     formats=frozenset({"tf32", "float16"}),
     cost_per_flop=0.35,
+    # These take the long way to the kernel, since it may decline.
+    minimum_elements=20_000,
     parts=2,
     fallback=Why.NOT_FINITE_IN_TWO_PARTS,
 )
@@ -55,6 +60,7 @@ AMX_INT8 = replace(
     name="amx_int8",
     units="int8 tile units (AMX)",
     formats=frozenset({"int8"}),
+    micro_kernel=f"{_MICRO_KERNELS}:AMX_INT8",
     requires="amx_int8",
     missing="no int8 tile units (AMX)",
     instruction_sets=("amx_tile", "amx_int8"),
@@ -74,6 +80,34 @@ GEMV = KernelRow(
     single_product=True,
     matrix_vector=True,
     minimum_elements=20_000,
+)
+
+#: Bfloat16 parts of TF32 and float16 values would not pay here: four products at half the cost of one in FP32.
+AVX512_BF16 = replace(
+    _TILES,
+    name="avx512_bf16",
+    units="bfloat16 vector units (AVX512-BF16)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_BF16",
+    formats=frozenset({"bfloat16"}),
+    requires="avx512_bf16",
+    missing="no bfloat16 vector units (AVX512-BF16)",
+    instruction_sets=("avx512_bf16",),
+    minimum_elements=0,
+    minimum_k=0,
+    cost_per_flop=0.48,
+    summation=Summation.PAIRS,
+)
+
+AVX512_VNNI = replace(
+    AVX512_BF16,
+    name="avx512_vnni",
+    units="int8 vector units (AVX512-VNNI)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_VNNI",
+    formats=frozenset({"int8"}),
+    requires="avx512_vnni",
+    missing="no int8 vector units (AVX512-VNNI)",
+    instruction_sets=("avx512_vnni",),
+    cost_per_flop=0.23,
 )
 
 #: numpy.matmul on the rounded operands.
@@ -98,4 +132,4 @@ OPENBLAS = replace(
     minimum_batch_flops=3_000_000,
 )
 
-KERNELS = (GEMV, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, OPENBLAS, NUMPY)
+KERNELS = (GEMV, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, OPENBLAS, NUMPY)

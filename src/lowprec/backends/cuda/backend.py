@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from math import prod
 
@@ -10,9 +9,9 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.executor import GemmExecutor
-from lowprec.backends.cuda.kernel_rows import KERNELS
+from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
     AlgorithmTiming,
     Arguments,
@@ -21,45 +20,14 @@ from lowprec.backends.execution import (
     Stopwatch,
     resolve,
 )
-from lowprec.formats import DType
+from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.strides import contiguous_strides
-
-#: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
-_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
-_LARGE_SINCE = (9, 0)
-
-#: Peak rate of 16-bit tensor cores over memory bandwidth, by the data sheets of V100, A100 and H100; (capability from
-#: which it holds, flops per byte), the newest first.
-_FLOPS_PER_BYTE = (((9, 0), 295.0), ((8, 0), 201.0), ((0, 0), 139.0))
-
-#: Dense flops per clock and multiprocessor (white papers of V100, A100 and H100).
-_FLOPS_PER_CLOCK: dict[tuple[int, int], dict[str, int]] = {
-    (7, 0): {"float32": 128, "float64": 64, "float16": 1024},
-    (8, 0): {"float32": 128, "float64": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float32": 256, "float64": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
-}  # fmt: skip
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return what a GPU can do. Looked up once per device."""
-    return _capabilities(runtime.properties(device.index))
-
-
-@functools.lru_cache(maxsize=64)
-def _capabilities(found: runtime.DeviceProperties) -> Capabilities:
-    intensity = next(rate for since, rate in _FLOPS_PER_BYTE if found.capability >= since)
-    clock = found.multiprocessors * found.clock_khz * 1e3
-    peak = _FLOPS_PER_CLOCK.get(found.capability, {}) if clock else {}
-    return Capabilities(
-        device=f"cuda:{found.index}",
-        name=found.name,
-        kernels=KERNELS,
-        flops_per_byte=intensity,
-        compute_capability=found.capability,
-        workspace_bytes=_LARGE_WORKSPACE if found.capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
-        peak_tflops=tuple((name, rate * clock / 1e12) for name, rate in peak.items()),
-    )
+    return present(runtime.properties(device.index))
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -87,9 +55,14 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
         info = executor.invocation(arguments).info
         call = executor.lowered(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
-    if not executor.fuses:
-        why = "no algorithm adds or activates here: a kernel does, on a staged product"
-        rows.append(("fallback", why))
+    if (
+        plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
+        and info.uses_tensor_cores is False
+    ):
+        why = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
+        rows.append(("note", why))
+    if executor.fallback:
+        rows.append(("fallback", executor.fallback))
     elif call != plan.call:
         why = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", why))
@@ -107,16 +80,17 @@ def algorithm_text(info: AlgorithmInfo) -> str:
 
 def units_text(info: AlgorithmInfo) -> str:
     """Return in words what multiplies, as the algorithm's numerical implementation flags tell it."""
-    used = "tensor cores" if info.uses_tensor_cores else "no tensor cores"
-    return f"{info.units} on {info.input_type}, summed in {info.accumulator}: {used}"
+    words = {True: ": tensor cores", False: ": no tensor cores", None: ""}
+    used = words[info.uses_tensor_cores]
+    return f"{info.units} on {info.input_type}, summed in {info.accumulator}{used}"
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
-    last = execute.last if isinstance(execute, GemmExecutor) else None
-    if last is None:
+    if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
         return ExecutionInfo(None)
-    return ExecutionInfo(last.info.uses_tensor_cores, algorithm_text(last.info))
+    words = filter(None, (algorithm_text(last.info), execute.fallback))
+    return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
@@ -157,7 +131,8 @@ def reset() -> None:
     timing.release()
     memory.release()
     autotune.forget()
-    _capabilities.cache_clear()
+    forget_refusals()
+    present.cache_clear()
 
 
 def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:

@@ -21,11 +21,16 @@ from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, Unsupp
 
 # ``cublasStatus_t``.
 _ALLOC_FAILED = 3
+_INVALID_VALUE = 7
+_ARCH_MISMATCH = 8
 _NOT_SUPPORTED = 15
 
-#: Errors by status; every other status is a :class:`BackendError`.
+#: Errors by status; every other status is a :class:`BackendError`. What cuBLASLt does not compute it refuses as
+#: "invalid value" in some versions, as "not supported" in others.
 _ERRORS: dict[int, type[LowprecError]] = {
     _ALLOC_FAILED: DeviceMemoryError,
+    _INVALID_VALUE: UnsupportedError,
+    _ARCH_MISMATCH: UnsupportedError,
     _NOT_SUPPORTED: UnsupportedError,
 }
 
@@ -42,7 +47,7 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
     """Raise what goes wrong in the block as lowprec's errors; ``doing`` is asked for words only then."""
     try:
         yield
-    except LowprecError:
+    except (LowprecError, Warning):  # the latter where a filter makes errors of them
         raise
     except Exception as error:
         raise translate(error, doing()) from error
@@ -279,6 +284,8 @@ class AlgorithmInfo:
         Instruction that multiplies, as the numerical implementation flags tell it.
     input_type, accumulator : str
         What that instruction reads, and what it sums in.
+    uses_tensor_cores : bool or None
+        Whether the instruction is one of the tensor cores'; None where the flags do not tell.
     """
 
     id: int
@@ -290,11 +297,7 @@ class AlgorithmInfo:
     units: str
     input_type: str
     accumulator: str
-
-    @property
-    def uses_tensor_cores(self) -> bool:
-        """Whether the instruction is one of the tensor cores'."""
-        return self.units in _TENSOR_CORE_UNITS
+    uses_tensor_cores: bool | None
 
 
 #: ``cublasLtNumericalImplFlags_t``: the instruction, the accumulator and the input, by bit.
@@ -304,7 +307,8 @@ _INPUTS = {
     16: "float16", 17: "bfloat16", 18: "tf32", 19: "float32", 20: "float64", 21: "int8",
     22: "float8_e4m3fn", 23: "float8_e5m2",
 }  # fmt: skip
-_TENSOR_CORE_UNITS = frozenset({"HMMA", "IMMA", "DMMA"})
+#: All bits of instructions, and those of the tensor cores', newer ones included.
+_INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
 def _named(flags: int, names: Mapping[int, str]) -> str:
@@ -331,6 +335,7 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
         units=_named(flags, _UNITS),
         input_type=_named(flags, _INPUTS),
         accumulator=_named(flags, _ACCUMULATORS),
+        uses_tensor_cores=bool(flags & _TENSOR_CORES) if flags & _INSTRUCTIONS else None,
     )
 
 

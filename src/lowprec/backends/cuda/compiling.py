@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import struct
 import threading
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from lowprec.backends.cuda import disk, runtime
 from lowprec.backends.cuda.libraries import libraries
@@ -54,25 +54,44 @@ _lock = threading.RLock()
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
-class Stream:
-    """A stream, as cuda.core wants to be told of it."""
+class _Arguments(NamedTuple):
+    """The arguments of one launch, 8 bytes each, and the address of the list of their addresses."""
 
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+    memory: array[int]
+    pointers: array[int]
+    address: int
 
 
 class Launch:
-    """A kernel with its grid and the arguments that never change, which follow the addresses.
+    """A kernel with its grid and its arguments, of which a call sets only what varies.
 
-    It is compiled, by :func:`kernel`, at the first call.
+    The kernel takes addresses, then what never changes, then factors. It is compiled, by :func:`kernel`, at the first
+    call.
+
+    Parameters
+    ----------
+    name, file, definitions, device
+        Of :func:`kernel`.
+    grid : int
+    block : tuple of int
+    addresses : int
+        How many.
+    constants : sequence of int
+    factors : int
+        How many, float64.
     """
 
-    __slots__ = ("_config", "_constants", "_core", "_kernel", "_made_of")
+    __slots__ = (
+        "_constants",
+        "_extents",
+        "_factors",
+        "_function",
+        "_idle",
+        "_kernel",
+        "_made_of",
+        "_queue",
+        "_set",
+    )
 
     def __init__(
         self,
@@ -82,25 +101,53 @@ class Launch:
         device: int,
         grid: int,
         block: tuple[int, ...],
-        constants: Iterable[int],
+        addresses: int,
+        constants: Sequence[int],
+        factors: int = 0,
     ) -> None:
-        self._core = libraries().core
         self._made_of = (name, file, definitions, device)
-        self._config = self._core.LaunchConfig(grid=(grid,), block=block)
-        self._constants = tuple(np.int64(x) for x in constants)
+        self._extents = (grid, 1, 1, *block, *(1,) * (3 - len(block)), 0)
+        self._constants = tuple(constants)
+        self._factors = (addresses, addresses + factors)
+        # What varies comes first in memory, so that one call sets it.
+        self._set = struct.Struct(f"{addresses}Q{factors}d").pack_into
+        #: Arguments that no thread is launching with.
+        self._idle: list[_Arguments] = []
         self._kernel: Any = None
+        self._function: Any = None
+        self._queue: Any = None
 
-    def __call__(self, stream: int, addresses: Iterable[int], *numbers: np.float64) -> None:
-        """Queue the kernel; ``numbers`` follow what never changes."""
+    def __call__(self, stream: int, *varying: float) -> None:
+        """Queue the kernel; ``varying`` are the addresses and the factors."""
         if self._kernel is None:
-            with runtime.relaxed_capture():  # loading is no part of what may be being captured
-                self._kernel = kernel(*self._made_of)
+            self._load()
         try:
-            self._core.launch(
-                Stream(stream), self._config, self._kernel, *addresses, *self._constants, *numbers
-            )
-        except Exception as error:
-            raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {error}") from error
+            arguments = self._idle.pop()
+        except IndexError:
+            arguments = self._describe()
+        self._set(arguments.memory, 0, *varying)
+        # The driver has copied the arguments when it returns.
+        (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
+        self._idle.append(arguments)
+        if status != 0:
+            raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {status.name}")
+
+    def _load(self) -> None:
+        with runtime.relaxed_capture():  # loading is no part of what may be being captured
+            found = kernel(*self._made_of)
+        driver = libraries().driver
+        self._function, self._queue = driver.CUfunction(int(found.handle)), driver.cuLaunchKernel
+        self._kernel = found
+
+    def _describe(self) -> _Arguments:
+        """Return new arguments, with what never changes set."""
+        first, end = self._factors
+        memory = array("q", [0] * end + list(self._constants))
+        base, size = memory.buffer_info()[0], memory.itemsize
+        order = [*range(first), *range(end, len(memory)), *range(first, end)]
+        # The driver knows how many there are; the zero shows a list of another length.
+        pointers = array("Q", [*(base + size * i for i in order), 0])
+        return _Arguments(memory, pointers, pointers.buffer_info()[0])
 
 
 def pick_blocks(wanted: int, device: int) -> int:

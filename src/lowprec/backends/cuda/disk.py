@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import importlib
 import json
 import os
@@ -51,7 +50,24 @@ def cache_directory() -> Path | None:
             "install it with: pip install platformdirs, or set LOWPREC_CACHE_DIR to a folder"
         )
         return None
-    return Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
+    try:
+        found = Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
+    except (
+        RuntimeError,
+        OSError,
+        KeyError,
+    ) as error:  # there is no home, or the system does not tell
+        _warn_once(f"lowprec has no cache on disk: {error}; {_OWN_FOLDER}")
+        return None
+    if (
+        not found.is_absolute()
+    ):  # "~" stays where there is no home, and would be a folder of that name
+        _warn_once(
+            f"lowprec has no cache on disk, since the system's folder for caches, {found}, would lie in whichever "
+            f"folder is the current one; {_OWN_FOLDER}"
+        )
+        return None
+    return found
 
 
 def read_bytes(name: str) -> bytes | None:
@@ -118,10 +134,14 @@ def write_bytes(name: str, data: bytes) -> None:
     try:
         _make_folder(path.parent)
         write_file(path, lambda file: file.write(data), mode=0o600)
-    except OSError as error:
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # the latter where links, or parent folders, go round in a circle
+        words = getattr(error, "strerror", None) or error
         _warn_once(
-            f"lowprec cannot write to its cache {cache_directory()} ({error.strerror or error}), so what it holds "
-            "lasts for this process only; set LOWPREC_CACHE_DIR to a folder that it may write"
+            f"lowprec cannot write to its cache {cache_directory()} ({words}), so what it holds lasts for this "
+            "process only; set LOWPREC_CACHE_DIR to a folder that it may write"
         )
 
 
@@ -167,6 +187,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-@functools.cache
+#: What was warned of in this process.
+_warned: set[str] = set()
+
+
 def _warn_once(text: str) -> None:
-    warnings.warn(text, LowprecWarning, stacklevel=4)
+    """Warn, also where a filter makes an error of it, at the first time only."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, LowprecWarning, stacklevel=4)

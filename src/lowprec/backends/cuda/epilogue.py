@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from lowprec.backends.cuda.batching import (
     LaunchBatch,
@@ -28,6 +27,8 @@ from lowprec.planning.batches import Dimension, coalesce
 _THREADS = 256
 _VECTOR_BYTES = 16
 _EXPONENT_BYTES = 4
+#: Real and imaginary parts of alpha and beta.
+_FACTORS = 4
 
 #: Queues the work: addresses of product, out, c, bias, row and column exponents (0 for what there is not), alpha, beta,
 #: and a stream.
@@ -56,6 +57,8 @@ class Epilogue:
     scaled : bool
         Whether the product is divided by 2^e, e the sum of two exponents (int32), one per row, one per column of each
         matrix.
+    product_rows : int
+        Of each matrix of the product, with padding; 0 for those of ``out``.
     """
 
     product_dtype: DType
@@ -65,6 +68,7 @@ class Epilogue:
     bias: OperandSpec | None = None
     activation: Activation | None = None
     scaled: bool = False
+    product_rows: int = 0
 
 
 #: Which stride of a dimension is whose: the product's, out's, c's, and the bias's or exponents'.
@@ -94,7 +98,7 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     """Return the batch, the rows and the columns, coalesced."""
     out, c = spec.out, spec.c
     per_column = int(spec.bias is not None or spec.scaled)
-    product_stride = out.rows * spec.leading_dimension
+    product_stride = (spec.product_rows or out.rows) * spec.leading_dimension
     batch: list[Dimension] = []
     c_strides = c.batch_strides if c else (0,) * len(out.batch_shape)
     for extent, out_stride, c_stride in reversed(
@@ -164,25 +168,20 @@ class _EpilogueLaunch:
         beta: complex,
         stream: int,
     ) -> None:
-        given = (
-            *((product, out, c) if self._has_c else (product, out)),
-            *((bias,) if self._has_bias else ()),
-            *((row_exponents, col_exponents) if self._scaled else ()),
-        )
-        addresses = [x + offset for x, offset in zip(given, self._offsets, strict=True)]
+        given = [product, out]
+        if self._has_c:
+            given.append(c)
+        if self._has_bias:
+            given.append(bias)
+        if self._scaled:
+            given += row_exponents, col_exponents
+        addresses = [*map(add, given, self._offsets)]
         launch = self._any
         if self._fast is not None and not (addresses[0] | addresses[1]) & (_VECTOR_BYTES - 1):
             launch = self._fast
             if self._fast_with_c is not None and not addresses[2] & self._c_mask:
                 launch = self._fast_with_c
-        launch(
-            stream,
-            addresses,
-            np.float64(alpha.real),
-            np.float64(alpha.imag),
-            np.float64(beta.real),
-            np.float64(beta.imag),
-        )
+        launch(stream, *addresses, alpha.real, alpha.imag, beta.real, beta.imag)
 
 
 def _launch(
@@ -212,4 +211,8 @@ def _launch(
         definitions["BIAS"] = ELEMENT[spec.bias.dtype]
         constants += spec.bias.strides
     blocks = pick_blocks(-(-batch.count * rows[0] * -(-cols[0] // vector) // _THREADS), device)
-    return Launch("epilogue", "epilogue.cu", definitions, device, blocks, (_THREADS,), constants)
+    addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.scaled
+    return Launch(
+        "epilogue", "epilogue.cu", definitions, device, blocks, (_THREADS,), addresses, constants,
+        _FACTORS,
+    )  # fmt: skip

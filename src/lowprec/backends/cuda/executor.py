@@ -1,7 +1,7 @@
 """A plan ready to run on a GPU: how operands are packed, the products, and the epilogue.
 
-The plan decided all of it. What only a call knows is the alignment of its pointers: an invocation is made for each
-alignment that comes, and kept with the plan.
+The plan decided all of it. What only a call knows is the alignment of its pointers, and whether cuBLASLt takes the call
+at all: an invocation is made for each alignment that comes, and kept with the plan.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import autotune, handles, runtime
+from lowprec.arrays import ArrayView
+from lowprec.backends.cuda import autotune, handles, memory, runtime
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     Invocation,
@@ -35,6 +35,17 @@ _T = TypeVar("_T")
 #: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
 
+#: Ways to lower a plan, in the order in which they are tried where cuBLASLt refuses, with what is done then.
+_WAYS: tuple[tuple[dict[str, bool], str], ...] = (
+    ({}, ""),
+    ({"fuse": False}, "a kernel adds and activates, on a staged product"),
+    ({"fuse": False, "pad_rows": True}, "rows are padded, on a staged product"),
+)
+
+#: By plan, the way that cuBLASLt took, and its refusal of the ways before; for every executor of the plan.
+_refused: dict[GemmPlan, tuple[int, str]] = {}
+_MOST_REFUSED = 4096
+
 
 class GemmExecutor:
     """Executes a plan; safe to call from several threads at once.
@@ -47,39 +58,66 @@ class GemmExecutor:
 
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
-        self._lowered: dict[tuple[bool, bool], _LoweredPlan] = {}
-        #: Whether the call itself adds and activates; not where cuBLASLt turned out to have no algorithm that does.
-        self.fuses = True
+        self._lowered: dict[tuple[bool, int], _LoweredPlan] = {}
+        self._way, self._refusal = _refused.get(plan, (0, ""))
+        self._reads_8_bits = reads_k_contiguous(plan.compute_dtype)
         self._last = threading.local()
         self._plain: _LoweredPlan | None = None
 
     def __call__(self, arguments: Arguments) -> None:
         """Queue the product on the stream of its arguments."""
-        device = arguments.a.device
-        if runtime.current_device() == device.index:
+        device = arguments.a.device.index
+        if runtime.current_device() == device:
             plain = self._plain
-            if plain is None or not plain.run_plain(device.index, arguments):
+            if plain is None or not plain.run_plain(device, arguments):
                 self._run(device, arguments)
             return
-        with runtime.on_device(device.index):
+        with runtime.on_device(device):
             self._run(device, arguments)
 
-    def _run(self, device: Device, arguments: Arguments) -> None:
-        self._last.invocation = self._or_unfused(arguments, lambda x: x.run(device, arguments))
+    def _run(self, device: int, arguments: Arguments) -> None:
         lowered = self.lowered(arguments)
+        try:
+            self._last.invocation = lowered.run(device, arguments)
+        except UnsupportedError as error:
+            self._last.invocation = self._otherwise(
+                arguments, lambda x: x.run(device, arguments), error
+            )
+            lowered = self.lowered(arguments)
         if lowered.is_plain:
             self._plain = lowered
 
-    def _or_unfused(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        """Use the plan with a fused epilogue; where cuBLASLt has no algorithm for that, the plan without."""
-        lowered = self.lowered(arguments)
+    def _as_it_can(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
         try:
-            return use(lowered)
-        except UnsupportedError:
-            if not (lowered.fuses and lowered.adds_or_activates):
-                raise
-            self.fuses = False
-        return use(self.lowered(arguments))
+            return use(self.lowered(arguments))
+        except UnsupportedError as error:
+            return self._otherwise(arguments, use, error)
+
+    def _otherwise(
+        self, arguments: Arguments, use: Callable[[_LoweredPlan], _T], refusal: UnsupportedError
+    ) -> _T:
+        """Use the plan in the first other way that cuBLASLt takes, which it has from now on; ``refusal`` if none."""
+        tried = [self.lowered(arguments).call]
+        for way in range(self._way + 1, len(_WAYS)):
+            lowered = self.lowered(arguments, way)
+            if lowered.call in tried:
+                continue
+            tried.append(lowered.call)
+            try:
+                found = use(lowered)
+            except UnsupportedError:
+                continue
+            self._way, self._refusal = way, str(refusal)
+            if len(_refused) >= _MOST_REFUSED:
+                _refused.clear()
+            _refused[self.plan] = (way, str(refusal))
+            return found
+        raise refusal
+
+    @property
+    def fallback(self) -> str:
+        """What is done since cuBLASLt refused the plan as it is, and its words; empty if it did not."""
+        return f"{_WAYS[self._way][1]}: {self._refusal}" if self._way else ""
 
     @property
     def last(self) -> Invocation | None:
@@ -90,8 +128,7 @@ class GemmExecutor:
 
     def invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run, without running it; the device is current, and the plan has a call."""
-        device = arguments.a.device
-        return self._or_unfused(arguments, lambda x: x.first_invocation(device, arguments))
+        return self._as_it_can(arguments, lambda x: x.first_invocation(arguments))
 
     def tune(
         self,
@@ -100,52 +137,64 @@ class GemmExecutor:
         progress: Callable[[int, int], None] | None,
     ) -> tuple[autotune.Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
-        device = arguments.a.device
-        return self._or_unfused(
-            arguments, lambda x: x.tune(device, arguments, candidates, progress)
-        )
+        return self._as_it_can(arguments, lambda x: x.tune(arguments, candidates, progress))
 
-    def lowered(self, arguments: Arguments) -> _LoweredPlan:
-        """Return the plan as it is lowered for pointers such as these."""
-        views = [arguments.bias]
-        if reads_k_contiguous(self.plan.compute_dtype):
-            views += [arguments.a, arguments.b, arguments.out, arguments.c]
-        aligned = not any(x is not None and x.address % _STEP_BYTES for x in views)
-        key = (aligned, self.fuses)
+    def lowered(self, arguments: Arguments, way: int | None = None) -> _LoweredPlan:
+        """Return the plan as it is lowered for pointers such as these; in the way in force, or another."""
+        bits = arguments.bias.address if arguments.bias is not None else 0
+        if self._reads_8_bits:
+            bits |= arguments.a.address | arguments.b.address | arguments.out.address
+            bits |= arguments.c.address if arguments.c is not None else 0
+        key = (not bits % _STEP_BYTES, self._way if way is None else way)
         found = self._lowered.get(key)
         if found is None:
-            found = self._lowered.setdefault(key, _LoweredPlan(self.plan, *key))
+            made = _LoweredPlan(self.plan, arguments.a.device.index, *key)
+            found = self._lowered.setdefault(key, made)
         return found
+
+
+class _Term(NamedTuple):
+    """One product of the schedule: the call, and what each of them adds to addresses and has as factors."""
+
+    call: CublasLtCall
+    first: int
+    second: int
+    factor: float
+    kept: float
+    #: By the alignment of the pointers; terms of one length share them.
+    invocations: dict[int, Invocation]
 
 
 class _LoweredPlan:
     """A plan in cuBLASLt's words, with the invocations for the alignments seen so far."""
 
-    def __init__(self, plan: GemmPlan, aligned: bool, fuses: bool) -> None:
+    def __init__(self, plan: GemmPlan, device: int, aligned: bool, way: int) -> None:
         self._plan = plan
-        self.fuses = fuses
         call = plan.call
-        if call is not None and not (aligned and fuses):
-            call = lower(plan, aligned=aligned, fuse=fuses)
+        if call is not None and not (aligned and not way):
+            call = lower(plan, aligned=aligned, **_WAYS[way][0])
         #: None where the inner dimension is 0.
         self.call = call
-        #: By alignment, and length of the inner dimension where that is not the whole.
-        self._invocations: dict[int | tuple[int, int], Invocation] = {}
+        self._terms: list[_Term] = []
+        #: None where cuBLASLt reads and writes the caller's arrays.
+        self._staging: Staging | None = None
         self.last: Invocation | None = None
         #: Whether operands, result and nothing else are what a call is about, at any alignment.
         self.is_plain = False
-        self.adds_or_activates = False
-        self._is_staged = True
+        if call is None or call.staged or call.pack_a or call.pack_b:
+            self._staging = Staging(plan, call, device)
         if call is None:
             return
-        self.adds_or_activates = bool(call.c or call.epilogue != "DEFAULT")
-        self._is_staged = bool(call.staged or call.pack_a or call.pack_b)
+        by_length: dict[int, dict[int, Invocation]] = {}
+        for product in plan.schedule:
+            known = by_length.setdefault(product.k_stop - product.k_start, {})
+            self._terms.append(_term(call, plan.layout.k, product, known))
         #: All byte offsets, or-ed: the alignment that they leave.
         self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
         self._fuses_bias = "BIAS" in call.epilogue
         self._swapped = call.swapped
         self.is_plain = (
-            not self._is_staged
+            self._staging is None
             and call.c is None
             and not self._fuses_bias
             and not plan.problem.has_alpha
@@ -157,7 +206,7 @@ class _LoweredPlan:
         """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
         a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
         bits = ALIGNMENT_BYTES | a | b | d
-        invocation = self._invocations.get(bits & -bits)
+        invocation = self._terms[0].invocations.get(bits & -bits)
         if invocation is None:
             return False
         self.last = invocation
@@ -165,62 +214,63 @@ class _LoweredPlan:
         invocation.run_plain(handles.handle(device), arguments.stream, first, second, d)
         return True
 
-    def run(self, device: Device, arguments: Arguments) -> Invocation | None:
+    def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
-        call = self.call
-        if call is not None and not self._is_staged:
+        staging = self._staging
+        if staging is None:
             a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
-            return self._multiply(device, arguments, (a, b, out), self._plan.schedule[0])
-        # Blocks go back to the pool of their stream once the work is queued: later work there comes later.
-        with Staging(self._plan, call, device, arguments) as staged:
+            return self._multiply(device, arguments, a, b, out, self._terms[0])
+        # The block goes back to the pool of its stream once the work is queued: later work there comes later.
+        block = memory.allocate(staging.nbytes, arguments.a.device, arguments.stream)
+        try:
+            a, b, d = staging.fill(block.address, arguments)
             ran = None
-            if call is not None:
-                for product in self._plan.schedule:
-                    ran = self._multiply(device, arguments, staged.addresses(product), product)
-            staged.apply_epilogue(_alpha(arguments))
-        return ran
+            for term in self._terms:
+                ran = self._multiply(device, arguments, a, b, d, term)
+            staging.apply_epilogue(block.address, arguments, _alpha(arguments))
+            return ran
+        finally:
+            del block
 
     def _multiply(
-        self,
-        device: Device,
-        arguments: Arguments,
-        addresses: tuple[int, int, int],
-        product: Product,
+        self, device: int, arguments: Arguments, a: int, b: int, d: int, term: _Term
     ) -> Invocation:
         """Queue one product of the schedule."""
-        handle, stream = handles.handle(device.index), arguments.stream
-        call, operands = self._operands(arguments, addresses, product)
-        invocation = self._invocation(call, handle, stream, operands, product)
+        handle, stream = handles.handle(device), arguments.stream
+        operands = self._operands(arguments, a, b, d, term)
+        invocation = self._invocation(handle, stream, operands, term)
         invocation.run(handle, stream, operands)
         self.last = invocation
         return invocation
 
-    def first_invocation(self, device: Device, arguments: Arguments) -> Invocation:
+    def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run for the first product of the schedule."""
         assert self.call is not None
         # What will lie in memory of lowprec's own is aligned.
         a = 0 if self.call.pack_a else arguments.a.address
         b = 0 if self.call.pack_b else arguments.b.address
         d = 0 if self.call.staged else arguments.out.address
-        product = self._plan.schedule[0]
-        call, operands = self._operands(arguments, (a, b, d), product)
-        handle = handles.handle(device.index)
-        return self._invocation(call, handle, arguments.stream, operands, product)
+        operands = self._operands(arguments, a, b, d, self._terms[0])
+        handle = handles.handle(arguments.a.device.index)
+        return self._invocation(handle, arguments.stream, operands, self._terms[0])
 
     def tune(
         self,
-        device: Device,
         arguments: Arguments,
         candidates: int,
         progress: Callable[[int, int], None] | None,
     ) -> tuple[autotune.Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        assert self.call is not None
-        handle, stream = handles.handle(device.index), arguments.stream
-        product = self._plan.schedule[0]
-        with Staging(self._plan, self.call, device, arguments) as staged:
-            call, operands = self._operands(arguments, staged.addresses(product), product)
-            invocation = self._invocation(call, handle, stream, operands, product)
+        device, stream, term = arguments.a.device, arguments.stream, self._terms[0]
+        handle = handles.handle(device.index)
+        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
+        block = None
+        try:
+            if self._staging is not None:
+                block = memory.allocate(self._staging.nbytes, device, stream)
+                a, b, d = self._staging.fill(block.address, arguments)
+            operands = self._operands(arguments, a, b, d, term)
+            invocation = self._invocation(handle, stream, operands, term)
             before = invocation.algorithm
             try:
                 measured = autotune.tune(
@@ -228,56 +278,69 @@ class _LoweredPlan:
                 )
             finally:
                 invocation.use(before)
+        finally:
+            del block
         if measured:
             invocation.use(measured[0].algorithm)
         return measured
 
-    def _operands(
-        self, arguments: Arguments, addresses: tuple[int, int, int], product: Product
-    ) -> tuple[CublasLtCall, Operands]:
-        """Return the call for one product, and its addresses and factors in cuBLASLt's order.
+    def _operands(self, arguments: Arguments, a: int, b: int, d: int, term: _Term) -> Operands:
+        """Return the addresses and factors of one product in cuBLASLt's order.
 
         The caller's factors are those of a staged product's epilogue.
         """
-        whole = self.call
-        assert whole is not None
-        a, b, d = addresses
+        call = term.call
         scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
-        if whole.swapped:
+        if self._swapped:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a
-        call, first, second = whole.over(self._plan.layout.k, product.k_start, product.k_stop)
-        a += first * call.first.dtype.itemsize
-        b += second * call.second.dtype.itemsize
+        a += term.first
+        b += term.second
         if call.staged:
-            factor, kept = 2.0**product.exponent, float(product.accumulates)
-            return call, Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
+            return Operands(a, b, d, d, 0, scale_a, scale_b, term.factor, term.kept)
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
         beta = arguments.beta if call.c else 0.0
-        return call, Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
+        return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
-    def _invocation(
-        self, call: CublasLtCall, handle: int, stream: int, operands: Operands, product: Product
-    ) -> Invocation:
-        """Return the prepared call for pointers of this alignment and this length of the inner dimension."""
+    def _invocation(self, handle: int, stream: int, operands: Operands, term: _Term) -> Invocation:
+        """Return the prepared call for pointers of this alignment."""
         alignment = alignment_of(
             operands.first, operands.second, operands.c, operands.d, self._offset_bits
         )
-        length, plan = product.k_stop - product.k_start, self._plan
-        key = alignment if length == plan.layout.k else (alignment, length)
-        found = self._invocations.get(key)
+        found = term.invocations.get(alignment)
         if found is None:
+            plan = self._plan
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
-                call,
+                term.call,
                 alignment,
                 plan.capabilities.workspace_bytes,
                 operands,
                 lambda x: autotune.choose(x, handle, stream, operands),
                 lambda: f"{title(plan)}, {plan.compute_type}",
             )
-            found = self._invocations.setdefault(key, made)
+            found = term.invocations.setdefault(alignment, made)
         return found
+
+
+def _term(
+    whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]
+) -> _Term:
+    """Return a product of the schedule of a plan whose inner dimension is ``k``."""
+    parts = [
+        part * (pack.part_bytes if pack else 0)
+        for part, pack in ((product.a_part, whole.pack_a), (product.b_part, whole.pack_b))
+    ]
+    first, second = reversed(parts) if whole.swapped else parts
+    call, before_first, before_second = whole.over(k, product.k_start, product.k_stop)
+    return _Term(
+        call,
+        first + before_first * call.first.dtype.itemsize,
+        second + before_second * call.second.dtype.itemsize,
+        product.factor,
+        float(product.accumulates),
+        invocations,
+    )
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:
@@ -292,3 +355,8 @@ def _alpha(arguments: Arguments) -> complex:
         if isinstance(scale, float):
             alpha *= scale
     return alpha
+
+
+def forget_refusals() -> None:
+    """Ask cuBLASLt anew for what it refused."""
+    _refused.clear()

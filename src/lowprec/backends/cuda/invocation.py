@@ -253,14 +253,16 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     made: list[Descriptor] = []
     try:
         made.append(_operation(call, operands))
-        # Without an addend D stands for C, which is then not read.
-        for matrix in (call.first, call.second, call.c or call.d, call.d):
+        for matrix in (call.first, call.second, call.d):
             made.append(_layout(matrix, call.batch_count))
+        operation, first, second, d = made
+        # Without an addend D stands for C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
+        c = d if call.c in (None, call.d) else _layout(call.c, call.batch_count)
     except BaseException:
         for descriptor in made:
             descriptor.close()
         raise
-    return MatmulDescriptors(*made)
+    return MatmulDescriptors(operation, first, second, c, d)
 
 
 def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:

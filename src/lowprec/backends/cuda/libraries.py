@@ -15,16 +15,21 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by what they are for: ``runtime`` has devices, memory, streams and events, ``core`` the kernels."""
+    """Modules: ``runtime`` has devices, memory, streams, events; ``core`` makes kernels, ``driver`` launches them."""
 
     cublas_lt: Any
     cublas: Any
     runtime: Any
     core: Any
+    driver: Any = None
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core"
+    "nvmath.bindings.cublasLt",
+    "nvmath.bindings.cublas",
+    "cuda.bindings.runtime",
+    "cuda.core",
+    "cuda.bindings.driver",
 )
 
 _loaded: Libraries | None = None
@@ -68,18 +73,45 @@ def _load() -> Libraries:
 
 
 def _check_devices(runtime: Any) -> None:
+    """Raise unless there is a device that this process can use, with what CUDA itself says."""
     status, count = runtime.cudaGetDeviceCount()
-    if status == runtime.cudaError_t.cudaErrorInsufficientDriver:
-        raise DeviceError(
-            "no NVIDIA driver was found, or it is older than CUDA's runtime asks for; install or update it "
-            "(nvidia-smi shows the version), or keep the arrays in host memory"
-        )
     if status != runtime.cudaError_t.cudaSuccess or not count:
-        why = "none is visible" if not count else str(status)
-        raise DeviceError(
-            f"no usable NVIDIA GPU: {why}; look at nvidia-smi and at CUDA_VISIBLE_DEVICES, or keep the arrays in host "
-            "memory"
+        raise DeviceError(f"{_no_device(runtime, status)}, or keep the arrays in host memory")
+
+
+def _no_device(runtime: Any, status: Any) -> str:
+    """Return why there is no device, and what to do about it."""
+    errors = runtime.cudaError_t
+    if status in (errors.cudaSuccess, errors.cudaErrorNoDevice):
+        return (
+            "no usable NVIDIA GPU: none is visible; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
         )
+    if status == errors.cudaErrorInsufficientDriver:
+        # Of a driver that is missing the version is 0.
+        driver, wanted = (
+            _version(runtime.cudaDriverGetVersion()),
+            _version(runtime.cudaRuntimeGetVersion()),
+        )
+        if driver is None:
+            return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
+        return (
+            f"the NVIDIA driver is too old: it serves CUDA {driver}, and the packages that are installed are for CUDA "
+            f'{wanted}; update the driver, or install packages that it serves: pip install "lowprec[cuda12]"'
+        )
+    _, words = runtime.cudaGetErrorString(status)
+    text = f"{status.name}: {words.decode() if isinstance(words, bytes) else words}"
+    if status == errors.cudaErrorInitializationError:
+        return (
+            f"CUDA cannot be initialised ({text}), as in a process that was forked from one which had used CUDA; start "
+            'processes by multiprocessing\'s "spawn", look at nvidia-smi'
+        )
+    return f"the NVIDIA GPUs cannot be used ({text}); look at nvidia-smi"
+
+
+def _version(answer: tuple[Any, Any]) -> str | None:
+    """Return a version that the runtime tells, as words; None where it tells none."""
+    status, number = answer
+    return f"{number // 1000}.{number % 1000 // 10}" if not int(status) and number else None
 
 
 #: Before it there are no FP8 types, and descriptors lack attributes that are set here.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from lowprec.arrays import Device
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import DeviceMemoryError, LowprecError
 
 #: What a device may hold unused, and as much again of what was shared.
@@ -95,6 +97,10 @@ class _Pool:
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
+
+    def renew_lock(self) -> None:
+        """Forget who held the lock."""
+        self._lock = threading.RLock()
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -227,9 +233,13 @@ class _Pool:
             runtime.synchronize_event(first)
         self.release_finished()
 
+    def is_keeping(self) -> bool:
+        """Whether something is held for work that was queued."""
+        return any(list(self._kept.values()))
+
     def release_finished(self) -> None:
         """Let go of what the work that is done by now has needed."""
-        if not any(list(self._kept.values())):
+        if not self.is_keeping():
             return
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
@@ -321,6 +331,12 @@ def order(before: int, after: int, device: Device) -> None:
         pool.order(before, after)
 
 
+def synchronize(stream: int, device: Device) -> None:
+    """Wait on the host for what a stream holds now."""
+    with runtime.on_device(device.index), runtime.relaxed_capture():
+        runtime.synchronize_stream(stream)
+
+
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
     """Copy bytes between two addresses of the device, in the order of a stream."""
     if nbytes:
@@ -336,14 +352,15 @@ def hold(owners: Sequence[Any], device: Device) -> None:
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     """Hold objects until the work that a stream of a device holds now is done.
 
-    They are let go by a later call of this function or of :func:`release_finished`. More than 64 calls that are
-    still at work make the host wait for the first. While the stream is being captured, the objects stay for good. If
-    this raises, nothing tells when the work is done, and they stay until :func:`release`.
+    They are let go by a thread that waits for the work, or by a later call of this function. More than 64 calls that
+    are still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
+    If this raises, nothing tells when the work is done, and they stay until :func:`release`.
     """
     pool = _pool(device)
     pool.held[id(owners)] = owners
     with runtime.on_device(device.index):
         pool.keep(owners, stream)
+    _waiter.wake()
 
 
 def release_finished() -> None:
@@ -365,9 +382,34 @@ def _current_pools() -> list[tuple[int, _Pool]]:
     return [(device, pool) for (owner, device), pool in list(_pools.items()) if owner is current]
 
 
+def _look() -> bool:
+    """Let go of what is done, in a thread of lowprec's own; return whether there is more to wait for."""
+    more = False
+    for device, pool in _current_pools():
+        if pool.is_keeping():
+            runtime.use_device(device)
+            pool.release_finished()
+            more = more or pool.is_keeping()
+    return more
+
+
+_waiter = Waiter(_look)
+
+
+def _after_fork() -> None:
+    """Free the locks in a child: the thread that may have held one is not there."""
+    for pool in _pools.values():
+        pool.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @atexit.register
 def _wait_at_exit() -> None:
     """Let go of other libraries' arrays while these libraries are whole."""
+    _waiter.stop()
     if _pools:
         with contextlib.suppress(LowprecError):
             for device, pool in _current_pools():

@@ -180,17 +180,15 @@ class _PackingLaunch:
     def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
         source_offset, target_offset, exponents_offset = self._offsets
         source, target = source + source_offset, target + target_offset
-        addresses: tuple[int, ...] = (source, target)
-        if self._takes_exponents:
-            exponents += exponents_offset
-            addresses = (source, target, exponents)
+        exponents += exponents_offset
         if self.maxima is not None:
-            self.maxima(stream, (source, exponents))
-        fast = self._fast
-        if fast is not None and not (source & self._source_mask or target & self._target_mask):
-            fast(stream, addresses)
-        else:
-            self._any(stream, addresses)
+            self.maxima(stream, source, exponents)
+        launch = self._any
+        if self._fast is not None and not (
+            source & self._source_mask or target & self._target_mask
+        ):
+            launch = self._fast
+        launch(stream, *(source, target, exponents)[: self._addresses])
 
     def _launch(
         self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
@@ -213,7 +211,10 @@ class _PackingLaunch:
             *(shape.rows, shape.cols, shape.row_stride, shape.col_stride, *out),
             *(batch.count, *batch.extents, *batch.strides[0], *last),
         )
-        return Launch(name, "pack.cu", definitions, self._device, blocks, block, constants)
+        addresses = 2 if name == "pack_maxima" else self._addresses
+        return Launch(
+            name, "pack.cu", definitions, self._device, blocks, block, addresses, constants
+        )
 
     def _by_lines(self) -> None:
         """Adjacent threads take adjacent columns."""
@@ -226,8 +227,8 @@ class _PackingLaunch:
         if self._lines > 1:
             regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
         self._source_mask = self._target_mask = _VECTOR_BYTES - 1
-        self._takes_exponents = self._packing.scaled
-        if self._takes_exponents:
+        self._addresses = 3 if self._packing.scaled else 2
+        if self._packing.scaled:
             groups = -(-shape.out_cols // vector)
             across = min(_THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
             block = (across, _THREADS // across)
@@ -261,7 +262,7 @@ class _PackingLaunch:
         width = _TILE * target_word // self._out_bytes
         wanted = batch.count * -(-shape.out_rows // height) * -(-shape.out_cols // width)
         self._source_mask, self._target_mask = source_word - 1, target_word - 1
-        self._takes_exponents = True
+        self._addresses = 3
         self._any = self._launch("pack_tiles", wanted, _TILE_BLOCK, (0,))
         self._fast = self._launch("pack_tiles", wanted, _TILE_BLOCK, (1,)) if regular else None
         if self._packing.scaled:

@@ -103,6 +103,11 @@ def current_device() -> int:
     return index  # type: ignore[no-any-return]
 
 
+def use_device(index: int) -> None:
+    """Make a device the current one of this thread, for good: for threads of lowprec's own."""
+    _call("cudaSetDevice", index)
+
+
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
     """Make a device the current one of this thread for the length of a block."""

@@ -5,118 +5,109 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import memory, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda import runtime
+from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, prepare_epilogue
+from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, MatrixStack, Product
+from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
 
 _INT32_BYTES = 4
+#: Of what lies in one block.
+_ALIGNMENT_BYTES = 256
 
 
 class Staging:
-    """The temporary memory of one product, filled on entry.
+    """How the operands of a plan are packed and its product is written, described once for all calls.
+
+    One block of temporary memory has room for all: the packed operands, their exponents, the product.
 
     Parameters
     ----------
     plan : GemmPlan
     call : CublasLtCall or None
         None where the inner dimension is 0, and the product with it.
-    device : Device
+    device : int
         The current one.
-    arguments : Arguments
     """
 
-    def __init__(
-        self, plan: GemmPlan, call: CublasLtCall | None, device: Device, arguments: Arguments
-    ) -> None:
-        self._plan = plan
-        self._call = call
-        self._device = device
-        self._arguments = arguments
-        self._stream = arguments.stream
-        self._blocks: list[memory.Block] = []
-        self._product = 0
-        self._exponents = (0, 0)
-        self._operands = (0, 0)
-
-    def __enter__(self) -> Staging:
-        try:
-            self._fill()
-        except BaseException:
-            self._blocks.clear()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._blocks.clear()
-
-    def _fill(self) -> None:
-        call, layout, arguments = self._call, self._plan.layout, self._arguments
+    def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
+        layout = plan.layout
+        #: Of the block.
+        self.nbytes = 0
+        #: Where it must be zero, and how far.
+        self._zeros: list[tuple[int, int]] = []
+        #: Of ``a`` (0) or ``b`` (1), where in the block to, and where the exponents lie.
+        self._packings: list[tuple[int, Packer, int, int]] = []
+        self._operands: list[int | None] = [None, None]
+        self._exponents = [0, 0]
+        self._product: int | None = None
         if call is None:
-            dtype = self._plan.compute_dtype.accumulator
-            self._product = self._zeros(layout.batch_count * layout.m * layout.n * dtype.itemsize)
+            dtype = plan.accumulator
+            nbytes = layout.batch_count * layout.m * layout.n * dtype.itemsize
+            self._product = self._zero(nbytes)
+        else:
+            packs = (call.pack_a, call.pack_b)
+            if any(pack is not None and pack.scaled for pack in packs):
+                for i, (pack, rows) in enumerate(zip(packs, (layout.m, layout.n), strict=True)):
+                    scaled = pack is not None and pack.scaled
+                    room = self._room if scaled else self._zero
+                    self._exponents[i] = room(_INT32_BYTES * layout.batch_count * rows)
+            for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
+                if pack is not None:
+                    self._operands[i] = start = self._room(pack.nbytes)
+                    for x in packings(plan, stack, pack):
+                        launch = prepare_packing(x, device)
+                        part = start + x.part * pack.part_bytes
+                        self._packings.append((i, launch, part, self._exponents[i]))
+            if call.staged:
+                self._product = self._room(call.product_bytes)
+        self._write: EpilogueLauncher | None = None
+        if self._product is not None:
+            self._write = prepare_epilogue(epilogue(plan, call), device)
+
+    def _room(self, nbytes: int) -> int:
+        """Return where in the block so many bytes lie."""
+        start = self.nbytes
+        self.nbytes += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return start
+
+    def _zero(self, nbytes: int) -> int:
+        start = self._room(nbytes)
+        self._zeros.append((start, nbytes))
+        return start
+
+    def fill(self, block: int, arguments: Arguments) -> tuple[int, int, int]:
+        """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
+        stream = arguments.stream
+        for start, nbytes in self._zeros:
+            runtime.set_zero_async(block + start, nbytes, stream)
+        a, b = operands = (arguments.a.address, arguments.b.address)
+        for i, pack, start, exponents in self._packings:
+            pack(operands[i], block + start, block + exponents, stream)
+        packed_a, packed_b = self._operands
+        if packed_a is not None:
+            a = block + packed_a
+        if packed_b is not None:
+            b = block + packed_b
+        return a, b, arguments.out.address if self._product is None else block + self._product
+
+    def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex) -> None:
+        """Queue the writing of the result, where the product is staged; the operands' scales are in ``alpha``."""
+        if self._write is None or self._product is None:
             return
-        a, a_exponents = self._packed(arguments.a, layout.a, call.pack_a)
-        b, b_exponents = self._packed(arguments.b, layout.b, call.pack_b)
-        if a_exponents or b_exponents:
-            count = _INT32_BYTES * layout.batch_count
-            self._exponents = (
-                a_exponents or self._zeros(count * layout.m),
-                b_exponents or self._zeros(count * layout.n),
-            )
-        self._product = self._block(call.product_bytes) if call.staged else 0
-        self._operands = (a, b)
-
-    def addresses(self, product: Product) -> tuple[int, int, int]:
-        """Return where the parts of ``a`` and ``b`` lie that a product multiplies, and where it goes."""
-        call, (a, b) = self._call, self._operands
-        assert call is not None
-        a += product.a_part * (call.pack_a.part_bytes if call.pack_a else 0)
-        b += product.b_part * (call.pack_b.part_bytes if call.pack_b else 0)
-        return a, b, self._product or self._arguments.out.address
-
-    def _block(self, nbytes: int) -> int:
-        self._blocks.append(memory.allocate(nbytes, self._device, self._stream))
-        return self._blocks[-1].address
-
-    def _zeros(self, nbytes: int) -> int:
-        address = self._block(nbytes)
-        runtime.set_zero_async(address, nbytes, self._stream)
-        return address
-
-    def _packed(self, view: ArrayView, stack: MatrixStack, pack: Pack | None) -> tuple[int, int]:
-        """Return the addresses of an operand as it is multiplied, and of its rows' exponents (0 for none)."""
-        if pack is None:
-            return view.address, 0
-        rows = stack.cols if pack.transposed else stack.rows
-        exponents = self._block(_INT32_BYTES * rows * pack.count) if pack.scaled else 0
-        target = self._block(pack.nbytes)
-        for packing in packings(self._plan, stack, pack):
-            launch = prepare_packing(packing, self._device.index)
-            part = target + packing.part * pack.part_bytes
-            launch(view.address, part, exponents, self._stream)
-        return target, exponents
-
-    def apply_epilogue(self, alpha: complex) -> None:
-        """Write the result, where the product is staged; the scales of the operands are in ``alpha``."""
-        if not self._product:
-            return
-        arguments, spec = self._arguments, epilogue(self._plan, self._call)
-        launch = prepare_epilogue(spec, self._device.index)
-        launch(
-            self._product,
+        self._write(
+            block + self._product,
             arguments.out.address,
-            arguments.c.address if spec.c and arguments.c is not None else 0,
+            arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
-            *self._exponents,
+            block + self._exponents[0],
+            block + self._exponents[1],
             alpha,
             arguments.beta,
-            self._stream,
+            arguments.stream,
         )
 
 
@@ -134,7 +125,7 @@ def packings(plan: GemmPlan, stack: MatrixStack, pack: Pack) -> Iterator[Packing
             pack.scaled,
             pack.complex_as,
             part,
-            row(plan.mode).part_exponent if part else 0,
+            row(plan.scheme).part_exponent if part else 0,
         )
 
 
@@ -145,7 +136,7 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
     if problem.has_beta and problem.c is not None:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
         assert c is not None, "the plan collapsed a batch that c cannot follow"
-    product_dtype = plan.compute_dtype.accumulator
+    product_dtype = plan.accumulator
     leading = call.d.leading_dimension if call else layout.n
     if call and product_dtype.is_complex and not call.d.dtype.is_complex:
         leading //= 2
@@ -158,4 +149,5 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
         problem.bias,
         problem.activation,
         scaled=any(pack is not None and pack.scaled for pack in packs),
+        product_rows=call.d.cols if call else layout.m,
     )

@@ -18,16 +18,15 @@ class EventPool:
     """Timing events of one device that nobody uses at the moment."""
 
     def __init__(self, device: int) -> None:
-        self._device = device
+        self.device = device
         self._idle: list[Any] = []
 
     def take(self) -> Any:
-        """Return an event, a new one where none is idle."""
+        """Return an event, a new one where none is idle; the device is current."""
         try:
             return self._idle.pop()
         except IndexError:
-            with runtime.on_device(self._device):
-                return runtime.create_event(timing=True)
+            return runtime.create_event(timing=True)
 
     def give(self, events: list[Any]) -> None:
         """Take events back."""
@@ -52,9 +51,11 @@ class _EventStopwatch:
         self._mark()
 
     def _mark(self) -> None:
-        event = self._pool.take()
-        self._events.append(event)
-        runtime.record_event(event, self.stream)
+        # The caller's device need not be the array's, and 1 means the default stream of the current one.
+        with runtime.on_device(self._pool.device):
+            event = self._pool.take()
+            self._events.append(event)
+            runtime.record_event(event, self.stream)
 
     def stop(self) -> None:
         self._mark()

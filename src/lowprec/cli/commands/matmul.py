@@ -37,14 +37,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_operands(parser, required=True)
     parser.add_argument("-o", "--output", metavar="C.npy", required=True, help="file to write")
-    add_shared(parser, "--mode", "--rtol", "--dtype", "--out-dtype", "--json")
+    add_shared(
+        parser, "--mode", "--rtol", "--bound", "--k-chunk", "--dtype", "--out-dtype", "--json"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Multiply, write, and tell what ran."""
     check_output(options.output)
     a, b = (read_array(x, options.dtype) for x in (options.a, options.b))
-    chosen = {"out_dtype": options.out_dtype, "math_mode": options.mode, "rtol": options.rtol}
+    chosen = {
+        "out_dtype": options.out_dtype, "math_mode": options.mode, "rtol": options.rtol,
+        "bound": options.bound, "k_chunk": options.k_chunk,
+    }  # fmt: skip
     plan = explain.plan(a, b, **chosen)
     result, first = _timed(a, b, chosen)
     # The first call loads and compiles; once more where that is cheap, to tell what the product itself takes.

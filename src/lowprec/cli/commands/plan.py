@@ -1,7 +1,8 @@
 """Show what a product would run as, and why, without running it.
 
 The operands are two .npy files, or shapes and an element type. Printed are the mode in force and who chose it, what
-each operand becomes, the kernel, copies, flops and bytes, advice, and the guaranteed error.
+each operand becomes, the kernel, copies, flops and bytes, advice, and the guaranteed error. With --device they are
+those of a GPU that need not be here, with the time that its peak rate and bandwidth allow.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ examples:
   lowprec plan A.npy B.npy --mode tf32
   lowprec plan --shapes 1024x512 512x2048 --dtype bfloat16
   lowprec plan --shapes 4096x4096 4096x4096 --rtol 1e-2 --json
+  lowprec plan --shapes 4096x4096 4096x4096 --mode tf32 --device h200
 """
 
 
@@ -35,15 +37,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="shapes in the place of files, as 1024x512 512x2048; leading dimensions are a batch",
     )
-    add_shared(parser, "--dtype", "--out-dtype", "--mode", "--rtol", "--json")
+    add_shared(
+        parser,
+        "--dtype",
+        "--out-dtype",
+        "--mode",
+        "--rtol",
+        "--bound",
+        "--k-chunk",
+        "--device",
+        "--json",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     a, b = _operands(options)
     plan = explain.plan(
-        a, b, out_dtype=options.out_dtype, math_mode=options.mode, rtol=options.rtol
-    )
+        a, b, out_dtype=options.out_dtype, math_mode=options.mode, rtol=options.rtol,
+        bound=options.bound, k_chunk=options.k_chunk, device=options.device,
+    )  # fmt: skip
     if options.json:
         print_json(plan.to_dict())
     else:

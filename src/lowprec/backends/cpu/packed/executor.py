@@ -1,4 +1,4 @@
-"""Products on the AMX tile units, by lowprec's own kernel.
+"""Products by lowprec's own kernel: on tile units, or on vector units for bfloat16 and int8.
 
 The kernel takes one product at a time, at any strides, and applies the epilogue as it writes. An Inf or NaN in an
 operand of two parts would meet the zero low part of the other and become NaN; the kernel sees that before it writes
@@ -16,10 +16,11 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import fp32_units, threads
-from lowprec.backends.cpu.amx import tile_gemm
-from lowprec.backends.cpu.amx.job import ACTIVATIONS
+from lowprec.backends.cpu.packed import launch, packed_gemm
+from lowprec.backends.cpu.packed.job import ACTIVATIONS
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan
 
@@ -30,12 +31,31 @@ _last = threading.local()
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan whose kernel is one of the tile kernels."""
+    """Return the executor of a plan whose kernel has a micro-kernel."""
+    found = _launch(plan)
+    if found is not None:
+        return functools.partial(launch.execute, found)
     return functools.partial(execute, plan)
 
 
+def _launch(plan: GemmPlan) -> launch.Launch | None:
+    """Return what runs small products and batches of them in one call, None where that is not to be."""
+    problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
+    in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
+    if (
+        problem.has_epilogue
+        or plan.fallback
+        or not in_compute_dtype
+        or plan.compute_dtype.is_complex
+    ):
+        return None
+    if not is_available(micro_kernel):  # something stands in for it
+        return None
+    return launch.launch_of(micro_kernel, layout, _ROUNDINGS[fp32_units.rounding_format(plan)])
+
+
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
-    """Run a plan whose kernel is one of the tile kernels."""
+    """Run a plan whose kernel has a micro-kernel."""
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
     singles = _singles(stacks_of(plan, arguments))
     fallen: list[Stacks] = []
@@ -51,7 +71,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
 
 
 def fell_back() -> bool:
-    """Whether this thread's last product here, or one of its batch, left the tile units for FP32 units."""
+    """Whether this thread's last product here, or one of its batch, left its units for FP32 units."""
     return bool(_last.fell_back)
 
 
@@ -68,9 +88,14 @@ def _singles(stacks: Stacks) -> list[Stacks]:
     ]
 
 
-def _operand(x: Any) -> tile_gemm.Operand:
+def _micro_kernel(plan: GemmPlan) -> MicroKernel:
+    found: MicroKernel = resolve(plan.kernel_row.micro_kernel)
+    return found
+
+
+def _operand(x: Any) -> packed_gemm.Operand:
     row_stride, col_stride = x.strides
-    return tile_gemm.Operand(
+    return packed_gemm.Operand(
         x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize
     )
 
@@ -83,16 +108,17 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b = _in_compute_dtype(plan, single.a), _in_compute_dtype(plan, single.b)
-    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
     if plan.problem.activation not in ACTIVATIONS:
         # One that the kernel does not write: NumPy does, on the float32 product.
         with scratch(single.out.shape, np.dtype(np.float32)) as product:
-            done = _accumulate(a, b, product, 1.0, 0.0, rounding)
+            done = _accumulate(micro_kernel, a, b, product, 1.0, 0.0, rounding)
             if done:
                 apply_epilogue(plan, arguments, product, single)
             return done
     bias = single.bias
-    return tile_gemm.gemm(
+    return packed_gemm.gemm(
+        micro_kernel,
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -117,16 +143,16 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     second one.
     """
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
-    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
     with contextlib.ExitStack() as stack:
         a, b = (_planes(x, stack) for x in (single.a, single.b))
         shape = (a[0].shape[0], b[0].shape[1])
         real, imag = (stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2))
         done = (
-            _accumulate(a[0], b[0], real, 1.0, 0.0, rounding)
-            and _accumulate(a[1], b[1], real, -1.0, 1.0, rounding)
-            and _accumulate(a[0], b[1], imag, 1.0, 0.0, rounding)
-            and _accumulate(a[1], b[0], imag, 1.0, 1.0, rounding)
+            _accumulate(micro_kernel, a[0], b[0], real, 1.0, 0.0, rounding)
+            and _accumulate(micro_kernel, a[1], b[1], real, -1.0, 1.0, rounding)
+            and _accumulate(micro_kernel, a[0], b[1], imag, 1.0, 0.0, rounding)
+            and _accumulate(micro_kernel, a[1], b[0], imag, 1.0, 1.0, rounding)
         )
         if not done:
             return False
@@ -146,9 +172,12 @@ def _planes(x: Any, stack: contextlib.ExitStack) -> list[Any]:
     return planes
 
 
-def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str) -> bool:
+def _accumulate(
+    micro_kernel: MicroKernel, a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str
+) -> bool:
     """Compute ``out = alpha * a @ b + beta * out``."""
-    return tile_gemm.gemm(
+    return packed_gemm.gemm(
+        micro_kernel,
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -164,7 +193,8 @@ def _accumulate(a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: s
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b, out = single.a, single.b, single.out
-    tile_gemm.gemm(
+    packed_gemm.gemm(
+        _micro_kernel(plan),
         a.shape[0],
         b.shape[1],
         a.shape[1],

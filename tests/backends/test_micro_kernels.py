@@ -1,9 +1,9 @@
-"""The AMX kernel against float64 oracles of the rounded operands, under derived bounds.
+"""Every micro-kernel against float64 oracles of the rounded operands, under derived bounds.
 
 With u = 2^-24 and P exact products in the sum of one element, each product passes through at most
 P - 1 roundings of sums, in whatever order they are taken, so the sum is within gamma(P) |A| |B| of
 the exact one (ASNA section 3.1). Parts of a number have its sign and sum to it exactly, so P is 4 k
-for operands in two parts, and |A| |B| stays that of the whole numbers. The tile unit takes
+for operands in two parts, and |A| |B| stays that of the whole numbers. The units take
 subnormal numbers, going in and coming out, for zero: at most 2^-126 for each product and each sum.
 """
 
@@ -18,11 +18,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cpu_units import needs_amx
+from cpu_units import NO_UNITS, needs
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.amx import tile_gemm as amx
-
-pytestmark = needs_amx
+from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed.micro_kernels import (
+    AMX_BF16,
+    AVX512_BF16,
+    AVX512_VNNI,
+    MICRO_KERNELS,
+    MicroKernel,
+    is_available,
+)
+from lowprec.planning.bounds import MAX_K_INT8
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {
@@ -35,17 +42,40 @@ DTYPES = {
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 TINY = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
 
-#: Storage of the operands, rounding, parts.
-KINDS = [
-    ("float32", "bf16", 1),
-    ("float32", "tf32", 2),
-    ("float32", "fp16", 2),
-    ("bfloat16", "exact", 1),
-    ("float16", "exact", 2),
+#: Micro-kernel, storage of the operands, rounding, parts.
+KINDS: list[tuple[MicroKernel, str, str, int]] = [
+    (AMX_BF16, "float32", "bf16", 1),
+    (AMX_BF16, "float32", "tf32", 2),
+    (AMX_BF16, "float32", "fp16", 2),
+    (AMX_BF16, "bfloat16", "exact", 1),
+    (AMX_BF16, "float16", "exact", 2),
+    (AVX512_BF16, "float32", "bf16", 1),
+    (AVX512_BF16, "bfloat16", "exact", 1),
 ]
-kinds = pytest.mark.parametrize(
-    ("dtype", "rounding", "parts"), KINDS, ids=["-".join(kind[:2]) for kind in KINDS]
-)
+INT8 = [(x, "int8", "exact") for x in MICRO_KERNELS if x.storage == "int8"]
+
+
+def of_kinds(names: str, cases: list[tuple[Any, ...]]) -> Any:
+    """Parametrise by cases that begin with a micro-kernel; those whose units are not here are skipped."""
+    return pytest.mark.parametrize(
+        names.split(),
+        [
+            pytest.param(
+                *case, marks=needs(case[0]), id="-".join([case[0].name, *map(str, case[1:])])
+            )
+            for case in cases
+        ],
+    )
+
+
+kinds = of_kinds("kernel dtype rounding parts", KINDS)
+ROUNDED = [kind for kind in KINDS if kind[1] == "float32"]
+#: One kind in one part and one in two.
+FEW = [kind for kind in ROUNDED if kind[2] != "fp16"]
+#: For what is the same for all kinds of operands, or for those in two parts.
+bfloat16_kernels = of_kinds("kernel", [(x,) for x in MICRO_KERNELS if x.storage == "bfloat16"])
+two_part_kernels = of_kinds("kernel", [(x,) for x in MICRO_KERNELS if x.parts == 2])
+int8_kernels = of_kinds("kernel", [kind[:1] for kind in INT8])
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:
@@ -66,13 +96,14 @@ def rounded(x: np.ndarray, rounding: str) -> np.ndarray:
         return x.astype({"bf16": BFLOAT16, "fp16": np.float16}[rounding]).astype(np.float64)
 
 
-def operand(x: np.ndarray) -> amx.Operand:
+def operand(x: np.ndarray) -> packed_gemm.Operand:
     """Describe a 2-D array; strides of extents of 1 mean nothing and are made absurd."""
     strides = [s // x.itemsize if n > 1 else 12345 for s, n in zip(x.strides, x.shape, strict=True)]
-    return amx.Operand(x.ctypes.data, x.dtype.name, strides[0], strides[1])
+    return packed_gemm.Operand(x.ctypes.data, x.dtype.name, strides[0], strides[1])
 
 
 def multiply(
+    kernel: MicroKernel,
     a: np.ndarray,
     b: np.ndarray,
     rounding: str,
@@ -85,7 +116,8 @@ def multiply(
     """Return the result, or None if the kernel declined."""
     if isinstance(out, str):
         out = np.zeros((a.shape[0], b.shape[1]), DTYPES[out])
-    done = amx.gemm(
+    done = packed_gemm.gemm(
+        kernel,
         a.shape[0],
         b.shape[1],
         a.shape[1],
@@ -153,20 +185,25 @@ SHAPES = [
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(
-    rng: np.random.Generator, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int]
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    dtype: str,
+    rounding: str,
+    parts: int,
+    shape: tuple[int, int, int],
 ) -> None:
     m, n, k = shape
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-    assert_within(multiply(a, b, rounding), *product_and_bound(a, b, rounding, parts))
+    assert_within(multiply(kernel, a, b, rounding), *product_and_bound(a, b, rounding, parts))
 
 
-@pytest.mark.parametrize(("rounding", "parts"), [kind[1:] for kind in KINDS[:3]])
+@of_kinds("kernel dtype rounding parts", ROUNDED)
 def test_rounding_is_done_and_nothing_more(
-    rng: np.random.Generator, rounding: str, parts: int
+    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str, parts: int
 ) -> None:
     """Half of what rounding the inputs must cause is far above the bound of the sums."""
-    a, b = normal(rng, (96, 64), "float32"), normal(rng, (64, 96), "float32")
-    got = multiply(a, b, rounding)
+    a, b = normal(rng, (96, 64), dtype), normal(rng, (64, 96), dtype)
+    got = multiply(kernel, a, b, rounding)
     assert_within(got, *product_and_bound(a, b, rounding, parts))
     assert got is not None
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -197,8 +234,10 @@ def as_strided(x: np.ndarray, layout: str) -> np.ndarray:
 LAYOUTS = ["rows", "columns", "backwards", "rows backwards", "padded", "steps"]
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [kind[:2] for kind in KINDS] + [("int8", "exact")])
-def test_layouts_of_operands(rng: np.random.Generator, dtype: str, rounding: str) -> None:
+@of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS] + INT8)
+def test_layouts_of_operands(
+    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str
+) -> None:
     """The same numbers give the same bits, however they lie."""
     m, n, k = 70, 90, 200
     out = "int32" if dtype == "int8" else "float32"
@@ -206,35 +245,41 @@ def test_layouts_of_operands(rng: np.random.Generator, dtype: str, rounding: str
         a, b = (rng.integers(-128, 128, s).astype(np.int8) for s in ((m, k), (k, n)))
     else:
         a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-    want = multiply(a, b, rounding, out)
+    want = multiply(kernel, a, b, rounding, out)
     for layout_a, layout_b in itertools.product(LAYOUTS, LAYOUTS):
-        got = multiply(as_strided(a, layout_a), as_strided(b, layout_b), rounding, out)
+        got = multiply(kernel, as_strided(a, layout_a), as_strided(b, layout_b), rounding, out)
         np.testing.assert_array_equal(got, want, err_msg=f"{layout_a}, {layout_b}")
 
 
 @kinds
 def test_repeated_rows_and_columns(
-    rng: np.random.Generator, dtype: str, rounding: str, parts: int
+    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str, parts: int
 ) -> None:
     """A stride of zero repeats an element."""
     row, column = normal(rng, (50,), dtype), normal(rng, (50,), dtype)
     a, b = np.broadcast_to(row, (40, 50)), np.broadcast_to(column[:, None], (50, 60))
     assert a.strides[0] == 0
     assert b.strides[1] == 0
-    assert_within(multiply(a, b, rounding), *product_and_bound(a, b, rounding, parts))
+    assert_within(multiply(kernel, a, b, rounding), *product_and_bound(a, b, rounding, parts))
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "rounding", "parts"), [KINDS[0], KINDS[1]], ids=["bf16", "tf32"])
+@of_kinds("kernel dtype rounding parts", FEW)
 def test_layouts_of_out(
-    rng: np.random.Generator, out_dtype: str, layout: str, dtype: str, rounding: str, parts: int
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    out_dtype: str,
+    layout: str,
+    dtype: str,
+    rounding: str,
+    parts: int,
 ) -> None:
     """Only the elements of `out` are written, in any layout."""
     m, n, k = 45, 70, 64
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
     out = as_strided(np.zeros((m, n), DTYPES[out_dtype]), layout)
-    got = multiply(a, b, rounding, out)
+    got = multiply(kernel, a, b, rounding, out)
     assert_within(got, *product_and_bound(a, b, rounding, parts))
     if layout in ("padded", "steps"):
         whole = out.base
@@ -244,21 +289,31 @@ def test_layouts_of_out(
         assert (whole[~written] == 77).all()
 
 
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.product(["float32", "bfloat16", "float16"], repeat=2))
+@of_kinds(
+    "kernel rounding dtypes",
+    [(AMX_BF16, "tf32", x) for x in itertools.product(["float32", "bfloat16", "float16"], repeat=2)]
+    + [(AVX512_BF16, "bf16", x) for x in itertools.product(["float32", "bfloat16"], repeat=2)],
 )
-def test_mixed_storage(rng: np.random.Generator, dtypes: tuple[str, str]) -> None:
+def test_mixed_storage(
+    kernel: MicroKernel, rng: np.random.Generator, rounding: str, dtypes: tuple[str, str]
+) -> None:
     """Each operand goes into the parts that it needs: 16-bit storage stays, float32 is rounded."""
     a, b = normal(rng, (40, 70), dtypes[0]), normal(rng, (70, 50), dtypes[1])
-    assert_within(multiply(a, b, "tf32"), *product_and_bound(a, b, "tf32", 2))
+    assert_within(multiply(kernel, a, b, rounding), *product_and_bound(a, b, rounding, 2))
 
 
+@bfloat16_kernels
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("offset", [0, 4, 16, 60])
 @pytest.mark.parametrize("extra", [0, 32, 33])
 def test_large_results_at_any_alignment(
-    rng: np.random.Generator, out_dtype: str, order: str, offset: int, extra: int
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    out_dtype: str,
+    order: str,
+    offset: int,
+    extra: int,
 ) -> None:
     """Results of over 1 MiB are written past the caches, by lines, and nothing beside them."""
     m, n, k = 768, 1056, 40
@@ -270,7 +325,7 @@ def test_large_results_at_any_alignment(
     end = start + rows * width * item
     whole = memory[start:end].view(DTYPES[out_dtype]).reshape(rows, width)
     out = whole[:, :columns].T if order == "F" else whole[:, :columns]
-    got = multiply(a, b, "bf16", out)
+    got = multiply(kernel, a, b, "bf16", out)
     assert_within(got, *product_and_bound(a, b, "bf16", 1))
     assert (memory[:start] == 7).all()
     assert (memory[end:] == 7).all()
@@ -278,7 +333,15 @@ def test_large_results_at_any_alignment(
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-def test_nothing_beside_an_operand_is_read(rng: np.random.Generator, out_dtype: str) -> None:
+@of_kinds("kernel dtype rounding parts", FEW)
+def test_nothing_beside_an_operand_is_read(
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    out_dtype: str,
+    dtype: str,
+    rounding: str,
+    parts: int,
+) -> None:
     """NaN all around the operands; a result whose lines begin within its rows shifts the blocks."""
     m, n, k = 600, 1024, 40
     a, b = (
@@ -292,7 +355,7 @@ def test_nothing_beside_an_operand_is_read(rng: np.random.Generator, out_dtype: 
     start = 64 - memory.ctypes.data % 64 + 12
     out = memory[start : start + memory.size - 128].view(DTYPES[out_dtype]).reshape(m, n)
     a, b = a[32:-32, 32:-32], b[32:-32, 32:-32]
-    assert_within(multiply(a, b, "tf32", out), *product_and_bound(a, b, "tf32", 2))
+    assert_within(multiply(kernel, a, b, rounding, out), *product_and_bound(a, b, rounding, parts))
 
 
 # --- single products --------------------------------------------------------------------------
@@ -318,17 +381,20 @@ def patterns(dtype: str, rng: np.random.Generator) -> np.ndarray:
 
 @kinds
 def test_single_products_are_exact(
-    rng: np.random.Generator, dtype: str, rounding: str, parts: int
+    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str, parts: int
 ) -> None:
     """With k = 1 the product has at most 22 bits: the result is it, to the last bit."""
     x = patterns(dtype, rng)
     a, b = rng.permutation(x)[:1000, None], rng.permutation(x)[None, :1000]
-    got = multiply(a, b, rounding)
+    got = multiply(kernel, a, b, rounding)
     np.testing.assert_array_equal(got, rounded(a, rounding) * rounded(b, rounding))
 
 
+@bfloat16_kernels
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
-def test_results_are_rounded_once(rng: np.random.Generator, out_dtype: str) -> None:
+def test_results_are_rounded_once(
+    kernel: MicroKernel, rng: np.random.Generator, out_dtype: str
+) -> None:
     """Products of k = 1 are exact in float32, so the output must be their nearest even neighbour."""
     x = patterns("float32", rng)
     a, b = rng.permutation(x)[:800, None], rng.permutation(x)[None, :800]
@@ -336,36 +402,42 @@ def test_results_are_rounded_once(rng: np.random.Generator, out_dtype: str) -> N
         want = (
             (rounded(a, "bf16") * rounded(b, "bf16")).astype(np.float32).astype(DTYPES[out_dtype])
         )
-    got = multiply(a, b, "bf16", out_dtype)
+    got = multiply(kernel, a, b, "bf16", out_dtype)
     assert got is not None
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
     assert np.isinf(want.astype(np.float32)).any() == (out_dtype == "float16")
 
 
-def test_tf32_ties() -> None:
+@two_part_kernels
+def test_tf32_ties(kernel: MicroKernel) -> None:
     """Half a unit above an even and an odd neighbour: away from zero."""
     ties = np.array([[1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11]], np.float32)
     one = np.ones((1, 1), np.float32)
     np.testing.assert_array_equal(
-        multiply(one, ties, "tf32"), [[1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10]]
+        multiply(kernel, one, ties, "tf32"), [[1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10]]
     )
 
 
-def test_float16_subnormals_count() -> None:
+@two_part_kernels
+def test_float16_subnormals_count(kernel: MicroKernel) -> None:
     """A float32 below 2^-14 becomes a subnormal float16, not zero, and the odd half rounds to even."""
     x = np.array([[2.0**-24, 3 * 2.0**-25, 2.0**-25, 2.0**-26, 2.0**-15 + 2.0**-24]], np.float32)
     want = np.array([[2.0**-24, 2.0**-23, 0, 0, 2.0**-15 + 2.0**-24]])
-    np.testing.assert_array_equal(multiply(np.ones((1, 1), np.float32), x, "fp16"), want)
+    np.testing.assert_array_equal(multiply(kernel, np.ones((1, 1), np.float32), x, "fp16"), want)
     stored = want.astype(np.float16)
-    np.testing.assert_array_equal(multiply(np.ones((1, 1), np.float16), stored, "exact"), want)
+    np.testing.assert_array_equal(
+        multiply(kernel, np.ones((1, 1), np.float16), stored, "exact"), want
+    )
 
 
 # --- infinities and NaN -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", "bf16"), ("bfloat16", "exact")])
+@of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS if kind[3] == 1])
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
-def test_one_part_passes_nonfinite_values(dtype: str, rounding: str, out_dtype: str) -> None:
+def test_one_part_passes_nonfinite_values(
+    kernel: MicroKernel, dtype: str, rounding: str, out_dtype: str
+) -> None:
     # A signalling NaN with its payload in the low bits: truncating it would make an infinity.
     nan = np.array([0x7F800001], np.uint32).view(np.float32)[0]
     with np.errstate(invalid="ignore"):
@@ -373,7 +445,7 @@ def test_one_part_passes_nonfinite_values(dtype: str, rounding: str, out_dtype: 
         a, b = column.astype(DTYPES[dtype]), np.array([[1.0, -1.0, 0.0]], DTYPES[dtype])
     if dtype == "bfloat16":
         a[3] = np.array([0x7F81], np.uint16).view(BFLOAT16)[0]
-    got = multiply(a, b, rounding, out_dtype)
+    got = multiply(kernel, a, b, rounding, out_dtype)
     assert got is not None
     got = got.astype(np.float64)
     np.testing.assert_array_equal(got[:2], [[np.inf, -np.inf, np.nan], [-np.inf, np.inf, np.nan]])
@@ -383,23 +455,25 @@ def test_one_part_passes_nonfinite_values(dtype: str, rounding: str, out_dtype: 
         np.testing.assert_array_equal(got[4], [np.inf, -np.inf, 0])
 
 
-def test_bf16_rounds_to_infinity() -> None:
+@bfloat16_kernels
+def test_bf16_rounds_to_infinity(kernel: MicroKernel) -> None:
     largest = np.full((1, 1), np.finfo(np.float32).max)
-    assert multiply(largest, np.ones((1, 1), np.float32), "bf16") == np.inf
+    assert multiply(kernel, largest, np.ones((1, 1), np.float32), "bf16") == np.inf
 
 
-TWO_PARTS = [kind[:2] for kind in KINDS if kind[2] == 2]
+TWO_PARTS = [kind[:3] for kind in KINDS if kind[3] == 2]
 BAD = {
     "float32": [np.inf, -np.inf, np.nan, np.float32(np.finfo(np.float32).max)],
     "float16": [np.inf, -np.inf, np.nan],
 }
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), TWO_PARTS)
+@of_kinds("kernel dtype rounding", TWO_PARTS)
 @pytest.mark.parametrize("side", ["a", "b"])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("place", [(0, 0), (37, 50), (69, 99)])
 def test_two_parts_decline_nonfinite_values(
+    kernel: MicroKernel,
     rng: np.random.Generator,
     dtype: str,
     rounding: str,
@@ -416,31 +490,33 @@ def test_two_parts_decline_nonfinite_values(
         (a if side == "a" else b.T)[place] = value
         a, b = np.asarray(a, order=order), np.asarray(b, order=order)
         before = c.copy()
-        assert multiply(a, b, rounding) is None, value
+        assert multiply(kernel, a, b, rounding) is None, value
         # `out` is `c`: the caller must find it as it was, to compute the result by other means.
-        assert multiply(a, b, rounding, c, c=c, beta=0.5) is None, value
+        assert multiply(kernel, a, b, rounding, c, c=c, beta=0.5) is None, value
         np.testing.assert_array_equal(c, before)
 
 
+@two_part_kernels
 @pytest.mark.parametrize("place", [(0, 0), (1199, 1099)])
 def test_c_is_untouched_when_the_last_task_finds_a_nan(
-    rng: np.random.Generator, place: tuple[int, int]
+    kernel: MicroKernel, rng: np.random.Generator, place: tuple[int, int]
 ) -> None:
     """Several blocks of rows and several chunks of k: the NaN is in the first or in the last."""
     a, b = normal(rng, (1200, 1100), "float32"), normal(rng, (1100, 64), "float32")
     c = normal(rng, (1200, 64), "float32")
     before = c.copy()
     a[place] = np.nan
-    assert multiply(a, b, "tf32", c, c=c, beta=1.0) is None
+    assert multiply(kernel, a, b, "tf32", c, c=c, beta=1.0) is None
     np.testing.assert_array_equal(c, before)
 
 
-def test_two_parts_keep_the_largest_finite_values() -> None:
+@two_part_kernels
+def test_two_parts_keep_the_largest_finite_values(kernel: MicroKernel) -> None:
     """Just below what rounds to infinity nothing is declined."""
     largest_tf32 = np.array([0x7F7FEFFF], np.uint32).view(np.float32).reshape(1, 1)
     one = np.ones((1, 1), np.float32)
-    assert multiply(largest_tf32, one, "tf32") == (2 - 2.0**-10) * 2.0**127
-    assert multiply(np.full((1, 1), 65519.9, np.float32), one, "fp16") == 65504
+    assert multiply(kernel, largest_tf32, one, "tf32") == (2 - 2.0**-10) * 2.0**127
+    assert multiply(kernel, np.full((1, 1), 65519.9, np.float32), one, "fp16") == 65504
 
 
 # --- epilogues --------------------------------------------------------------------------------
@@ -450,12 +526,18 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+@bfloat16_kernels
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("with_bias", [None, "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("with_c", [None, "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_epilogues(
-    rng: np.random.Generator, activation: str, with_bias: str, with_c: str, order: Any
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    activation: str,
+    with_bias: str,
+    with_c: str,
+    order: Any,
 ) -> None:
     m, n, k = 70, 45, 50
     a, b = normal(rng, (m, k), "float32"), normal(rng, (k, n), "float32")
@@ -483,73 +565,84 @@ def test_epilogues(
         error = np.abs(want) * (1 + np.minimum(np.abs(want), 8) ** 3) * gamma(8)
         want, bound = gelu(want), 1.13 * bound + error
     out = np.zeros((m, n), np.float32, order=order)
-    assert_within(multiply(a, b, "bf16", out, **arguments), want, bound)
+    assert_within(multiply(kernel, a, b, "bf16", out, **arguments), want, bound)
 
 
-def test_gelu_closely(rng: np.random.Generator) -> None:
+@bfloat16_kernels
+def test_gelu_closely(kernel: MicroKernel, rng: np.random.Generator) -> None:
     """About a dozen roundings, and those of the argument of exp(-2y) where that is at most 20."""
     x = np.linspace(-5, 5, 2000, dtype=np.float32).astype(BFLOAT16)[None, :]
-    got = multiply(np.ones((1, 1), BFLOAT16), x, "exact", activation="gelu")
+    got = multiply(kernel, np.ones((1, 1), BFLOAT16), x, "exact", activation="gelu")
     wide = x.astype(np.float64)
     assert got is not None
     # gelu'(y) decays as exp(-2y) does, so that 2y times the relative error of y stays below 1.
     assert (np.abs(got - gelu(wide)) <= gamma(16) * np.abs(wide)).all()
 
 
-def test_gelu_far_out() -> None:
+@bfloat16_kernels
+def test_gelu_far_out(kernel: MicroKernel) -> None:
     """The tails are x and 0, whatever float32 does with exp(x)."""
     x = np.array(
         [[-np.inf, -3e38, -1e10, -30.0, -0.0, 30.0, 1e10, 3e38, np.inf, np.nan]], np.float32
     )
-    got = multiply(np.ones((1, 1), BFLOAT16), x.astype(BFLOAT16), "exact", activation="gelu")
+    got = multiply(
+        kernel, np.ones((1, 1), BFLOAT16), x.astype(BFLOAT16), "exact", activation="gelu"
+    )
     assert got is not None
     want = np.maximum(x.astype(BFLOAT16).astype(np.float32), 0)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-36)
 
 
-def test_relu_keeps_nan() -> None:
+@bfloat16_kernels
+def test_relu_keeps_nan(kernel: MicroKernel) -> None:
     x = np.array([[np.nan, -1.0, 2.0]], BFLOAT16)
-    got = multiply(np.ones((1, 1), BFLOAT16), x, "exact", activation="relu")
+    got = multiply(kernel, np.ones((1, 1), BFLOAT16), x, "exact", activation="relu")
     np.testing.assert_array_equal(got, [[np.nan, 0, 2]])
 
 
-def test_a_nan_with_any_payload_stays_nan() -> None:
+@bfloat16_kernels
+def test_a_nan_with_any_payload_stays_nan(kernel: MicroKernel) -> None:
     """Adding half a unit to the bits of this one would carry into the sign and leave a zero."""
     c = np.array([[0x7FFFFFFF, 0xFFFFFFFF, 0x7F80FFFF]], np.uint32).view(np.float32)
     one, row = np.ones((1, 1), BFLOAT16), np.ones((1, 3), BFLOAT16)
     for out_dtype in ("float32", "bfloat16", "float16"):
-        got = multiply(one, row, "exact", out_dtype, c=c, beta=1.0)
+        got = multiply(kernel, one, row, "exact", out_dtype, c=c, beta=1.0)
         assert got is not None
         assert np.isnan(got.astype(np.float32)).all()
 
 
-def test_c_is_not_read_without_beta(rng: np.random.Generator) -> None:
+@two_part_kernels
+def test_c_is_not_read_without_beta(kernel: MicroKernel, rng: np.random.Generator) -> None:
     a, b = normal(rng, (40, 40), "float32"), normal(rng, (40, 40), "float32")
     c = np.full((40, 40), np.nan, np.float32)
-    got = multiply(a, b, "tf32", c, c=c, beta=0.0)
+    got = multiply(kernel, a, b, "tf32", c, c=c, beta=0.0)
     assert_within(got, *product_and_bound(a, b, "tf32", 2))
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize(("dtype", "rounding", "parts"), [KINDS[0], KINDS[1]], ids=["bf16", "tf32"])
+@of_kinds("kernel dtype rounding parts", FEW)
 def test_out_may_be_c(
-    rng: np.random.Generator, order: Any, dtype: str, rounding: str, parts: int
+    kernel: MicroKernel, rng: np.random.Generator, order: Any, dtype: str, rounding: str, parts: int
 ) -> None:
     a, b = normal(rng, (150, 3000), dtype), normal(rng, (3000, 130), dtype)
     c = normal(rng, (150, 130), "float32")
     want, bound = product_and_bound(a, b, rounding, parts)
     want, bound = want + 2.0 * c, bound + gamma(3) * (np.abs(want) + bound + 2.0 * np.abs(c))
     c = np.asarray(c, order=order)
-    assert_within(multiply(a, b, rounding, c, c=c, beta=2.0), want, bound)
+    assert_within(multiply(kernel, a, b, rounding, c, c=c, beta=2.0), want, bound)
 
 
 # --- int8 -------------------------------------------------------------------------------------
 
 
+@int8_kernels
 @pytest.mark.parametrize("shape", [(1, 1, 1), (33, 17, 65), (64, 64, 64), (50, 70, 9000)])
 @pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)))
 def test_int8_is_exact(
-    rng: np.random.Generator, shape: tuple[int, int, int], orders: tuple[Any, Any, Any]
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    shape: tuple[int, int, int],
+    orders: tuple[Any, Any, Any],
 ) -> None:
     m, n, k = shape
     a = np.asarray(rng.integers(-128, 128, (m, k), dtype=np.int8), order=orders[0])
@@ -557,63 +650,101 @@ def test_int8_is_exact(
     a[0], b[:, 0] = -128, -128
     out = np.zeros((m, n), np.int32, order=orders[2])
     np.testing.assert_array_equal(
-        multiply(a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64)
+        multiply(kernel, a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64)
     )
 
 
-def test_int8_refuses_an_epilogue() -> None:
+@int8_kernels
+def test_int8_over_the_whole_range(kernel: MicroKernel) -> None:
+    """The largest sum that int32 holds, and the smallest of as many products; an offset must not show in either."""
+    k = MAX_K_INT8
+    a, b = np.full((3, k), -128, np.int8), np.full((k, 2), -128, np.int8)
+    a[1], b[:, 1] = 127, 127
+    a[2] = 0
+    want = a.astype(np.int64) @ b.astype(np.int64)
+    assert want.max() == 2**31 - 2**14
+    np.testing.assert_array_equal(multiply(kernel, a, b, "exact", "int32"), want)
+
+
+@int8_kernels
+def test_int8_refuses_an_epilogue(kernel: MicroKernel) -> None:
     x, out = np.ones((4, 4), np.int8), np.zeros((4, 4), np.int32)
     with pytest.raises(ValueError, match="int8 products take no alpha"):
-        multiply(x, x, "exact", out, alpha=2.0)
+        multiply(kernel, x, x, "exact", out, alpha=2.0)
 
 
+@bfloat16_kernels
 @pytest.mark.parametrize(
     ("a_dtype", "b_dtype", "out_dtype"),
     [("int8", "float32", "int32"), ("int8", "int8", "float32"), ("float32", "float32", "int32")],
 )
-def test_types_that_do_not_go_together(a_dtype: str, b_dtype: str, out_dtype: str) -> None:
+def test_types_that_do_not_go_together(
+    kernel: MicroKernel, a_dtype: str, b_dtype: str, out_dtype: str
+) -> None:
     a, b = np.ones((4, 4), DTYPES[a_dtype]), np.ones((4, 4), DTYPES[b_dtype])
     with pytest.raises(ValueError, match="int8 goes with int8 into int32"):
-        multiply(a, b, "bf16", out_dtype)
+        multiply(kernel, a, b, "bf16", out_dtype)
 
 
-def test_float32_needs_a_rounding() -> None:
+def test_a_micro_kernel_takes_only_what_it_multiplies() -> None:
+    x, y = np.ones((4, 4), np.int8), np.ones((4, 4), np.float16)
+    pytest.importorskip("numba")
+    with pytest.raises(ValueError, match="avx512_bf16 multiplies bfloat16"):
+        multiply(AVX512_BF16, x, x, "exact", "int32")
+    with pytest.raises(ValueError, match="avx512_vnni multiplies int8"):
+        multiply(AVX512_VNNI, y, y, "exact")
+    with pytest.raises(ValueError, match=r"one part, and float16 .* has 2"):
+        multiply(AVX512_BF16, y, y, "exact")
+
+
+@bfloat16_kernels
+def test_float32_needs_a_rounding(kernel: MicroKernel) -> None:
     x = np.ones((4, 4), np.float32)
     with pytest.raises(ValueError, match="no way to pack float32 with rounding 'exact'"):
-        multiply(x, x, "exact")
+        multiply(kernel, x, x, "exact")
 
 
 # --- threads ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [kind[:2] for kind in KINDS])
+@of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS] + INT8)
 def test_result_does_not_depend_on_thread_count(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, rounding: str
+    kernel: MicroKernel,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    rounding: str,
 ) -> None:
     a, b = normal(rng, (330, 2500), dtype), normal(rng, (2500, 400), dtype)
     results = []
     for count in (1, 2, 3, 7):
         monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
-        results.append(multiply(a, b, rounding, activation="gelu"))
+        if dtype == "int8":
+            results.append(multiply(kernel, a, b, rounding, "int32"))
+        else:
+            results.append(multiply(kernel, a, b, rounding, activation="gelu"))
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
 
 
+@pytest.mark.skipif(not any(map(is_available, MICRO_KERNELS)), reason=NO_UNITS)
 def test_concurrent_callers(rng: np.random.Generator) -> None:
     """Eight threads, each with its own kind, size and operands, all get their own results."""
+    here = [kind[:3] for kind in (*KINDS, *INT8) if is_available(kind[0])]
     jobs = []
     for i in range(8):
-        dtype, rounding, _ = KINDS[i % len(KINDS)]
+        kernel, dtype, rounding = here[i % len(here)]
         m, n, k = 100 + 30 * i, 260 - 20 * i, 300 + 7 * i
         a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-        jobs.append((a, b, rounding, multiply(a, b, rounding)))
+        out = "int32" if dtype == "int8" else "float32"
+        jobs.append((kernel, a, b, rounding, out, multiply(kernel, a, b, rounding, out)))
     wrong: list[int] = []
     start = threading.Barrier(len(jobs))
 
     def caller(i: int) -> None:
-        a, b, rounding, want = jobs[i]
+        *arguments, want = jobs[i]
         start.wait()
-        wrong.extend(i for _ in range(40) if not np.array_equal(multiply(a, b, rounding), want))
+        wrong.extend(i for _ in range(40) if not np.array_equal(multiply(*arguments), want))
 
     workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(jobs))]
     for worker in workers:

@@ -29,25 +29,21 @@ between the parts, so `gemm` finds them while packing and declines.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import platform
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.backends.cpu import buffers, threads
-from lowprec.backends.cpu.amx import job as J
-from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+from lowprec.backends.execution import resolve
 from lowprec.errors import BackendError
 from lowprec.formats import dtype_from_name
-from lowprec.policy import environment
 
-_CPU_FLAGS = frozenset(
-    ("amx_tile", "amx_bf16", "amx_int8", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-)
+if TYPE_CHECKING:
+    from lowprec.backends.cpu.packed.packing import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,58 +66,26 @@ class Operand:
     col_stride: int
 
 
-# --- is it there ------------------------------------------------------------------------------
-
-
-def _request_permission() -> bool:
-    """Ask the kernel to let this process use tile data; it is off until asked for."""
-    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
-
-
-@lru_cache(maxsize=1)
-def obstacle() -> str:
-    """What keeps `gemm` from running here, as a sentence; empty if nothing does.
-
-    It needs Linux on x86-64, AMX for bfloat16 and int8, permission to use it (asked for here), and
-    numba. The answer is kept.
-    """
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return "the tile units (AMX) are used on Linux on x86-64 only"
-    absent = sorted(_CPU_FLAGS - cpu_flags())
-    if absent:
-        return f"this CPU has no tile units (AMX): {absent[0]} is missing"
-    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
-    # that does not need the tiles should not pay.
-    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
-        return (
-            'numba is not installed (pip install "lowprec[cpu]"), so the tile units (AMX) stay idle'
-        )
-    if environment.numba_is_off():
-        return "NUMBA_DISABLE_JIT is set, so the tile units (AMX) stay idle"
-    if not _request_permission():
-        return "the system does not grant this process the tile units (AMX)"
-    return ""
-
-
-def is_available() -> bool:
-    """Whether `gemm` can run here."""
-    return not obstacle()
-
-
 # --- how a product is cut ---------------------------------------------------------------------
 
-_BLOCK_BYTES = 1 << 20  # packed A of a task: half of the second-level cache
-_INNER_BYTES = 32 << 10  # a piece of a strip of B that stays in the first-level cache
 # Strides that are a power of two put the same line of every strip into one set of the caches.
 _STRIP_PAD = 192
 _STREAM_BYTES = 1 << 20  # a larger result is written past the caches
-_SMALL = 1 << 27  # products of parts below which waking a thread costs what it brings
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Addresses of the compiled functions that one kind of product needs."""
+
+    step: int
+    parts_a: int
+    parts_b: int
+    fields: tuple[tuple[int, int], ...]
+    drive: Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +130,27 @@ def _shift(m: int, n: int, out: Operand) -> int | None:
 
 
 @lru_cache(maxsize=1024)
-def _cut(m: int, n: int, k: int, step: int, parts_a: int, parts_b: int, workers: int) -> _Cut:
-    from lowprec.backends.cpu.amx.packing import SCRATCH_BYTES
+def _cut(
+    m: int,
+    n: int,
+    k: int,
+    step: int,
+    parts_a: int,
+    parts_b: int,
+    block_bytes: int,
+    inner_bytes: int,
+    workers: int,
+) -> _Cut:
+    from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = _chunk_steps(steps, max(parts_a, parts_b))
     strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
     strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
-    fitting = max(1, _BLOCK_BYTES // (chunk * 2048 * parts_a))
+    fitting = max(1, block_bytes // (chunk * 2048 * parts_a))
     task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
     # With four products to a load the second-level cache is fast enough.
-    inner = _INNER_BYTES // 2048 if parts_a * parts_b == 1 else chunk
+    inner = inner_bytes // 2048 if parts_a * parts_b == 1 else chunk
     acc_bytes = 4096 * task_m * (1 if chunk >= steps else task_n)
     acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
     pack_steps = max(1, 1024 // step)
@@ -220,42 +194,44 @@ def _tile_config() -> Any:
 _TILE_CONFIG = _tile_config()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """Addresses of the compiled functions that one kind of product needs."""
+def _scheme(micro_kernel: MicroKernel, dtype: str, rounding: str, offset: int) -> Scheme:
+    from lowprec.backends.cpu.packed.packing import SCHEMES
 
-    step: int
-    parts_a: int
-    parts_b: int
-    fields: tuple[tuple[int, int], ...]
-    drive: Callable[[int, int], int]
+    # 16-bit storage stays what it is, beside float32 in whatever mode.
+    scheme = SCHEMES.get((dtype, rounding)) or SCHEMES.get((dtype, "exact"))
+    if scheme is None:
+        raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
+    if scheme.parts > micro_kernel.parts:
+        raise ValueError(
+            f"the micro-kernel {micro_kernel.name} multiplies one part, and {dtype} with rounding {rounding!r} has "
+            f"{scheme.parts}"
+        )
+    return SCHEMES[dtype, "offset"] if offset else scheme
 
 
 @lru_cache(maxsize=256)
-def _kernels(a_dtype: str, b_dtype: str, out_dtype: str, rounding: str) -> _Kernels:
+def _kernels(
+    micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, out_dtype: str, rounding: str
+) -> _Kernels:
     try:
-        from lowprec.backends.cpu.amx import epilogue, macro_kernel, native, packing
+        from lowprec.backends.cpu.packed import epilogue, macro_kernel, native, packing
     except ImportError as error:
         raise BackendError(
             f"numba is installed but does not work ({error}); repair or uninstall it"
         ) from error
 
-    schemes = []
-    for dtype in (a_dtype, b_dtype):
-        # 16-bit storage stays what it is, beside float32 in whatever mode.
-        scheme = packing.SCHEMES.get((dtype, rounding)) or packing.SCHEMES.get((dtype, "exact"))
-        if scheme is None:
-            raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
-        schemes.append(scheme)
-    a, b = schemes
     integer = a_dtype == "int8"
     if integer != (b_dtype == "int8") or integer != (out_dtype == "int32"):
         raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
+    if integer != (micro_kernel.storage == "int8"):
+        raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
+    a = _scheme(micro_kernel, a_dtype, rounding, micro_kernel.offset_a)
+    b = _scheme(micro_kernel, b_dtype, rounding, 0)
     fields = {
-        J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG),
+        J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: macro_kernel.micro_kernel(a.parts, b.parts, integer),
+        J.KERNEL: resolve(micro_kernel.emit)(a.parts, b.parts),
         J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
@@ -274,6 +250,14 @@ def _operand_fields(
         address: operand.address,
         row_stride: operand.row_stride * item,
         col_stride: operand.col_stride * item,
+    }
+
+
+def _array_fields(a: Operand, b: Operand, out: Operand) -> dict[int, int]:
+    return {
+        **_operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE),
+        **_operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE),
+        **_operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE),
     }
 
 
@@ -305,14 +289,24 @@ def _transposed(operand: Operand) -> Operand:
     return Operand(operand.address, operand.dtype, operand.col_stride, operand.row_stride)
 
 
+def _writes_columns(out: Operand) -> bool:
+    """Whether the columns of the result are contiguous; then the transposed product writes whole rows."""
+    return out.row_stride == 1 and out.col_stride != 1
+
+
+def _job(fields: dict[int, int]) -> Any:
+    job = (ctypes.c_int64 * J.WORDS)()
+    for index, value in fields.items():
+        job[index] = value
+    return job
+
+
 def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> bool:
     """Pack B into borrowed memory and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
     with buffers.borrow(cut.packed_b_bytes) as packed_b:
         fields[J.B_PACKED] = packed_b
-        job = (ctypes.c_int64 * J.WORDS)()
-        for index, value in fields.items():
-            job[index] = value
+        job = _job(fields)
         address = ctypes.addressof(job)
 
         def work() -> None:
@@ -323,7 +317,54 @@ def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> 
         return not job[J.NOT_FINITE]
 
 
+class SingleThreadJob(NamedTuple):
+    """A product for one thread, made once, and run at other addresses with each call."""
+
+    job: Any
+    transposed: bool
+    drive: Callable[[int, int], int]
+    packed_b_bytes: int
+    scratch_bytes: int
+
+
+def single_thread_job(
+    micro_kernel: MicroKernel,
+    m: int,
+    n: int,
+    k: int,
+    a: Operand,
+    b: Operand,
+    out: Operand,
+    *,
+    rounding: str,
+) -> SingleThreadJob | None:
+    """Return the job of ``out = a @ b`` as `gemm` would run it in one thread; None if it would use several.
+
+    The addresses of the operands count for nothing. `transposed`: they go into the fields of one another.
+    """
+    if m * n * k >= micro_kernel.shared_from:
+        return None
+    transposed = _writes_columns(out)
+    if transposed:
+        a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
+    if m * n * dtype_from_name(out.dtype).itemsize > _STREAM_BYTES:
+        return None
+    kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
+    cut = _cut(
+        m, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
+        micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
+    )  # fmt: skip
+    fields = dict(kernels.fields + cut.fields)
+    fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS]}
+    fields |= _array_fields(a, b, out)
+    fields |= _epilogue_fields(1.0, 0.0, None, None, False, None)
+    return SingleThreadJob(
+        _job(fields), transposed, kernels.drive, cut.packed_b_bytes, cut.scratch_bytes
+    )
+
+
 def gemm(
+    micro_kernel: MicroKernel,
     m: int,
     n: int,
     k: int,
@@ -342,6 +383,8 @@ def gemm(
 
     Parameters
     ----------
+    micro_kernel : MicroKernel
+        What multiplies.
     m, n, k : int
         Extents, all at least 1.
     a, b : Operand
@@ -372,26 +415,26 @@ def gemm(
     Raises
     ------
     ValueError
-        If the types do not go together, or int8 comes with an epilogue.
+        If the types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
     """
-    kernels = _kernels(a.dtype, b.dtype, out.dtype, rounding)
+    kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     if beta == 0:
         c = None
-    along_rows = out.row_stride == 1 and out.col_stride != 1
+    along_rows = _writes_columns(out)
     if along_rows:
-        # The transposed product writes whole rows.
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
         c = _transposed(c) if c is not None else None
-        kernels = _kernels(a.dtype, b.dtype, out.dtype, rounding)
+        kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     products = m * n * k * kernels.parts_a * kernels.parts_b
-    workers = 1 if products < _SMALL else threads.num_threads()
+    workers = 1 if products < micro_kernel.shared_from else threads.num_threads()
     shift = _shift(m, n, out)
-    cut = _cut(m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b, workers)
+    cut = _cut(
+        m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b,
+        micro_kernel.block_bytes, micro_kernel.inner_bytes, workers,
+    )  # fmt: skip
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.SHIFT: shift or 0, J.STREAM: int(shift is not None)}
-    fields |= _operand_fields(a, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE)
-    fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
-    fields |= _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
+    fields |= _array_fields(a, b, out)
     fields |= _epilogue_fields(alpha, beta, c, bias, along_rows, activation)
     if out.dtype == "int32" and not fields[J.PLAIN]:
         raise ValueError("int8 products take no alpha, beta, bias or activation")

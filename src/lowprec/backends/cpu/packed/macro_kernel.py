@@ -1,18 +1,14 @@
-"""The AMX micro-kernel, and the macro-kernel: the loops around it.
+"""The macro-kernel: the loops around a micro-kernel, which are the same for all units.
 
-The micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It is
-assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
-B. All products go to the same four accumulator tiles, in the order of the list, and a tile is
-loaded anew only where the part changes. With four products on two parts, 10 tile loads feed 16
-multiplications.
+A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. Its arguments, `MICRO_ARITY`
+integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
+whether to add to what the accumulators hold, where the next piece of B is: `PREFETCH_LINES` cache lines of it for each
+step and part of B are this call's share to prefetch into the second-level cache.
 
 The loops, from the inside:
 
-- `INNER_STEPS` steps of one strip of B (32 KiB) stay in the first-level cache while strips of A run
-  past it. A is loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B
-  there; this is worth 35 % where one product is made of each pair of tiles. Meanwhile each call
-  prefetches its share of the next piece of B into the second-level cache.
-- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (about 1 MiB) stay in the second-level cache
+- `INNER_STEPS` steps of one strip of B stay in the first-level cache while strips of A run past it.
+- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (half of it) stay in the second-level cache
   while all of the task's strips of B run past.
 - chunks of k: accumulators wait in scratch memory as float32. Storing and loading them rounds
   nothing, so how k is cut does not show in the result.
@@ -24,15 +20,14 @@ No task's result depends on which thread computes it or on how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.amx import job as J
-from lowprec.backends.cpu.amx.native import (
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.native import (
     FINGERPRINT,
     atomic_add,
     atomic_load,
@@ -42,102 +37,13 @@ from lowprec.backends.cpu.amx.native import (
     inline_asm,
     load,
     pause,
+    store,
     yield_cpu,
 )
 
 MACRO_ARITY = 2
-_MICRO_ARITY = 6
 
-#: Products by number of parts of A and of B, smallest first: the small ones are not lost in the sum.
-PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
-    (1, 1): ((0, 0),),
-    (1, 2): ((0, 1), (0, 0)),
-    (2, 1): ((1, 0), (0, 0)),
-    (2, 2): ((1, 1), (1, 0), (0, 0), (0, 1)),
-}
-
-# --- the micro-kernel -------------------------------------------------------------------------
-
-# %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B, %r11 bytes per tile row.
-_A_TILES, _B_TILES = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
-_PREFETCH_LINES = 4  # per step and part: a strip of B within eight calls
-
-
-def _step_text(multiply: str, products: Sequence[tuple[int, int]], at: int) -> list[str]:
-    """One step of k; `at` counts steps from where the registers point."""
-    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
-    lines, loaded = [], [-1, -1]
-    prefetches = [_PREFETCH_LINES * parts_b * at + i for i in range(_PREFETCH_LINES * parts_b)]
-    for i, j in products:
-        if loaded[0] != i:
-            offset = (at * parts_a + i) * 2048
-            for t, tile in enumerate(_A_TILES):
-                lines.append(f"tileloaddt1 {offset + 1024 * t}(%rax,%r11,1), {tile}")
-        if loaded[1] != j:
-            offset = (at * parts_b + j) * 2048
-            for t, tile in enumerate(_B_TILES):
-                lines.append(f"tileloadd {offset + 1024 * t}(%rcx,%r11,1), {tile}")
-        loaded = [i, j]
-        for acc in range(4):
-            lines.append(f"{multiply} {_B_TILES[acc & 1]}, {_A_TILES[acc >> 1]}, %tmm{acc}")
-            if prefetches:
-                lines.append(f"prefetcht1 {64 * prefetches.pop(0)}(%rdx)")
-    return lines
-
-
-def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
-    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
-    return [
-        f"addq $${2048 * parts_a * steps}, %rax",
-        f"addq $${2048 * parts_b * steps}, %rcx",
-        f"addq $${64 * _PREFETCH_LINES * parts_b * steps}, %rdx",
-    ]
-
-
-def micro_kernel_text(multiply: str, products: Sequence[tuple[int, int]]) -> str:
-    """Assembly of a micro-kernel.
-
-    Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
-    accumulators hold, $5 where the next piece of B is.
-    """
-    lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
-    lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
-    lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]
-    lines += ["jmp 3f", "2:"] + [f"tilezero %tmm{t}" for t in range(4)] + ["3:"]
-    # An odd step first, so that the loop takes two at a time.
-    lines += ["testq $$1, %r9", "jz 1f", *_step_text(multiply, products, 0)]
-    lines += [*_advance_text(products, 1), "subq $$1, %r9", "jz 4f"]
-    lines += ["1:", *_step_text(multiply, products, 0), *_step_text(multiply, products, 1)]
-    lines += [*_advance_text(products, 2), "subq $$2, %r9", "jnz 1b", "4:"]
-    lines += [f"tilestored %tmm{t}, {1024 * t}(%r8,%r11,1)" for t in range(4)]
-    return "\n".join(lines)
-
-
-_CLOBBERS = "~{rax},~{rcx},~{rdx},~{r8},~{r9},~{r11},~{memory},~{flags},~{dirflag},~{fpsr}"
-
-
-@intrinsic(prefer_literal=True)
-def _micro(typing_context, parts_a, parts_b, integer, a, b, acc, steps, add, following):
-    products = PRODUCTS[parts_a.literal_value, parts_b.literal_value]
-    text = micro_kernel_text("tdpbssd" if integer.literal_value else "tdpbf16ps", products)
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[3:])
-        return context.get_dummy_value()
-
-    return types.void(parts_a, parts_b, integer, *[types.intp] * 6), generate
-
-
-@cache
-def micro_kernel(parts_a: int, parts_b: int, integer: bool) -> int:
-    """Address of the micro-kernel for operands in so many parts; int8 operands if `integer`."""
-    is_integer, fingerprint = int(integer), FINGERPRINT
-
-    def micro(a, b, acc, steps, add, following):
-        _micro(parts_a, parts_b, is_integer, a, b, acc, steps, add, following)
-        return fingerprint & 0
-
-    return compile_kernel(micro, _MICRO_ARITY)
+# --- the state of the processor ---------------------------------------------------------------
 
 
 @intrinsic
@@ -151,10 +57,21 @@ def _configure_tiles(typing_context, config):
 
 @intrinsic
 def _release_tiles(typing_context):
-    """Leave the tiles to others, and let all streamed writes be seen before anything that follows."""
+    """Leave the tiles to others."""
 
     def generate(context, builder, signature, args):
-        inline_asm(builder, "tilerelease\nsfence", "~{memory}", ir.VoidType(), [])
+        inline_asm(builder, "tilerelease", "~{memory}", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _fence(typing_context):
+    """Let all streamed writes be seen before anything that follows."""
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, "sfence", "~{memory}", ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -278,7 +195,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
             following = b + (s + count) * step_b
             if s + count == end_step:
                 following = b + strip_bytes_b + step * step_b
-            share = count * 64 * _PREFETCH_LINES * _field(job, J.B_PARTS)
+            share = count * 64 * J.PREFETCH_LINES * _field(job, J.B_PARTS)
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
@@ -311,6 +228,46 @@ def _task(job, index, scratch):
     return 0
 
 
+@njit
+def _copy_job(source, target):
+    for i in range(J.WORDS):
+        store(target + 8 * i, load(source + 8 * i, "i64"), "i64")
+
+
+@cache
+def batch_kernel() -> int:
+    """Address of what runs the macro-kernel for each product of a batch.
+
+    Its arguments, `MACRO_ARITY` integers: address of the batch, address of this thread's memory: its copy of the job in
+    the first 4096 bytes, then packed B, then scratch.
+    """
+    fingerprint = FINGERPRINT
+
+    def drive_all(batch, memory):
+        count, packed_b = _field(batch, J.BATCH_COUNT), memory + 4096
+        scratch, drive = memory + _field(batch, J.BATCH_SCRATCH), _field(batch, J.BATCH_DRIVE)
+        field_a = 8 * _field(batch, J.BATCH_FIELD_A)
+        field_b = 8 * _field(batch, J.BATCH_FIELD_B)
+        before = 0  # B of the product before, which is packed already
+        while True:
+            index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
+            if index >= count:
+                break
+            addresses = _field(batch, J.BATCH_TABLE) + 24 * index
+            _copy_job(_field(batch, J.BATCH_JOB), memory)
+            store(memory + field_a, _field(addresses, 0), "i64")
+            store(memory + field_b, _field(addresses, 1), "i64")
+            store(memory + 8 * J.OUT, _field(addresses, 2), "i64")
+            store(memory + 8 * J.B_PACKED, packed_b, "i64")
+            if _field(memory, J.B) == before:
+                store(memory + 8 * J.PACK_TASKS, 0, "i64")
+            before = _field(memory, J.B)
+            call(drive, (memory, scratch))
+        return fingerprint & 0
+
+    return compile_kernel(drive_all, MACRO_ARITY)
+
+
 @cache
 def macro_kernel() -> int:
     """Address of the macro-kernel.
@@ -323,14 +280,18 @@ def macro_kernel() -> int:
     def drive(job, scratch):
         _packing_phase(job, scratch)
         tasks = _field(job, J.TASKS)
-        _configure_tiles(_field(job, J.TILE_CONFIG))
+        config = _field(job, J.TILE_CONFIG)
+        if config != 0:
+            _configure_tiles(config)
         while atomic_load(job + 8 * J.NOT_FINITE) == 0:
             index = atomic_add(job + 8 * J.TASK_NEXT, 1)
             if index >= tasks:
                 break
             if _task(job, index, scratch) != 0:
                 atomic_store(job + 8 * J.NOT_FINITE, 1)
-        _release_tiles()
+        if config != 0:
+            _release_tiles()
+        _fence()
         return fingerprint & 0
 
     return compile_kernel(drive, MACRO_ARITY)

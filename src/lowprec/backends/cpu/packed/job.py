@@ -77,3 +77,21 @@ KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
 
 RELU, GELU = 1, 2
 ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
+
+# --- a batch: what each of its products changes in a copy of one job ---
+BATCH_NEXT = 0  # the next product; written by the threads
+(
+    BATCH_JOB,
+    BATCH_COUNT,
+    BATCH_TABLE,  # the addresses of a, b and out for each product
+    BATCH_FIELD_A,
+    BATCH_FIELD_B,
+    BATCH_DRIVE,
+    BATCH_SCRATCH,
+) = range(8, 8 + 7)
+BATCH_WORDS = 16
+
+#: Arguments of a micro-kernel, and the cache lines of the next piece of B that it prefetches in each step: a strip
+#: within eight calls.
+MICRO_ARITY = 6
+PREFETCH_LINES = 4

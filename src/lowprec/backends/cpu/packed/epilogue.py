@@ -22,8 +22,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.amx import job as J
-from lowprec.backends.cpu.amx.native import (
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
     FINGERPRINT,

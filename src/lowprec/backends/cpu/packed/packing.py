@@ -1,4 +1,4 @@
-"""From an operand in any layout to the tiles that the AMX unit multiplies.
+"""From an operand in any layout to the tiles that a micro-kernel multiplies.
 
 An operand is seen as *lanes* (rows of A, columns of B) times *k*. It is cut into strips of 32 lanes
 and steps along k that fill one 64-byte tile row: 32 elements of 16 bits, or 64 of 8 bits. A block,
@@ -29,6 +29,7 @@ float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flush
 float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
 float32, fp16      2      round to float16, subnormals and overflow included, then as float16
 int8               1      none
+int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
 =================  =====  ====================================================================
 
 The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
@@ -46,7 +47,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from lowprec.backends.cpu.amx.native import (
+from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
     FINGERPRINT,
@@ -89,6 +90,7 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
         Scheme(3, "float32", "tf32", 4, 2, 32),
         Scheme(4, "float32", "fp16", 4, 2, 32),
         Scheme(5, "int8", "exact", 1, 1, 64),
+        Scheme(6, "int8", "offset", 1, 1, 64),
     )
 }
 _BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
@@ -186,7 +188,11 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
     a = shuffle(builder, runs[0], runs[1], range(32))
     b = shuffle(builder, runs[2], runs[3], range(32))
     order = [16 * (i % 4) + i // 4 for i in range(64)] if interleave else list(range(64))
-    return [shuffle(builder, a, b, order)], none
+    row = shuffle(builder, a, b, order)
+    if scheme.rounding == "offset":
+        # Adding 128 modulo 2^8 is turning the sign over.
+        row = builder.xor(row, vector(I8, [-128] * 64))
+    return [row], none
 
 
 _ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8}

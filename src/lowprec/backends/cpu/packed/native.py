@@ -49,8 +49,8 @@ def _fingerprint() -> int:
     this number, so that a change of any module that it is built from makes it a new function.
     """
     here = Path(__file__).parent
-    names = ("native.py", "packing.py", "epilogue.py", "macro_kernel.py", "job.py")
-    return zlib.crc32(b"".join((here / name).read_bytes() for name in names))
+    files = sorted(here.glob("*.py")) + sorted(here.glob("micro_kernels/*.py"))
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
 FINGERPRINT = _fingerprint()

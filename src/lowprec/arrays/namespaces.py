@@ -1,0 +1,87 @@
+"""A library's own functions for arranging axes, by the names of the Array API."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from lowprec.arrays.libraries import library_name
+from lowprec.errors import ArrayError, quoted
+
+#: Where the libraries that are known by name keep these functions.
+_MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
+
+
+def namespace_of(array: Any) -> Namespace:
+    """Return the functions of an array's library.
+
+    Raises
+    ------
+    ArrayError
+        If it is no array, or its library has no Array API namespace.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> x = numpy.arange(6.0).reshape(2, 3)
+    >>> namespace_of(x).arranged(x, (1, 0), (6,))
+    array([0., 3., 1., 4., 2., 5.])
+    """
+    kind = type(array)
+    if kind in _BY_TYPE:
+        return _BY_TYPE[kind]
+    name = library_name(array)
+    if name in _MODULES:
+        found = _BY_TYPE[kind] = _namespace(importlib.import_module(_MODULES[name]))
+        return found
+    if hasattr(array, "__array_namespace__"):
+        return Namespace(array.__array_namespace__())
+    raise ArrayError(
+        f"a contraction arranges axes by the array's own library, and {quoted(type(array).__qualname__)} has no Array "
+        "API namespace; pass an array of NumPy, PyTorch, JAX or CuPy"
+    )
+
+
+class Namespace:
+    """What contractions need of one library."""
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._permute = getattr(xp, "permute_dims", None) or xp.permute  # PyTorch has the latter
+
+    def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
+        """Return ``x`` with its axes in this order."""
+        return x if order == tuple(range(len(order))) else self._permute(x, order)
+
+    def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """Return ``x`` with its axes in this order, reshaped."""
+        return self.reshaped(self.permuted(x, order), shape)
+
+    def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """Return ``x`` in another shape."""
+        return x if tuple(x.shape) == shape else self._xp.reshape(x, shape)
+
+    def last(self, x: Any, axis: int) -> Any:
+        """Return ``x`` with this axis last."""
+        rest = [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
+        return self.permuted(x, (*rest, axis % len(x.shape)))
+
+    def diagonal(self, x: Any, first: int, second: int) -> Any:
+        """Return the diagonals over two axes, as the last axis."""
+        rest = [i for i in range(len(x.shape)) if i not in (first, second)]
+        return self._xp.linalg.diagonal(self.permuted(x, (*rest, first, second)))
+
+    def ones(self, n: int, like: Any) -> Any:
+        """Return ``n`` ones of the element type of ``like``, on its device."""
+        if hasattr(like, "new_ones"):
+            return like.new_ones(n)
+        return self._xp.ones((n,), dtype=like.dtype)
+
+    def conjugated(self, x: Any) -> Any:
+        """Return the complex conjugate; what is real stays as it is."""
+        return self._xp.conj(x) if "complex" in str(x.dtype) else x
+
+
+_namespace = functools.cache(Namespace)
+_BY_TYPE: dict[type, Namespace] = {}

@@ -1,0 +1,64 @@
+"""What the arithmetic of a tensor core on numbers of one format is: values, from the tables of planning and formats."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from lowprec.architectures import Architecture
+from lowprec.errors import UnsupportedError
+from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.planning.tensor_cores import accumulation
+
+#: Formats that are emulated, by name.
+FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32)}
+
+
+class Arithmetic(NamedTuple):
+    """How ``c + a_1 b_1 + ... + a_g b_g`` is computed for one group of ``g`` products.
+
+    1. The products are exact. The exponent of one is the sum of its factors' exponents, where a subnormal factor has
+       that of the smallest normal number: it is not normalised.
+    2. The terms that are not zero, c among them, are aligned to the largest of their exponents, or to
+       ``least_exponent`` if that is larger: what lies more than ``fraction_bits`` below it is cut off.
+    3. The sum of what is left is exact, and is rounded toward zero to float32, subnormal numbers included. Beyond the
+       largest float32 it is an infinity. An exact zero is +0.
+
+    A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
+    """
+
+    group: int
+    fraction_bits: int
+    least_exponent: int
+    emin: int  # exponent of the smallest normal number of the factors' format
+
+
+def formats_of(architecture: Architecture) -> tuple[str, ...]:
+    """Return the names of the formats that are emulated for an architecture.
+
+    Examples
+    --------
+    >>> formats_of(Architecture.VOLTA), formats_of(Architecture.HOPPER)
+    (('float16',), ('float16', 'bfloat16', 'tf32'))
+    """
+    return tuple(name for name in FORMATS if accumulation(name, architecture.capability))
+
+
+@functools.cache
+def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
+    """Return the arithmetic of an architecture's tensor cores on numbers of a format, by its name.
+
+    Raises UnsupportedError if they do not multiply such numbers.
+
+    Examples
+    --------
+    >>> arithmetic(Architecture.AMPERE, "float16")
+    Arithmetic(group=8, fraction_bits=24, least_exponent=-132, emin=-14)
+    """
+    model = accumulation(fmt, architecture.capability) if fmt in FORMATS else None
+    if model is None:
+        raise UnsupportedError(
+            f"the tensor cores of {architecture.label} do not multiply {fmt} numbers; emulated are: "
+            f"{', '.join(formats_of(architecture))}"
+        )
+    return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin)

@@ -1,0 +1,70 @@
+"""Blocks of a result with NumPy: the twin for machines without numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
+from lowprec.backends.cpu.emulation.operands import NOWHERE, Operand
+from lowprec.formats import FLOAT32
+
+#: Bits of a float64 beyond the significand of a float32.
+_BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
+
+
+def accumulate(
+    a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic
+) -> None:
+    """Compute ``c += a @ b`` for a block of c, group by group as a tensor core does.
+
+    Parameters
+    ----------
+    a, b : Operand, shapes (m, k) and (k, n)
+    c : numpy.ndarray, shape (m, n)
+        float32, updated in place.
+    rows, columns : slice
+        Of the block.
+    arithmetic : Arithmetic
+    """
+    total = c[rows, columns].astype(np.float64)
+    for first in range(0, a.values.shape[1], arithmetic.group):
+        inner = slice(first, first + arithmetic.group)
+        total = _add_group(_part(a, rows, inner), _part(b, inner, columns), total, arithmetic)
+    c[rows, columns] = total
+
+
+def _part(x: Operand, rows: slice, columns: slice) -> Operand:
+    values, exponents, raw = (y[rows, columns] for y in x[:3])
+    return Operand(values, exponents, raw, x.is_finite)
+
+
+def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Arithmetic) -> Any:
+    finite = np.isfinite(c)
+    value = np.where(finite, c, 0)
+    exponent = np.maximum(np.frexp(value)[1] - 1, FLOAT32.emin)
+    exponent = np.where(value == 0, NOWHERE, exponent)
+    exponents = a.exponents[:, :, None] + b.exponents[None, :, :]
+    largest = np.maximum(exponents.max(axis=1), exponent)
+    shift = arithmetic.fraction_bits - np.maximum(largest, arithmetic.least_exponent)
+    scale = np.ldexp(1.0, shift)
+    # Integers below 2^33: their sum is exact.
+    total = np.trunc(value * scale)
+    for i in range(a.values.shape[1]):
+        total += np.trunc(a.values[:, i, None] * b.values[i, :] * scale)
+    # Adding +0 leaves no -0 of terms that were cut to nothing.
+    total = _toward_zero(np.ldexp(total + 0.0, -shift))
+    special = np.where(finite, 0, c)
+    if not (a.is_finite and b.is_finite):
+        products = a.raw[:, :, None].astype(np.float64) * b.raw[None, :, :]
+        special = special + np.where(np.isfinite(products), 0, products).sum(axis=1)
+    return np.where(special == 0, total, special)
+
+
+def _toward_zero(x: Any) -> Any:
+    """Round to float32 toward zero, the result in float64."""
+    rounded = (x.view(np.int64) & ~_BEYOND_FLOAT32).view(np.float64)
+    subnormal = np.trunc(x * 2.0**149) * 2.0**-149
+    rounded = np.where(np.abs(x) < FLOAT32.smallest_normal, subnormal, rounded)
+    return np.where(np.abs(x) >= 2.0**128, np.copysign(np.inf, x), rounded)

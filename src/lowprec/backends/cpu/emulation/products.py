@@ -1,0 +1,118 @@
+"""Products of arrays in the arithmetic of a tensor core: batches, complex numbers, threads."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.architectures import Architecture, parse_architecture
+from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu.emulation import arrays
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
+from lowprec.backends.cpu.emulation.operands import NAN, Operand
+from lowprec.backends.execution import Executor
+from lowprec.errors import BackendError
+from lowprec.planning import GemmPlan
+from lowprec.policy import environment
+
+#: Rows and columns of a block of the result: 16 rows of 512 columns of b are read from the second-level cache.
+_ROWS, _COLUMNS = 16, 512
+
+_Accumulate = Callable[[Operand, Operand, Any, slice, slice, Arithmetic], None]
+
+
+class Emulation(NamedTuple):
+    """What multiplies arrays of one format, in the place of a BLAS; see ``KernelRow.blas``."""
+
+    multiply: Callable[[Any, Any, Any], None]
+
+
+def __getattr__(name: str) -> Emulation:
+    """Return what a kernel's row names, such as ``hopper_tf32``."""
+    architecture, _, fmt = name.partition("_")
+    if architecture not in [x.value for x in Architecture]:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = arithmetic(parse_architecture(architecture), fmt)
+    return Emulation(functools.partial(_multiply_into, found))
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan whose kernel imitates tensor cores."""
+    return functools.partial(fp32_units.execute, plan)
+
+
+def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b``; float32 or complex64, at least 2-D, batches broadcast."""
+    if out.dtype.kind != "c":
+        out[...] = multiply(a, b, None, model)
+        return
+    # One chain for each component: k products, then k more.
+    out.real = multiply(-a.imag, b.imag, multiply(a.real, b.real, None, model), model)
+    out.imag = multiply(a.imag, b.real, multiply(a.real, b.imag, None, model), model)
+
+
+def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
+    """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new array.
+
+    Parameters
+    ----------
+    a, b : numpy.ndarray, shapes (..., m, k) and (..., k, n)
+        float32, numbers of the format of ``model``.
+    c : numpy.ndarray or None, shape (..., m, n)
+        float32; None for zero. All batches broadcast.
+    model : Arithmetic
+
+    Returns
+    -------
+    numpy.ndarray, shape (..., m, n)
+        float32.
+    """
+    shapes = [x.shape[:-2] for x in (a, b, c) if x is not None]
+    batch = np.broadcast_shapes(*shapes)
+    out = np.zeros((*batch, a.shape[-2], b.shape[-1]), np.float32)
+    if c is not None:
+        out[...] = c
+    a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
+    with np.errstate(all="ignore"):
+        for i in np.ndindex(batch):
+            _product(a[i], b[i], out[i], model)
+    out.view(np.uint32)[np.isnan(out)] = NAN
+    return out
+
+
+def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
+    """Compute ``c += a @ b`` for matrices, in blocks that threads take one by one."""
+    accumulate, (m, n) = _twin(), c.shape
+    x, y = Operand.of(a, model.emin), Operand.of(b, model.emin)
+    blocks = [
+        (slice(i, min(i + _ROWS, m)), slice(j, min(j + _COLUMNS, n)))
+        for j in range(0, n, _COLUMNS)
+        for i in range(0, m, _ROWS)
+    ]
+    queue = iter(blocks)
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread. Taking the next element of a list's iterator is atomic.
+        with np.errstate(all="ignore"):
+            for rows, columns in queue:
+                accumulate(x, y, c, rows, columns, model)
+
+    threads.run(work, min(threads.num_threads(), len(blocks)))
+
+
+@functools.cache
+def _twin() -> _Accumulate:
+    """Return the compiled twin, or NumPy's where there is no numba."""
+    if importlib.util.find_spec("numba") is None or environment.numba_is_off():
+        return arrays.accumulate
+    try:
+        from lowprec.backends.cpu.emulation import compiled
+    except ImportError as error:
+        raise BackendError(
+            f"numba is installed but does not work ({error}); repair or uninstall it"
+        ) from error
+    return compiled.accumulate

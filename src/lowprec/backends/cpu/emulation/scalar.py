@@ -1,0 +1,79 @@
+"""One element at a time, in exact arithmetic: the readable twin, and the oracle of the fast ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import copysign, frexp, inf, isfinite
+
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
+from lowprec.formats import FLOAT32, NumberFormat
+
+
+def dot(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic) -> float:
+    """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
+
+    Parameters
+    ----------
+    a, b : sequence of float
+        Numbers of the format of ``arithmetic``.
+    c : float
+        A float32.
+    arithmetic : Arithmetic
+
+    Returns
+    -------
+    float
+        A float32.
+
+    Examples
+    --------
+    >>> from lowprec.backends.cpu.emulation.arithmetic import arithmetic
+    >>> from lowprec.architectures import Architecture
+    >>> dot([2.0**-12, 2.0**-12], [2.0**-12, 2.0**-12], 1.0, arithmetic(Architecture.VOLTA, "float16"))
+    1.0
+    """
+    for first in range(0, len(a), arithmetic.group):
+        group = slice(first, first + arithmetic.group)
+        c = _add_group(a[group], b[group], c, arithmetic)
+    return c
+
+
+def _add_group(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic) -> float:
+    # float64 holds all products; the sum of those that are not finite is what IEEE 754 says.
+    special = [x for x in (*map(float.__mul__, a, b), c) if not isfinite(x)]
+    if special:
+        return sum(special)
+    terms = [
+        (Fraction(x) * Fraction(y), _exponent(x, arithmetic.emin) + _exponent(y, arithmetic.emin))
+        for x, y in zip(a, b, strict=True)
+    ]
+    terms.append((Fraction(c), _exponent(c, FLOAT32.emin)))
+    exponents = [exponent for value, exponent in terms if value]
+    if not exponents:
+        return 0.0
+    largest = max(*exponents, arithmetic.least_exponent)
+    grid = Fraction(2) ** (largest - arithmetic.fraction_bits)
+    total = sum((_cut(value, grid) for value, _ in terms), Fraction(0))
+    return _toward_zero(total, FLOAT32)
+
+
+def _exponent(x: float, emin: int) -> int:
+    """Return the exponent of a number in a format, which for a subnormal number is that of the smallest normal one."""
+    return max(frexp(x)[1] - 1, emin)
+
+
+def _cut(value: Fraction, grid: Fraction) -> Fraction:
+    """Return the multiple of ``grid`` next to ``value`` on the side of zero."""
+    return int(value / grid) * grid
+
+
+def _toward_zero(value: Fraction, fmt: NumberFormat) -> float:
+    """Return the number of a format next to ``value`` on the side of zero; an infinity beyond the largest one."""
+    if not value:
+        return 0.0
+    # A sum of a group has few enough digits to be a float64.
+    exponent = _exponent(float(value), fmt.emin)
+    if exponent > fmt.emax:
+        return copysign(inf, value)
+    return copysign(float(_cut(value, Fraction(2) ** (exponent - fmt.precision + 1))), value)

@@ -1,0 +1,133 @@
+"""The micro-kernels, as data: which unit each needs, what it multiplies, how it is emitted, and whether it runs here.
+
+A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B over some steps of k, as
+``macro_kernel`` calls it. A row names the module that emits it, so that numba is imported with the first product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.policy import environment
+
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
+
+
+@dataclass(frozen=True, slots=True)
+class MicroKernel:
+    """What one micro-kernel is and needs.
+
+    Parameters
+    ----------
+    name : str
+        Also that of the feature which kernels' rows require.
+    unit : str
+        What it runs on, for people.
+    cpu_flags : frozenset of str
+        As the system calls them; packing and epilogue need theirs as well.
+    storage : str
+        What is multiplied: ``"bfloat16"`` or ``"int8"``.
+    parts : int
+        The most parts of which an operand may be the sum.
+    emit : str
+        Function from the parts of A and of B to the address of the micro-kernel, as ``"module:function"``.
+    block_bytes : int
+        Packed A of a task: half of the second-level cache.
+    inner_bytes : int
+        A piece of a strip of B that stays in the first-level cache.
+    shared_from : int
+        Products of numbers from which waking a thread costs less than it brings.
+    has_tiles : bool
+        Whether tiles are to be configured, which the system must permit.
+    offset_a : int
+        What is added to each element of A while packing, so that it is unsigned.
+    """
+
+    name: str
+    unit: str
+    cpu_flags: frozenset[str]
+    storage: str
+    emit: str
+    parts: int = 1
+    block_bytes: int = 1 << 20
+    inner_bytes: int = 32 << 10
+    shared_from: int = 1 << 27
+    has_tiles: bool = False
+    offset_a: int = 0
+
+
+_HERE = "lowprec.backends.cpu.packed.micro_kernels"
+_AMX = "tile units (AMX)"
+_AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}) | _AVX512
+
+AMX_BF16 = MicroKernel(
+    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", parts=2, has_tiles=True
+)
+AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", f"{_HERE}.amx:int8", has_tiles=True)
+
+AVX512_BF16 = MicroKernel(
+    "avx512_bf16",
+    "bfloat16 vector units (AVX512-BF16)",
+    frozenset({"avx512_bf16"}) | _AVX512,
+    "bfloat16",
+    f"{_HERE}.avx512_bf16:micro_kernel",
+    block_bytes=512 << 10,
+    inner_bytes=16 << 10,
+    shared_from=1 << 25,
+)
+AVX512_VNNI = MicroKernel(
+    "avx512_vnni",
+    "int8 vector units (AVX512-VNNI)",
+    frozenset({"avx512_vnni"}) | _AVX512,
+    "int8",
+    f"{_HERE}.avx512_vnni:micro_kernel",
+    block_bytes=512 << 10,
+    inner_bytes=16 << 10,
+    shared_from=1 << 26,
+    offset_a=128,
+)
+
+MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI)
+
+
+def _request_permission() -> bool:
+    """Ask the kernel to let this process use tile data; it is off until asked for."""
+    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
+
+
+@lru_cache(maxsize=len(MICRO_KERNELS))
+def obstacle(kernel: MicroKernel) -> str:
+    """What keeps a micro-kernel from running here, as a sentence; empty if nothing does.
+
+    It needs Linux on x86-64, its instruction sets, numba, and where it uses tiles the permission to do so (asked for
+    here). The answer is kept.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"the {kernel.unit} are used on Linux on x86-64 only"
+    absent = sorted(kernel.cpu_flags - cpu_flags())
+    if absent:
+        return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
+    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
+    # that does not need the units should not pay.
+    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
+        return (
+            f'numba is not installed (pip install "lowprec[cpu]"), so the {kernel.unit} stay idle'
+        )
+    if environment.numba_is_off():
+        return f"NUMBA_DISABLE_JIT is set, so the {kernel.unit} stay idle"
+    if kernel.has_tiles and not _request_permission():
+        return f"the system does not grant this process the {kernel.unit}"
+    return ""
+
+
+def is_available(kernel: MicroKernel) -> bool:
+    """Whether a micro-kernel can run here."""
+    return not obstacle(kernel)

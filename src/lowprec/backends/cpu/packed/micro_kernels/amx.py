@@ -1,0 +1,118 @@
+"""The AMX micro-kernel: ``TDPBF16PS`` and ``TDPBSSD`` on 16 x 16 tiles.
+
+It is assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
+B. All products go to the same four accumulator tiles, in the order of the list, and a tile is
+loaded anew only where the part changes. With four products on two parts, 10 tile loads feed 16
+multiplications. A is loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B
+in the first-level cache; this is worth 35 % where one product is made of each pair of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
+from lowprec.backends.cpu.packed.native import FINGERPRINT, compile_kernel, inline_asm
+
+#: Products by number of parts of A and of B, smallest first: the small ones are not lost in the sum.
+PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (1, 1): ((0, 0),),
+    (1, 2): ((0, 1), (0, 0)),
+    (2, 1): ((1, 0), (0, 0)),
+    (2, 2): ((1, 1), (1, 0), (0, 0), (0, 1)),
+}
+
+# %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B, %r11 bytes per tile row.
+_A_TILES, _B_TILES = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
+
+
+def _step_text(multiply: str, products: Sequence[tuple[int, int]], at: int) -> list[str]:
+    """One step of k; `at` counts steps from where the registers point."""
+    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
+    lines, loaded = [], [-1, -1]
+    prefetches = [PREFETCH_LINES * parts_b * at + i for i in range(PREFETCH_LINES * parts_b)]
+    for i, j in products:
+        if loaded[0] != i:
+            offset = (at * parts_a + i) * 2048
+            for t, tile in enumerate(_A_TILES):
+                lines.append(f"tileloaddt1 {offset + 1024 * t}(%rax,%r11,1), {tile}")
+        if loaded[1] != j:
+            offset = (at * parts_b + j) * 2048
+            for t, tile in enumerate(_B_TILES):
+                lines.append(f"tileloadd {offset + 1024 * t}(%rcx,%r11,1), {tile}")
+        loaded = [i, j]
+        for acc in range(4):
+            lines.append(f"{multiply} {_B_TILES[acc & 1]}, {_A_TILES[acc >> 1]}, %tmm{acc}")
+            if prefetches:
+                lines.append(f"prefetcht1 {64 * prefetches.pop(0)}(%rdx)")
+    return lines
+
+
+def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
+    parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
+    return [
+        f"addq $${2048 * parts_a * steps}, %rax",
+        f"addq $${2048 * parts_b * steps}, %rcx",
+        f"addq $${64 * PREFETCH_LINES * parts_b * steps}, %rdx",
+    ]
+
+
+def micro_kernel_text(multiply: str, products: Sequence[tuple[int, int]]) -> str:
+    """Assembly of a micro-kernel.
+
+    Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
+    accumulators hold, $5 where the next piece of B is.
+    """
+    lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
+    lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
+    lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]
+    lines += ["jmp 3f", "2:"] + [f"tilezero %tmm{t}" for t in range(4)] + ["3:"]
+    # An odd step first, so that the loop takes two at a time.
+    lines += ["testq $$1, %r9", "jz 1f", *_step_text(multiply, products, 0)]
+    lines += [*_advance_text(products, 1), "subq $$1, %r9", "jz 4f"]
+    lines += ["1:", *_step_text(multiply, products, 0), *_step_text(multiply, products, 1)]
+    lines += [*_advance_text(products, 2), "subq $$2, %r9", "jnz 1b", "4:"]
+    lines += [f"tilestored %tmm{t}, {1024 * t}(%r8,%r11,1)" for t in range(4)]
+    return "\n".join(lines)
+
+
+_CLOBBERS = "~{rax},~{rcx},~{rdx},~{r8},~{r9},~{r11},~{memory},~{flags},~{dirflag},~{fpsr}"
+
+
+@intrinsic(prefer_literal=True)
+def _micro(typing_context, parts_a, parts_b, integer, a, b, acc, steps, add, following):
+    products = PRODUCTS[parts_a.literal_value, parts_b.literal_value]
+    text = micro_kernel_text("tdpbssd" if integer.literal_value else "tdpbf16ps", products)
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[3:])
+        return context.get_dummy_value()
+
+    return types.void(parts_a, parts_b, integer, *[types.intp] * 6), generate
+
+
+@cache
+def _micro_kernel(parts_a: int, parts_b: int, integer: bool) -> int:
+    """Address of the micro-kernel for operands in so many parts; int8 operands if `integer`."""
+    is_integer, fingerprint = int(integer), FINGERPRINT
+
+    def micro(a, b, acc, steps, add, following):
+        _micro(parts_a, parts_b, is_integer, a, b, acc, steps, add, following)
+        return fingerprint & 0
+
+    return compile_kernel(micro, MICRO_ARITY)
+
+
+def bfloat16(parts_a: int, parts_b: int) -> int:
+    """Address of the micro-kernel for bfloat16 operands in so many parts."""
+    return _micro_kernel(parts_a, parts_b, False)
+
+
+def int8(parts_a: int, parts_b: int) -> int:
+    """Address of the micro-kernel for int8 operands."""
+    return _micro_kernel(parts_a, parts_b, True)

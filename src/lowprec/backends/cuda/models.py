@@ -1,0 +1,72 @@
+"""What a GPU can do, as planning wants to know it: one that is there, or a model that one may have elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from lowprec.backends.cuda.kernel_rows import KERNELS
+from lowprec.planning import Capabilities
+from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
+
+if TYPE_CHECKING:
+    from lowprec.backends.cuda.runtime import DeviceProperties
+
+#: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
+_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
+_LARGE_SINCE = (9, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def present(found: DeviceProperties) -> Capabilities:
+    """Return what a GPU can do that the driver has described."""
+    peaks: tuple[tuple[str, float], ...] = ()
+    model = model_of(found.name)
+    if model and found.clock_khz:
+        # A model comes with other clocks, and with fewer multiprocessors (PCIe cards), than its row has.
+        here = found.multiprocessors * found.clock_khz / 1e3
+        share = here / (model.multiprocessors * model.clock_mhz)
+        peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
+    return Capabilities(
+        device=f"cuda:{found.index}",
+        name=found.name,
+        kernels=KERNELS,
+        flops_per_byte=flops_per_byte(found.name, found.capability),
+        compute_capability=found.capability,
+        workspace_bytes=_workspace_bytes(found.capability),
+        peak_tflops=peaks,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def predicted(device: str) -> Capabilities:
+    """Return what a model can do by what is published of it; no library and no driver is needed.
+
+    Raises
+    ------
+    DeviceError
+        If there is no such model.
+
+    Examples
+    --------
+    >>> predicted("sm_90").name
+    'NVIDIA H100 SXM5, for compute capability 9.0'
+    """
+    model = parse_model(device)
+    capability = parse_capability(device)
+    standing = "" if capability is None else ", for compute capability {}.{}".format(*capability)
+    return Capabilities(
+        device="cuda",
+        name=model.name + standing,
+        kernels=KERNELS,
+        flops_per_byte=model.flops_per_byte,
+        compute_capability=model.compute_capability,
+        workspace_bytes=_workspace_bytes(model.compute_capability),
+        peak_tflops=tuple(model.peak_tflops.items()),
+        bytes_per_second=model.bandwidth * 1e9,
+        source=model.source,
+    )
+
+
+def _workspace_bytes(capability: tuple[int, int]) -> int:
+    return _LARGE_WORKSPACE if capability >= _LARGE_SINCE else _SMALL_WORKSPACE

@@ -1,0 +1,161 @@
+"""Matrix products of Dask arrays: lazy, chunk by chunk, each sum over the chunks of k in one fixed order.
+
+``dask.array.matmul`` makes an array of all partial products and lets Dask add them. Here the partial products of one
+chunk of the result form a chain: each adds its product to the one before, inside the product's own epilogue
+(``c=acc, beta=1``), in the accumulator's type. So no partial product waits in memory, 16-bit chunks are summed in FP32
+throughout, and the order of the sum does not depend on which worker was first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from lowprec import dispatch, explain
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.errors import ArrayError, ShapeError
+from lowprec.modes import MathMode, ModeSource, ResolvedMode
+from lowprec.policy.emulation import emulate
+from lowprec.request import ShapeDtype
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+) -> da.Array:
+    """Return the product of two Dask arrays as a Dask array; nothing is computed yet.
+
+    The mode is chosen here, by the scopes, the guard and the environment of the caller, and travels in the graph:
+    workers do not see the caller's scopes. A worker's own ``LOWPREC_FP32_GUARD`` and ``LOWPREC_FORCE_MATH_MODE`` still
+    stand above it.
+
+    Parameters
+    ----------
+    a : dask.array.Array, shape (..., m, k) or (k,)
+        Chunks of any library that :func:`lowprec.matmul` takes. A NumPy array is taken as one chunk.
+    b : dask.array.Array, shape (..., k, n) or (k,)
+        Chunked along k as ``a`` is, else it is rechunked.
+    out_dtype, math_mode, rtol
+        As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k.
+
+    Returns
+    -------
+    dask.array.Array, shape (..., m, n)
+        In the chunks of ``a`` along m, of ``b`` along n.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        An operand is no array, or of a type that is not supported.
+    ShapeError
+        The shapes do not fit together, or are not known.
+    ModeError
+        There is no such mode, or no mode meets ``rtol``.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> a, b = da.ones((6, 4), chunks=2, dtype="float32"), da.ones((4, 5), chunks=(2, 5), dtype="float32")
+    >>> c = matmul(a, b, math_mode="bf16")
+    >>> c.numblocks, c.compute()[0].tolist()
+    ((3, 1), [4.0, 4.0, 4.0, 4.0, 4.0])
+    """
+    a, b = _dask_array(a, "a"), _dask_array(b, "b")
+    plan = explain.plan(
+        ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype),
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol,
+    )  # fmt: skip
+    x = a if a.ndim > 1 else a[None, :]
+    y = b if b.ndim > 1 else b[:, None]
+    mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
+    product = _product(x, y, mode, plan.compute_dtype.accumulator.label, plan.out_dtype.label)
+    if b.ndim == 1:
+        product = product[..., 0]
+    return (
+        product[..., 0] if a.ndim == 1 == b.ndim else product[..., 0, :] if a.ndim == 1 else product
+    )
+
+
+def _dask_array(x: Any, name: str) -> da.Array:
+    if not isinstance(x, da.Array):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ArrayError(f"{name} is no array, but {type(x).__qualname__}; pass a Dask array")
+        x = da.from_array(x, chunks=-1)
+    if any(math.isnan(n) for n in x.shape):
+        raise ShapeError(
+            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
+        )
+    return x
+
+
+def _product(
+    a: da.Array, b: da.Array, resolved: ResolvedMode, accumulator: str, out: str
+) -> da.Array:
+    """Return the product of two arrays with two axes or more."""
+    a, b, batch = _alike_in_chunks(a, b)
+    chunks = (*batch, a.chunks[-2], b.chunks[-1])
+    emulates = None if resolved.emulates is None else str(resolved.emulates)
+    mode = str(resolved.mode)
+    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out)}"
+    depth = a.numblocks[-1]
+    graph: dict[Any, Any] = {}
+    for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
+        key: Any = None
+        for k in range(depth):
+            before, last = key, k == depth - 1
+            key = (name, *outer, i, j) if last else (f"{name}-sum", *outer, i, j, k)
+            x = (a.name, *_block_of(a, outer), i, k)
+            y = (b.name, *_block_of(b, outer), k, j)
+            graph[key] = (_add_product, before, x, y, mode, out if last else accumulator, emulates)
+    layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
+    meta = a._meta if isinstance(a._meta, np.ndarray) else None
+    if meta is not None:
+        meta = np.empty((0,) * len(chunks), _numpy_dtype(out))
+    return da.Array(
+        layers, name, chunks, meta=meta if meta is not None else a._meta, dtype=_numpy_dtype(out)
+    )
+
+
+def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
+    """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
+    count = max(a.ndim, b.ndim) - 2
+    axes = [*range(count), "m", "k", "n"]
+    names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]
+    names_b = [*axes[count - (b.ndim - 2) : count], "k", "n"]
+    if b.chunks[-2] != a.chunks[-1]:
+        b = b.rechunk({b.ndim - 2: a.chunks[-1]})
+    chunks, (a, b) = da.core.unify_chunks(a, names_a, b, names_b)
+    return a, b, tuple(chunks[axis] for axis in axes[:count])
+
+
+def _block_of(x: da.Array, outer: list[int]) -> list[int]:
+    """Return where in its batch an operand lies that is multiplied into a chunk; what broadcasts has one chunk."""
+    mine = outer[len(outer) - (x.ndim - 2) :]
+    return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
+
+
+def _add_product(acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None) -> Any:
+    """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
+    if emulates is not None:
+        with emulate(emulates):
+            return _add_product(acc, a, b, mode, out)
+    if acc is None:
+        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out)
+    if out == "int32":  # whose epilogues add no matrix
+        return acc + dispatch.matmul(a, b)
+    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out)
+
+
+def _numpy_dtype(label: str) -> np.dtype[Any]:
+    return next(dtype for d, dtype in NUMPY_DTYPES.items() if d.label == label)

@@ -1,0 +1,198 @@
+"""What NVIDIA publishes of its GPUs, a row per model: peak rates, memory, multiprocessors, clock.
+
+Peak rates are dense: the data sheets' figures "with sparsity" are halved. Sums are in FP32 (int32 for int8), as lowprec
+asks for them; GeForce cards multiply 16-bit and FP8 numbers at half their rate then. Where tensor cores multiply
+float64, it is their rate. ``clock_mhz`` is the highest clock that goes with the rates. NVIDIA
+does not tell the B200's multiprocessors, clock and L2: they are as its driver tells them ("Nvidia's B200: Keeping the
+CUDA Juggernaut Rolling", chipsandcheese.com, 2025).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lowprec.errors import DeviceError, quoted
+from lowprec.planning.tensor_cores import Capability
+
+#: Formats of the columns of rates below.
+_FORMATS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+
+Rate = float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """One row: what NVIDIA says of a model."""
+
+    key: str  # what a caller asks for
+    name: str
+    compute_capability: Capability
+    multiprocessors: int
+    clock_mhz: int
+    rates: tuple[Rate, Rate, Rate, Rate, Rate, Rate, Rate]  # TFLOP/s (TOP/s for int8) by format
+    bandwidth: int  # of the memory, GB/s
+    memory: int  # GB
+    l2: float  # MB
+    source: str
+
+    @property
+    def peak_tflops(self) -> dict[str, float]:
+        """Peak rates by format; a format that its tensor cores do not multiply is absent."""
+        pairs = zip(_FORMATS, self.rates, strict=True)
+        return {fmt: rate for fmt, rate in pairs if rate is not None}
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Peak rate of float16 on tensor cores over the bandwidth of the memory."""
+        return self.peak_tflops["float16"] * 1e3 / self.bandwidth
+
+
+_NO = None
+
+#: The first of a compute capability stands for what has no row of its own.
+MODELS = (
+    GpuModel(
+        "v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
+        "V100 data sheet and Volta architecture white paper",
+    ),
+    GpuModel(
+        "t4", "NVIDIA T4", (7, 5), 40, 1590, (0.25, 8.1, _NO, _NO, 65, _NO, 130), 320, 16, 4,
+        "T4 data sheet and Turing architecture white paper",
+    ),
+    GpuModel(
+        "rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1635, (0.44, 14.2, _NO, _NO, 56.9, _NO, 227.7), 616,
+        11, 5.5, "Turing architecture white paper (Founders Edition)",
+    ),
+    GpuModel(
+        "a100", "NVIDIA A100 SXM4 80GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 2039, 80, 40,
+        "A100 data sheet and Ampere architecture white paper",
+    ),
+    GpuModel(
+        "a100-40gb", "NVIDIA A100 SXM4 40GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 1555, 40, 40,
+        "A100 data sheet and Ampere architecture white paper",
+    ),
+    GpuModel(
+        "rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, (0.56, 35.6, 35.6, 71, 71, _NO, 284), 936, 24, 6,
+        "Ampere GA102 architecture white paper",
+    ),
+    GpuModel(
+        "l4", "NVIDIA L4", (8, 9), 58, 2040, (0.49, 30.3, 60, 121, 121, 242.5, 242.5), 300, 24, 48,
+        "L4 data sheet and Ada architecture white paper",
+    ),
+    GpuModel(
+        "l40s", "NVIDIA L40S", (8, 9), 142, 2520, (1.43, 91.6, 183, 362, 362, 733, 733), 864, 48, 96,
+        "L40S data sheet and Ada architecture white paper",
+    ),
+    GpuModel(
+        "rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, (1.29, 82.6, 82.6, 165.2, 165.2, 330.3, 660.6), 1008,
+        24, 72, "Ada architecture white paper",
+    ),
+    GpuModel(
+        "h100", "NVIDIA H100 SXM5", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 3350, 80, 50,
+        "H100 data sheet and Hopper architecture white paper",
+    ),
+    GpuModel(
+        "h200", "NVIDIA H200 SXM", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4800, 141, 50,
+        "H200 data sheet",
+    ),
+    GpuModel(
+        "gh200", "NVIDIA GH200", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4000, 96, 50,
+        "GH200 data sheet (HBM3)",
+    ),
+    GpuModel(
+        "b200", "NVIDIA B200", (10, 0), 148, 1965, (40, 80, 1100, 2250, 2250, 4500, 4500), 8000, 192, 126,
+        "Blackwell architecture technical brief (HGX)",
+    ),
+    GpuModel(
+        "rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 2407, (1.64, 104.8, 104.8, 209.5, 209.5, 419, 838), 1792,
+        32, 96, "RTX Blackwell architecture white paper",
+    ),
+)  # fmt: skip
+
+_BY_KEY = {model.key: model for model in MODELS}
+#: "sm_90", "sm90", "9.0".
+_CAPABILITY = re.compile(r"sm_?(\d+)(\d)a?|(\d+)\.(\d)")
+
+
+def model_names() -> str:
+    """Return what :func:`parse_model` takes, for messages."""
+    capabilities = sorted({model.compute_capability for model in MODELS})
+    numbers = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    return f"{', '.join(_BY_KEY)}, or a compute capability ({numbers}; sm_90 for 9.0)"
+
+
+def parse_model(name: object) -> GpuModel:
+    """Return the model of this name, or the first one of this compute capability.
+
+    Case, spaces, hyphens and the words of the maker do not matter.
+
+    Raises
+    ------
+    DeviceError
+        If there is none; the message lists the names.
+
+    Examples
+    --------
+    >>> parse_model("H200").bandwidth, parse_model("NVIDIA GeForce RTX 4090").key, parse_model("sm_80").key
+    (4800, 'rtx-4090', 'a100')
+    """
+    text = name if isinstance(name, str) else ""
+    wanted, capability = _plain(text), parse_capability(text)
+    for model in MODELS:
+        if model.compute_capability == capability:
+            return model
+        if wanted in (_plain(model.key), _plain(model.name)):
+            return model
+    raise DeviceError(
+        f"device {quoted(name)} is no GPU whose data are known; choose one of: {model_names()}"
+    )
+
+
+def parse_capability(text: str) -> Capability | None:
+    """Return a compute capability, written as ``"sm_90"`` or ``"9.0"``; None for another text.
+
+    Examples
+    --------
+    >>> parse_capability("sm_120"), parse_capability("8.6"), parse_capability("t4")
+    ((12, 0), (8, 6), None)
+    """
+    found = _CAPABILITY.fullmatch(text.strip().lower())
+    if found is None:
+        return None
+    major, minor = (int(part) for part in found.groups() if part is not None)
+    return major, minor
+
+
+def _plain(text: str) -> str:
+    """Return a name without what writers leave out: the maker's words, spaces and hyphens."""
+    return re.sub(r"nvidia|tesla|geforce|[\s_-]", "", text.lower())
+
+
+def model_of(name: str) -> GpuModel | None:
+    """Return the row of a GPU that is there, by the name that its driver tells; None for a model without a row.
+
+    Examples
+    --------
+    >>> model_of("NVIDIA H100 PCIe").key, model_of("NVIDIA A100-SXM4-40GB").key, model_of("NVIDIA L40")
+    ('h100', 'a100-40gb', None)
+    """
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    found = [model for model in MODELS if words.issuperset(model.key.split("-"))]
+    return max(found, key=lambda model: len(model.key), default=None)
+
+
+def flops_per_byte(name: str, capability: Capability) -> float:
+    """Return the ratio of a GPU that is there: its model's, or that of a model of the nearest older capability.
+
+    Examples
+    --------
+    >>> flops_per_byte("NVIDIA H200", (9, 0)) < flops_per_byte("NVIDIA H100 PCIe", (9, 0))
+    True
+    """
+    older = [model for model in MODELS if model.compute_capability <= capability]
+    latest = max(
+        (model.compute_capability for model in older), default=MODELS[0].compute_capability
+    )
+    alike = next(model for model in MODELS if model.compute_capability == latest)
+    return (model_of(name) or alike).flops_per_byte

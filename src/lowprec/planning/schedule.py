@@ -1,0 +1,94 @@
+"""The schedule of a plan: which products of parts are formed, over which range of k, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowprec.modes import ModeRow, Pair
+
+
+class Product(NamedTuple):
+    """One matrix product of a schedule: ``sum (+)= factor * a_part[:, k] @ b_part[k, :]``.
+
+    With several terms it is that of ``[a_part | a_(part - 1) | ...]`` and ``[b_part ; b_(part + 1) ; ...]``, parts
+    side by side along k, each over its whole length.
+    """
+
+    a_part: int  # part of the operand; 0 is the leading one
+    b_part: int
+    k_start: int  # range of the inner dimension
+    k_stop: int
+    factor: float = 1.0
+    accumulates: bool = False  # added to the sum of the products before it; the first one is not
+    terms: int = 1
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The pairs of parts that are multiplied."""
+        return tuple((self.a_part - i, self.b_part + i) for i in range(self.terms))
+
+    @property
+    def length(self) -> int:
+        """Products of numbers in each sum."""
+        return self.terms * (self.k_stop - self.k_start)
+
+
+def make_schedule(
+    row: ModeRow,
+    rounded: tuple[bool, bool],
+    k: int,
+    k_chunk: int | None = None,
+    *,
+    concatenates: bool = False,
+) -> tuple[Product, ...]:
+    """Return the products of a mode, the smallest first.
+
+    Parameters
+    ----------
+    row : ModeRow
+    rounded : tuple of (bool, bool)
+        Whether ``a`` and ``b`` are split; what the format holds has one part.
+    k : int
+    k_chunk : int or None
+        The product of the leading parts runs in pieces of this length, each added in the accumulator's format; None
+        for one piece.
+    concatenates : bool
+        Whether products with the same factor run as one, their parts side by side.
+
+    Examples
+    --------
+    >>> from lowprec.modes import MathMode, row
+    >>> made = make_schedule(row(MathMode.BF16X3), (True, True), 512, 256, concatenates=True)
+    >>> [(x.pairs, x.k_start, x.k_stop) for x in made]
+    [(((1, 0), (0, 1)), 0, 512), (((0, 0),), 0, 256), (((0, 0),), 256, 512)]
+    """
+    step = min(k_chunk or k, k) or 1
+    products: list[Product] = []
+    for pairs, factor in _groups(row, rounded, concatenates):
+        a_part, b_part = pairs[0]
+        starts = range(0, k or 1, step if (a_part, b_part) == (0, 0) else k or 1)
+        for start in starts:
+            stop = min(start + starts.step, k)
+            products.append(
+                Product(a_part, b_part, start, stop, factor, bool(products), len(pairs))
+            )
+    return tuple(products)
+
+
+def _groups(
+    row: ModeRow, rounded: tuple[bool, bool], concatenates: bool
+) -> Iterator[tuple[list[Pair], float]]:
+    """Yield the pairs of each product, and its factor."""
+    if row.sums_parts and not all(rounded):
+        # One operand has no second part, and nothing is saved: the products of its only part.
+        pairs = [(int(rounded[0]), int(rounded[1])), (0, 0)] if any(rounded) else [(0, 0)]
+        yield from (([pair], 2.0 ** (-row.part_exponent * sum(pair))) for pair in pairs)
+        return
+    formed = [(i, j) for i, j in row.pairs if (rounded[0] or i == 0) and (rounded[1] or j == 0)]
+    if not concatenates or row.sums_parts:
+        yield from (([pair], row.factor(pair)) for pair in formed)
+        return
+    for order in dict.fromkeys(map(sum, formed)):
+        pairs = sorted((pair for pair in formed if sum(pair) == order), reverse=True)
+        yield pairs, row.factor(pairs[0])

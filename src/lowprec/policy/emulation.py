@@ -1,0 +1,73 @@
+"""Whose tensor cores the CPU imitates."""
+
+from __future__ import annotations
+
+from lowprec.architectures import Architecture, parse_architecture
+from lowprec.policy.entries import innermost
+from lowprec.policy.scopes import PolicyScope, selection
+
+
+class emulate(PolicyScope):
+    """Let the CPU sum as a GPU's tensor cores do, bit by bit, inside a ``with`` block or a decorated function.
+
+    It acts on products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 and
+    complex64 ones in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and what is made of them). Which
+    mode is in force is decided as ever; only the way in which the products of a mode are summed changes, and
+    :func:`lowprec.plan` shows it. float32 in mode ``fp32``, float64, int8, numbers that the architecture's tensor cores
+    do not multiply (bfloat16 on Volta), and arrays on a GPU are multiplied as without it.
+
+    An element is one chain of instructions along the inner dimension, from its beginning to its end: what cuBLAS makes
+    of a product (its tiles, the order of its instructions, split-K) is not imitated.
+
+    The block holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into other
+    threads. The innermost one counts.
+
+    Parameters
+    ----------
+    architecture : {"volta", "ampere", "ada", "hopper", "blackwell"}
+        In upper or lower case.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is none of these.
+
+    References
+    ----------
+    F. A. Khattak and M. Mikaitis, "Accurate models of NVIDIA tensor cores", arXiv 2512.07004.
+
+    Examples
+    --------
+    Hopper cuts to 25 fraction bits below the largest of 17 terms; Volta, to 23 below the largest of 5:
+
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.array([[1.0, 2.0**-12, 2.0**-12]], np.float16)
+    >>> b = np.array([[1.0], [2.0**-12], [2.0**-12]], np.float16)
+    >>> for architecture in ("volta", "hopper"):
+    ...     with lowprec.emulate(architecture):
+    ...         print(float(lowprec.matmul(a, b, out_dtype="float32")[0, 0] - 1) / 2**-23)
+    0.0
+    1.0
+    """
+
+    __slots__ = ("_emulates",)
+
+    def __init__(self, architecture: str | Architecture) -> None:
+        self._mode = None
+        self._libraries = selection(False, by_default=False)
+        self._emulates = parse_architecture(architecture)
+
+    def __repr__(self) -> str:
+        return f"emulate({str(self._emulates)!r})"
+
+
+def emulated() -> Architecture | None:
+    """Return whose tensor cores the CPU imitates in this thread and task.
+
+    Examples
+    --------
+    >>> emulated() is None
+    True
+    """
+    return innermost.get().emulates

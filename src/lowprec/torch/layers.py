@@ -1,0 +1,73 @@
+"""Layers whose products are lowprec's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowprec.modes import MathMode, parse_mode
+from lowprec.torch.product import linear
+
+
+class Linear(torch.nn.Linear):
+    """``torch.nn.Linear`` with its product by lowprec; state dictionaries are the same.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, device, dtype
+        As ``torch.nn.Linear`` takes them.
+    math_mode : str or MathMode, optional
+        Of the forward product; that in force by default.
+    backward_mode : str or MathMode, optional
+        Of the backward pass; the forward product's by default.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = Linear.sharing(torch.nn.Linear(4, 2), math_mode="bf16")
+    >>> layer(torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: object = None,
+        dtype: torch.dtype | None = None,
+        *,
+        math_mode: str | MathMode | None = None,
+        backward_mode: str | MathMode | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.math_mode = None if math_mode is None else parse_mode(math_mode).value
+        self.backward_mode = None if backward_mode is None else parse_mode(backward_mode).value
+
+    @classmethod
+    def sharing(
+        cls,
+        layer: torch.nn.Linear,
+        *,
+        math_mode: str | MathMode | None = None,
+        backward_mode: str | MathMode | None = None,
+    ) -> Linear:
+        """Return a layer with the very parameters of another one: what trains one trains both."""
+        made = cls(
+            layer.in_features, layer.out_features, layer.bias is not None, "meta",
+            math_mode=math_mode, backward_mode=backward_mode,
+        )  # fmt: skip
+        made.weight, made.bias = layer.weight, layer.bias
+        return made.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return ``input @ weight.T + bias``."""
+        return linear(
+            input, self.weight, self.bias,
+            math_mode=self.math_mode, backward_mode=self.backward_mode,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return torch's words, and the modes that were chosen."""
+        modes = {"math_mode": self.math_mode, "backward_mode": self.backward_mode}
+        return ", ".join([super().extra_repr(), *(f"{n}={m}" for n, m in modes.items() if m)])

@@ -1,0 +1,191 @@
+"""``torch.ops.lowprec.matmul``: the product as an operator of PyTorch's, for graphs, modes and transforms.
+
+It has a kernel, a rule for fake tensors (shapes, element types), one for ``vmap``, and a kernel of its own for
+autograd. The latter exists because of forward-mode derivatives: an operator made by ``torch.library.custom_op``
+returns a tangent of zero for them, without an error; this one refuses.
+
+The operator multiplies stacks of matrices. ``mode`` is the mode of the forward product, ``backward_mode`` that of the
+two products of the backward pass. With ``ambient`` the mode was that of the scopes when the graph was made; at run time
+the scopes decide again, since a graph is called from other threads and tasks than the one that made it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from lowprec import dispatch
+from lowprec.errors import UnsupportedError
+
+_SCHEMA = (
+    "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', bool ambient=False) "
+    "-> Tensor"
+)
+_library = torch.library.Library("lowprec", "DEF")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+#: Calls of it are seen by PyTorch's modes, tracers and transforms.
+OPERATOR = torch.ops.lowprec.matmul.default
+
+NO_TANGENT = (
+    "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it there; take "
+    "torch.func.jvp of the function as it is, without torch.compile"
+)
+
+
+def _multiply(
+    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    with torch.no_grad():
+        found: Tensor = dispatch.matmul(
+            a.detach(),
+            b.detach(),
+            alpha=alpha,
+            out_dtype=out_dtype or None,
+            math_mode=None if ambient else mode,
+        )
+    return found
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("matmul", _multiply, _key)
+
+
+def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
+    """Return the element type of the product."""
+    if out_dtype:
+        named: torch.dtype = getattr(torch, out_dtype)
+        return named
+    return torch.int32 if a.dtype == torch.int8 else torch.promote_types(a.dtype, b.dtype)
+
+
+@torch.library.register_fake("lowprec::matmul", lib=_library)
+def _fake(
+    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    torch._check(
+        a.shape[-1] == b.shape[-2],
+        lambda: (
+            f"matmul: the inner dimensions differ, shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        ),
+    )
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, b, out_dtype))
+
+
+@register_flop_formula(torch.ops.lowprec.matmul)
+def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * math.prod(out_shape) * a[-1]
+
+
+# -- autograd -------------------------------------------------------------------------------------
+
+
+def summed_to(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient of an operand that was broadcast along its batch: the sum over what it was repeated for."""
+    return gradient.sum_to_size(like.shape).to(like.dtype)
+
+
+def operand_gradients(
+    gradient: Tensor,
+    a: Tensor,
+    b: Tensor,
+    needed: tuple[bool, bool],
+    mode: str,
+    alpha: float,
+    multiply: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``a`` and ``b``, two products in the mode."""
+    for_a = for_b = None
+    if needed[0]:
+        for_a = summed_to(multiply(gradient, b.mH, mode, alpha), a)
+    if needed[1]:
+        if (
+            b.ndim == 2 and a.ndim > 2
+        ):  # one product over all rows, in the place of a sum over the batch
+            rows = a.reshape(-1, a.shape[-1])
+            for_b = multiply(rows.mH, gradient.reshape(-1, gradient.shape[-1]), mode, alpha)
+            for_b = for_b.to(b.dtype)
+        else:
+            for_b = summed_to(multiply(a.mH, gradient, mode, alpha), b)
+    return for_a, for_b
+
+
+def _in_graph(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
+    found: Tensor = OPERATOR(x, y, mode, mode, alpha)
+    return found
+
+
+class _Recorded(torch.autograd.Function):
+    """What autograd records of the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(a, b)
+        _, ctx.mode, ctx.alpha, *_ = rest
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Tensor = OPERATOR.redispatch(
+                keyset & torch._C._after_autograd_keyset, a, b, *rest
+            )
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        a, b = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:3]
+        found = operand_gradients(gradients[0], a, b, needed, ctx.mode, ctx.alpha, _in_graph)
+        return None, *found, None, None, None, None, None
+
+
+def _record(
+    keyset: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (a, b)
+    ):
+        raise UnsupportedError(NO_TANGENT)
+    rest = (mode, backward_mode, alpha, out_dtype, ambient)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
+        return recorded
+    with torch._C._AutoDispatchBelowAutograd():
+        found: Tensor = OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, a, b, *rest)
+    return found
+
+
+_library.impl("matmul", _record, "Autograd", with_keyset=True)
+
+
+# -- vmap -----------------------------------------------------------------------------------------
+
+
+@torch.library.register_vmap("lowprec::matmul", lib=_library)
+def _batched(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0,
+    out_dtype: str = "", ambient: bool = False,
+) -> tuple[Tensor, int]:  # fmt: skip
+    a, b = with_batch_first(in_dims[:2], a, b)
+    return OPERATOR(a, b, mode, backward_mode, alpha, out_dtype, ambient), 0
+
+
+def with_batch_first(
+    in_dims: tuple[int | None, ...], a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the operands with the mapped axis first, and with as many other axes of their batches as the other."""
+    ndim = max(x.ndim - (dim is not None) for x, dim in zip((a, b), in_dims, strict=False))
+
+    def placed(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return x
+        x = x.movedim(dim, 0)
+        return x.reshape(x.shape[0], *[1] * (ndim + 1 - x.ndim), *x.shape[1:])
+
+    return placed(a, in_dims[0]), placed(b, in_dims[1])

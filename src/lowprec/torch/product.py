@@ -1,0 +1,247 @@
+"""``matmul`` and ``linear`` for PyTorch.
+
+Plain tensors take a short way, ``torch.func`` an ``autograd.Function``, graphs and modes the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowprec import dispatch, policy
+from lowprec.errors import ArrayError, ShapeError, UnsupportedError
+from lowprec.modes import MathMode, parse_mode
+from lowprec.torch import ambient
+from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
+_innermost = torch._C._functorch.peek_interpreter_stack
+_JVP = torch._C._functorch.TransformType.Jvp
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
+
+_ACTIVATIONS = {
+    "relu": torch.nn.functional.relu,
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    /,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    backward_mode: str | MathMode | None = None,
+) -> Tensor:
+    """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, with all that PyTorch does to a product.
+
+    Autograd records it (twice over, too), ``torch.func`` transforms it, ``torch.compile`` and ``torch.export`` take it
+    into their graphs. What follows the product (``c``, ``bias``, ``activation``) is PyTorch's own arithmetic.
+
+    Parameters
+    ----------
+    a : Tensor, shape (..., m, k) or (k,)
+    b : Tensor, shape (..., k, n) or (k,)
+    c, alpha, beta, bias, activation, out_dtype, math_mode
+        As :func:`lowprec.matmul` takes them.
+    backward_mode : str or MathMode, optional
+        The mode of the two products of the backward pass; by default the one that the forward product had. A guard
+        that is open during the backward pass stands above it.
+
+    Returns
+    -------
+    Tensor, shape (..., m, n)
+
+    Raises
+    ------
+    ModeError, ShapeError, DTypeError, UnsupportedError
+        As :func:`lowprec.matmul`; UnsupportedError also for derivatives that PyTorch cannot ask for correctly.
+
+    Examples
+    --------
+    >>> import torch
+    >>> w = torch.ones(2, 2, requires_grad=True)
+    >>> matmul(torch.eye(2), w, math_mode="bf16").sum().backward()
+    >>> w.grad
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
+    for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ArrayError(
+                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
+                f"torch.as_tensor({name})"
+            )
+    x = a.unsqueeze(0) if a.ndim == 1 else a
+    y = b.unsqueeze(-1) if b.ndim == 1 else b
+    if x.ndim < 2 or y.ndim < 2:
+        raise ShapeError(
+            f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    dtype = "" if out_dtype is None else str(out_dtype).removeprefix("torch.")
+    out = _product(x, y, math_mode, backward_mode, alpha, dtype)
+    if b.ndim == 1:
+        out = out.squeeze(-1)
+    if a.ndim == 1:
+        out = out.squeeze(-1 if b.ndim == 1 else -2)
+    if c is not None and beta:
+        out = out + beta * c
+    if bias is not None:
+        out = out + bias
+    return out if activation is None else _activate(out, activation)
+
+
+def _activate(x: Tensor, activation: str) -> Tensor:
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(
+            f"activation {activation!r} is none of {', '.join(map(repr, _ACTIVATIONS))}"
+        )
+    return _ACTIVATIONS[activation](x)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    math_mode: str | MathMode | None = None,
+    backward_mode: str | MathMode | None = None,
+) -> Tensor:
+    """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., k)
+    weight : Tensor, shape (n, k)
+    bias : Tensor, shape (n,), optional
+    math_mode, backward_mode
+        As :func:`matmul` takes them.
+
+    Returns
+    -------
+    Tensor, shape (..., n)
+
+    Examples
+    --------
+    >>> import torch
+    >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
+    tensor([3., 3.])
+    """
+    return matmul(x, weight.mT, bias=bias, math_mode=math_mode, backward_mode=backward_mode)
+
+
+# -- the three ways -------------------------------------------------------------------------------
+
+
+def _product(
+    a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str
+) -> Tensor:
+    if _is_compiling():
+        # What a graph is guarded by: another mode is another graph, and coming back finds the first one.
+        asks = math_mode is None
+        mode = ambient.mode() if asks else str(math_mode)
+        found: Tensor = OPERATOR(a, b, mode, _backward(backward_mode, mode), alpha, out_dtype, asks)
+        return found
+    mode = policy.resolve(math_mode).mode.value
+    rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
+    if type(a) in _PLAIN and type(b) in _PLAIN and not _dispatch_modes() and not _transforms():
+        if forward_ad._current_level < 0:
+            if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+                recorded: Tensor = _Plain.apply(a, b, *rest)
+                return recorded
+            return _multiply(a, b, mode, alpha, out_dtype)
+    elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
+        seen: Tensor = OPERATOR(a, b, *rest)
+        return seen
+    transformed: Tensor = _Transformed.apply(a, b, *rest)
+    return transformed
+
+
+def _backward(backward_mode: Any, mode: str) -> str:
+    return mode if backward_mode is None else str(parse_mode(backward_mode))
+
+
+def _multiply(a: Tensor, b: Tensor, mode: str, alpha: float = 1.0, out_dtype: str = "") -> Tensor:
+    found: Tensor = dispatch.matmul(
+        a.detach(), b.detach(), alpha=alpha, out_dtype=out_dtype or None, math_mode=mode
+    )
+    return found
+
+
+def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
+    """Multiply in a backward pass, which may be recorded itself."""
+    return _product(a, b, mode, mode, alpha, "")
+
+
+class _Plain(torch.autograd.Function):
+    """Plain tensors of which one requires grad."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        mode, ctx.mode, ctx.alpha, out_dtype = rest
+        ctx.save_for_backward(a, b)
+        return _multiply(a, b, mode, ctx.alpha, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        a, b = ctx.saved_tensors
+        found = operand_gradients(
+            gradients[0], a, b, ctx.needs_input_grad[:2], ctx.mode, ctx.alpha, _recorded
+        )
+        return *found, None, None, None, None
+
+
+class _Transformed(_Plain):
+    """Under ``torch.func`` and forward-mode AD."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
+        mode, backward_mode, alpha, out_dtype = rest
+        found: Tensor = OPERATOR(a, b, mode, backward_mode, alpha, out_dtype)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+        # More than one level: PyTorch hands the inner one's tangents to the outer one as constants.
+        ctx.levels = _forward_levels()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        if ctx.levels > 1:
+            raise UnsupportedError(
+                "nested forward-mode derivatives (jvp of jvp, jacfwd of jacfwd) of lowprec's product: PyTorch computes "
+                "them wrongly through any autograd.Function; take torch.func.jacfwd(torch.func.jacrev(f)), as hessian "
+                "does"
+            )
+        a, b = ctx.saved_tensors
+        terms = []
+        for x, y in ((tangents[0], b), (a, tangents[1])):
+            if x is not None and y is not None:
+                terms.append(_product(x, y, ctx.mode, ctx.mode, ctx.alpha, ctx.out_dtype))
+        return sum(terms[1:], terms[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        a, b = with_batch_first(in_dims[:2], a, b)
+        mode, backward_mode, alpha, out_dtype = rest
+        return _product(a, b, mode, backward_mode, alpha, out_dtype), 0
+
+
+def _forward_levels() -> int:
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return max(sum(x.key() == _JVP for x in stack), forward_ad._current_level + 1)

@@ -1,0 +1,426 @@
+"""``emulate`` around ``matmul``, and ``emulation.mma``: what they act on, how far they reach, what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import lowprec.planning
+from interrupting import at_every_step
+from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
+from lowprec.architectures import Architecture
+from lowprec.backends.cpu.emulation import arithmetic
+from lowprec.backends.cpu.emulation.arithmetic import FORMATS
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.emulation import mma
+from lowprec.formats import BFLOAT16, FLOAT16, TF32
+from lowprec.modes import TABLE, MathMode
+from lowprec.planning.tensor_cores import accumulation
+from lowprec.policy.emulation import emulated
+from oracles import bfloat16
+
+MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}
+M, N, K = 33, 17, 100
+
+
+def rounded(x: Any, fmt: str) -> Any:
+    out = np.empty(x.shape, np.float32)
+    round_float32(np.ascontiguousarray(x, np.float32), MODES[fmt], out)
+    return out
+
+
+def in_float32(a: Any, b: Any, arch: str, fmt: str) -> Any:
+    """Return the product of the rounded operands, by the instruction itself."""
+    x, y = rounded(a, fmt), rounded(b, fmt)
+    return mma(x, y, np.zeros((*x.shape[:-1], y.shape[-1]), np.float32), arch=arch, format=fmt)
+
+
+def identical(x: Any, y: Any) -> bool:
+    return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
+
+
+@pytest.fixture
+def operands(rng: np.random.Generator) -> tuple[Any, Any]:
+    # Of one sign, so that rounding toward zero shows.
+    return rng.random((M, K), np.float32), rng.random((K, N), np.float32)
+
+
+# -- what it acts on ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arch", ["ampere", "ada", "hopper", "blackwell"])
+def test_a_mode_sums_as_the_tensor_core_does(arch: str, mode: str, operands: Any) -> None:
+    a, b = operands
+    without = lowprec.matmul(a, b, math_mode=mode)
+    with emulate(arch):
+        found = lowprec.matmul(a, b, math_mode=mode)
+        again = lowprec.matmul(a, b, math_mode=mode)
+    assert identical(found, in_float32(a, b, arch, mode))
+    assert identical(again, found)
+    assert not identical(found, without)
+    assert identical(lowprec.matmul(a, b, math_mode=mode), without)
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(np.float16, "fp16"), (bfloat16, "bf16")])
+def test_so_do_16_bit_operands(dtype: Any, fmt: str, operands: Any) -> None:
+    a, b = (x.astype(dtype) for x in operands)
+    with emulate("hopper"):
+        found = lowprec.matmul(a, b, out_dtype="float32")
+        narrow = lowprec.matmul(a, b)
+    expected = in_float32(a.astype(np.float32), b.astype(np.float32), "hopper", fmt)
+    assert identical(found, expected)
+    assert identical(narrow, expected.astype(dtype))
+
+
+def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None:
+    a, b = (rng.random((9, 9, 2), np.float32).view(np.complex64)[..., 0] for _ in range(2))
+    with emulate("ampere"):
+        found = lowprec.matmul(a, b, math_mode="tf32")
+    zero = np.zeros((9, 9), np.float32)
+
+    def chain(x: Any, y: Any, z: Any) -> Any:
+        return mma(rounded(x, "tf32"), rounded(y, "tf32"), z, arch="ampere", format="tf32")
+
+    real = chain(-a.imag, b.imag, chain(a.real, b.real, zero))
+    imag = chain(a.imag, b.real, chain(a.real, b.imag, zero))
+    assert identical(found.real.copy(), real)
+    assert identical(found.imag.copy(), imag)
+
+
+def test_the_epilogue_follows_in_float32(operands: Any, rng: np.random.Generator) -> None:
+    a, b = operands
+    c, bias = rng.random((M, N), np.float32), rng.random(N, np.float32)
+    out = np.empty((N, M), np.float32).T
+    with emulate("hopper"):
+        lowprec.matmul(
+            a, b, out=out, c=c, alpha=-0.5, beta=2.0, bias=bias, activation="relu", math_mode="bf16"
+        )
+    product = in_float32(a, b, "hopper", "bf16")
+    expected = np.maximum(product * np.float32(-0.5) + c * np.float32(2) + bias, np.float32(0))
+    assert np.array_equal(out, expected)
+
+
+def test_batches_vectors_and_strides(rng: np.random.Generator) -> None:
+    a, b = rng.random((2, 1, K, 7), np.float32), rng.random((3, 2 * N, K), np.float32)
+    a, b = a.swapaxes(-1, -2), b[:, ::-2].swapaxes(-1, -2)
+    with emulate("hopper"):
+        found = lowprec.matmul(a, b, math_mode="tf32")
+        vector = lowprec.matmul(a[0, 0, 0], b[1], math_mode="tf32")
+    for i in np.ndindex(2, 3):
+        assert identical(found[i], in_float32(a[i[0], 0], b[i[1]], "hopper", "tf32"))
+    assert identical(vector, found[0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        (np.float32, "fp32"),
+        (np.float32, "fp32_pedantic"),
+        (np.float64, "tf32"),
+        (np.int8, "fp32"),
+        (np.complex128, "bf16"),
+    ],
+)
+def test_the_rest_stays_as_it_is(dtype: Any, mode: str, rng: np.random.Generator) -> None:
+    a, b = ((rng.random(shape) * 100).astype(dtype) for shape in ((M, K), (K, N)))
+    expected = lowprec.matmul(a, b, math_mode=mode)
+    with emulate("hopper"):
+        assert identical(lowprec.matmul(a, b, math_mode=mode), expected)
+        plan = lowprec.plan(a, b, math_mode=mode)
+    assert plan.kernel_row.emulates is None
+    assert "nothing here: Hopper's tensor cores" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bf16"])
+def test_numbers_that_volta_does_not_multiply(mode: str, operands: Any) -> None:
+    expected = lowprec.matmul(*operands, math_mode=mode)
+    with emulate("volta"):
+        assert identical(lowprec.matmul(*operands, math_mode=mode), expected)
+        assert lowprec.plan(*operands, math_mode=mode).kernel_row.emulates is None
+        assert lowprec.plan(*operands, math_mode="fp16").kernel == "volta_float16"
+
+
+@pytest.mark.parametrize("arch", Architecture)
+def test_errors_are_within_the_bound_of_the_architecture(
+    arch: Architecture, rng: np.random.Generator
+) -> None:
+    for draw in (rng.random, rng.standard_normal):
+        a, b = (draw(shape).astype(np.float16) for shape in ((8, 2000), (2000, 8)))
+        with emulate(arch):
+            found = lowprec.matmul(a, b, out_dtype="float32")
+            plan = lowprec.plan(a, b, out_dtype="float32")
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        bound = guaranteed(plan, x, y)
+        error = np.abs(found - x @ y)
+        assert (error <= bound).all()
+        if draw == rng.random:
+            # Rounding toward zero adds up on positive data: far above what rounding to nearest would give.
+            assert (error > bound / 100).any()
+
+
+def guaranteed(plan: lowprec.planning.GemmPlan, x: Any, y: Any) -> Any:
+    """Return the bound of a plan for operands in float64, element by element."""
+    bound, k = plan.bound, x.shape[-1]
+    sums = np.abs(x).sum(1)[:, None] + np.abs(y).sum(0) + k * bound.operand_absolute
+    absolute = bound.operand_absolute * sums + bound.result_absolute
+    return bound.relative * (np.abs(x) @ np.abs(y)) + absolute
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(np.float16, "float16"), (bfloat16, "bfloat16")])
+@pytest.mark.parametrize("arch", Architecture)
+def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, fmt: str) -> None:
+    model = accumulation(fmt, arch.capability)
+    if model is None:
+        with pytest.raises(UnsupportedError, match="do not multiply"):
+            arithmetic(arch, fmt)
+        return
+    # The first factor is subnormal and aligned like the smallest normal number, so that all other products, each half
+    # of what is kept then, are cut off; and they are not small beside the first product.
+    first, second = {"float16": (2.0**-24, 2.0**-19), "bfloat16": (2.0**-133, 2.0**-126)}[fmt]
+    scale, smallest = {"float16": (1.0, 2.0**-14), "bfloat16": (2.0**100, 2.0**-126)}[fmt]
+    a, b = np.full((1, 64), second), np.zeros((64, 1))
+    a[0, 0], b[0, 0] = first, scale
+    b[1:] = scale * smallest * 2.0 ** (-1 - model.fraction_bits) / second
+    x, y = a.astype(dtype), b.astype(dtype)
+    assert (x.astype(float) == a).all()
+    assert (y.astype(float) == b).all()
+    with emulate(arch):
+        found = lowprec.matmul(x, y, out_dtype="float32")
+        plan = lowprec.plan(x, y, out_dtype="float32")
+    error = np.abs(found - a @ b)
+    assert (error > 4 * plan.bound.relative * (a @ b)).all()
+    assert (error <= guaranteed(plan, a, b)).all()
+
+
+@pytest.mark.parametrize("arch", [None, "hopper"])
+@pytest.mark.parametrize("mode", ["fp16x3", "fp16x4_unscaled", "fp16_karatsuba", "bf16x3", "tf32"])
+def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None) -> None:
+    # A product that is one and a half times the smallest float32.
+    x, y = np.full((1, 1), 1.5 * 2.0**-75), np.full((1, 1), 2.0**-74)
+    with emulate(arch) if arch else contextlib.nullcontext():
+        found = lowprec.matmul(x.astype(np.float32), y.astype(np.float32), math_mode=mode)
+        plan = lowprec.plan(x.astype(np.float32), y.astype(np.float32), math_mode=mode)
+    error = abs(found - x * y)
+    assert 2.0**-151 < error <= guaranteed(plan, x, y)
+
+
+ROUNDED = [row.mode for row in TABLE if row.available and row.operand_format.name in FORMATS]
+
+
+@pytest.mark.parametrize("mode", ROUNDED)
+def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Generator) -> None:
+    # Exponents from where all is subnormal to where float16 ends; signs alike or not; short sums and longer ones.
+    ranges = [(0, 1), (-30, 3), (-140, 14), (-70, 14)]
+    for low, high in ranges * 8:
+        k = int(rng.choice([1, 3, 17, 100]))
+        sign = rng.choice([abs, lambda x: x])
+        x, y = (
+            sign(rng.standard_normal(shape) * 2.0 ** rng.integers(low, high, shape))
+            .astype(np.float32)
+            .astype(np.float64)
+            for shape in ((4, k), (k, 3))
+        )
+        a, b = x.astype(np.float32), y.astype(np.float32)
+        with emulate(rng.choice(list(Architecture))):
+            found, plan = (f(a, b, math_mode=mode) for f in (lowprec.matmul, lowprec.plan))
+        allowed = guaranteed(plan, x, y)
+        if plan.bound.by_norms:
+            norms = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=0)
+            allowed += plan.bound.relative * (norms - np.abs(x) @ np.abs(y))
+        # float64 itself is off by k 2^-53 at most.
+        assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
+
+
+# -- who says so ----------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_it(operands: Any) -> None:
+    with emulate("hopper"):
+        plan = lowprec.plan(*operands, math_mode="tf32")
+    assert plan.resolved is not None
+    assert plan.resolved.emulates is plan.kernel_row.emulates is Architecture.HOPPER
+    text = " ".join(str(plan).split())  # however lines are broken
+    assert "emulates Hopper's tensor cores" in text
+    assert "hopper_tf32: Hopper's tensor cores, imitated bit by bit: groups of 8 products" in text
+    assert plan.to_dict()["resolved"]["emulates"] == "hopper"
+    # 100 products are 13 groups of 8, of which each counts 9/2 + 2 roundings.
+    assert "gamma_85" in plan.bound.formula
+    assert "emulates" not in str(lowprec.plan(*operands, math_mode="tf32"))
+
+
+def test_the_guard_and_rtol_decide_as_ever(operands: Any) -> None:
+    with emulate("hopper"), lowprec.fp32_guard():
+        guarded = lowprec.plan(*operands, math_mode="tf32")
+    assert (str(guarded.mode), guarded.kernel_row.emulates) == ("fp32", None)
+    assert guarded.resolved is not None
+    assert guarded.resolved.emulates is Architecture.HOPPER
+    with emulate("hopper"):
+        plan = lowprec.plan(*operands, rtol=1e-2)
+        assert plan.resolved is not None
+        assert plan.resolved.emulates is Architecture.HOPPER
+        assert {str(c.mode) for c in plan.candidates} >= {"fp32", "tf32", "bf16"}
+        lowprec.matmul(*operands, rtol=1e-2)
+
+
+def test_it_leaves_the_mode_and_the_guard_alone() -> None:
+    with lowprec.math_mode("bf16"), emulate("ada"):
+        assert str(lowprec.get_math_mode()) == "bf16"
+        with lowprec.math_mode("tf32"):
+            assert emulated() is Architecture.ADA
+    with lowprec.fp32_guard(frameworks=False), emulate("ada"):
+        assert str(lowprec.get_math_mode()) == "fp32"
+    with emulate("ada"):
+        assert str(lowprec.get_math_mode()) == "fp32"
+        with lowprec.math_mode("fp16"):
+            # A guard would not let it.
+            assert str(lowprec.get_math_mode()) == "fp16"
+
+
+# -- how far it reaches ---------------------------------------------------------------------------
+
+
+def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:
+    assert emulated() is None
+    outer, inner = emulate("volta"), emulate("hopper")
+    with outer, inner:
+        assert emulated() is Architecture.HOPPER
+        with outer:
+            assert emulated() is Architecture.VOLTA
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert emulated() is Architecture.HOPPER
+    inner.__exit__(None, None, None)
+    assert emulated() is None
+
+
+def test_threads_and_tasks() -> None:
+    with ThreadPoolExecutor(1) as pool, emulate("ada") as scope:
+        assert pool.submit(emulated).result() is None
+        assert pool.submit(scope.wrap(emulated)).result() is Architecture.ADA
+
+    async def inside() -> Any:
+        await asyncio.sleep(0)
+        return emulated()
+
+    async def two() -> list[Any]:
+        with emulate("volta"):
+            first = asyncio.ensure_future(inside())
+        with emulate("hopper"):
+            second = asyncio.ensure_future(inside())
+        return [await first, await second, await inside()]
+
+    assert asyncio.run(two()) == [Architecture.VOLTA, Architecture.HOPPER, None]
+
+
+def test_it_decorates_functions() -> None:
+    @emulate("blackwell")
+    def function() -> Any:
+        return emulated()
+
+    assert function() is Architecture.BLACKWELL
+    assert emulated() is None
+    assert repr(emulate("Blackwell")) == "emulate('blackwell')"
+
+
+def test_an_exception_of_a_signal_handler_leaves_nothing_open() -> None:
+    def block() -> None:
+        with emulate("hopper"):
+            assert emulated() is Architecture.HOPPER
+
+    def nothing_is_open() -> None:
+        assert emulated() is None
+
+    assert at_every_step(block, nothing_is_open, KeyboardInterrupt) > 10
+
+
+def test_eight_threads_at_once(operands: Any) -> None:
+    expected = {arch: in_float32(*operands, arch, "fp16") for arch in Architecture}
+
+    def product(i: int) -> bool:
+        arch = list(Architecture)[i % 5]
+        with emulate(arch):
+            return identical(lowprec.matmul(*operands, math_mode="fp16"), expected[arch])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(product, range(80)))
+
+
+@pytest.mark.parametrize("name", ["kepler", "", None, 8])
+def test_other_architectures_are_refused(name: Any) -> None:
+    with pytest.raises(UnsupportedError, match="choose one of: volta, ampere, ada, hopper, black"):
+        emulate(name)
+
+
+# -- the instruction ------------------------------------------------------------------------------
+
+ONE = np.ones((1, 1), np.float32)
+
+
+def test_mma_gives_an_array_of_the_library() -> None:
+    torch = pytest.importorskip("torch")
+    a = torch.full((2, 3), 0.5)
+    found = mma(a, a.T, torch.ones(2, 2), arch="hopper", format="tf32")
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == [[1.75, 1.75], [1.75, 1.75]]
+
+
+def test_mma_reads_its_operands_only(rng: np.random.Generator) -> None:
+    a, b, c = (rounded(rng.random(shape), "bf16") for shape in ((4, 3), (3, 5), (4, 5)))
+    copies = [x.copy() for x in (a, b, c)]
+    for x in (a, b, c):
+        x.flags.writeable = False
+    found = mma(a, b, c, arch="HOPPER", format="bfloat16")
+    assert all(identical(x, y) for x, y in zip((a, b, c), copies, strict=True))
+    assert not any(np.shares_memory(found, x) for x in (a, b, c))
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_mma_refuses_numbers_of_another_format(name: str) -> None:
+    given = {"a": ONE, "b": ONE, "c": ONE, name: ONE + np.float32(2.0**-11)}
+    with pytest.raises(ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is no tf32 number"):
+        mma(given["a"], given["b"], given["c"], arch="hopper", format="tf32")
+    given[name] = ONE * np.float32(2.0**17)
+    with pytest.raises(ArrayError, match="which is no float16 number"):
+        mma(given["a"], given["b"], given["c"], arch="hopper", format="fp16")
+
+
+def test_mma_takes_what_is_not_finite() -> None:
+    a = np.array([[np.nan, 1, -np.inf]], np.float32)
+    found = mma(a.T, ONE, np.zeros((3, 1), np.float32), arch="hopper", format="fp16")
+    assert found.view(np.uint32).tolist() == [[0x7FFFFFFF], [0x3F800000], [0xFF800000]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        (((2, 3), (2, 3), (2, 3)), "these have shapes a (2, 3), b (2, 3), c (2, 3)"),
+        (((2, 3), (3, 2), (2, 3)), "these have shapes"),
+        (((3,), (3, 2), (2,)), "these have shapes"),
+        (((2, 2, 3), (3, 3, 2), (2, 2)), "the batches do not broadcast"),
+    ],
+)
+def test_mma_refuses_shapes(shapes: Any, told: str) -> None:
+    with pytest.raises(ShapeError, match=re.escape(told)):
+        mma(*(np.zeros(shape, np.float32) for shape in shapes), arch="hopper", format="fp16")
+
+
+def test_mma_refuses_the_rest() -> None:
+    with pytest.raises(DTypeError, match="b has dtype float64; mma takes float32"):
+        mma(ONE, ONE.astype(np.float64), ONE, arch="hopper", format="fp16")
+    with pytest.raises(UnsupportedError, match=r"Volta do not multiply tf32 numbers; .* float16$"):
+        mma(ONE, ONE, ONE, arch="volta", format="tf32")
+    with pytest.raises(UnsupportedError, match="format 'fp8' is not emulated; choose one of: fp16"):
+        mma(ONE, ONE, ONE, arch="hopper", format="fp8")
+    with pytest.raises(UnsupportedError, match="format 16 is not emulated"):
+        mma(ONE, ONE, ONE, arch="hopper", format=16)  # type: ignore[arg-type]
+    with pytest.raises(ArrayError, match="list"):
+        mma([[1.0]], ONE, ONE, arch="hopper", format="fp16")

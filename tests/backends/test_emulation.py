@@ -1,0 +1,338 @@
+"""Tensor-core arithmetic in software: against hardware, against exact arithmetic, and against published errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import tensor_core_vectors as vectors
+from lowprec import BackendError
+from lowprec.architectures import Architecture, parse_architecture
+from lowprec.backends.cpu import emulation
+from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
+from lowprec.backends.cpu.emulation import products as emulated_products
+from lowprec.backends.cpu.emulation.scalar import dot
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.planning.tensor_cores import accumulation
+
+FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": TF32}
+MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]
+NAN = 0x7FFFFFFF
+Twin = Callable[[Any, Any, Any, Arithmetic], Any]
+
+has_numba = importlib.util.find_spec("numba") is not None
+
+
+def bits(x: Any) -> Any:
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def rounded(x: Any, fmt: str | NumberFormat) -> Any:
+    out = np.empty(np.shape(x), np.float32)
+    to = FORMATS[fmt] if isinstance(fmt, str) else fmt
+    round_float32(np.ascontiguousarray(x, np.float32), to, out)
+    return out
+
+
+def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
+    found = [
+        [
+            dot(row.tolist(), column.tolist(), float(z), model)
+            for column, z in zip(b.T, line, strict=True)
+        ]
+        for row, line in zip(a, c, strict=True)
+    ]
+    out = np.array(found, np.float64).astype(np.float32)
+    out.view(np.uint32)[np.isnan(out)] = NAN
+    return out
+
+
+@pytest.fixture(params=["numba", "NumPy"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twin:
+    if request.param == "numba":
+        if not has_numba:
+            pytest.skip("numba is not installed")
+    else:
+        monkeypatch.setattr(emulated_products, "_twin", lambda: arrays.accumulate)
+    return multiply
+
+
+# -- hardware -------------------------------------------------------------------------------------
+
+
+def in_one_call(twin: Twin, found: vectors.Vectors, model: Arithmetic) -> Any:
+    a, b, c = found.a[:, None, :], found.b[:, :, None], found.c[:, None, None]
+    return twin(a, b, c, model)[:, 0, 0]
+
+
+def model_of(gpu: str, fmt: str) -> Arithmetic:
+    return arithmetic(parse_architecture(vectors.ARCHITECTURES[gpu]), vectors.FORMATS[fmt])
+
+
+@pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
+def test_the_sample_read_off_hardware_agrees_bit_for_bit(gpu: str, fmt: str, twin: Twin) -> None:
+    found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
+    assert len(found.d) == 16
+    assert (bits(in_one_call(twin, found, model)) == bits(found.d)).all()
+    rows = zip(found.a.tolist(), found.b.tolist(), found.c.tolist(), strict=True)
+    assert (bits([dot(*row, model) for row in rows]) == bits(found.d)).all()
+
+
+@pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
+def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twin: Twin) -> None:
+    found = vectors.full(gpu, fmt)
+    if found is None:
+        pytest.skip(vectors.ABSENT)
+    assert len(found.d) == 1000
+    assert (bits(in_one_call(twin, found, model_of(gpu, fmt))) == bits(found.d)).all()
+
+
+@pytest.mark.parametrize("change", [{"fraction_bits": -1}, {"fraction_bits": 1}, {"group": 0.5}])
+@pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
+def test_the_sample_tells_other_models(gpu: str, fmt: str, change: dict[str, float]) -> None:
+    found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
+    # Of groups that are longer than the vectors nothing can be told.
+    group = int(min(model.group, found.a.shape[1]) * change.get("group", 1))
+    other = model._replace(
+        group=group, fraction_bits=model.fraction_bits + int(change.get("fraction_bits", 0))
+    )
+    assert (bits(in_one_call(multiply, found, other)) != bits(found.d)).any()
+
+
+# -- exact arithmetic -----------------------------------------------------------------------------
+
+
+def wild(rng: np.random.Generator, shape: tuple[int, ...], fmt: str, spread: int) -> Any:
+    """Return numbers of a format over many exponents, zeros of both signs among them, subnormal ones where they fit."""
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
+    x = np.clip(x, -FORMATS[fmt].largest, FORMATS[fmt].largest)
+    x = np.where(rng.random(shape) < 0.1, rng.choice([0.0, -0.0], shape), x)
+    return rounded(x, fmt)
+
+
+@pytest.mark.parametrize("specials", [0.0, 0.03])
+@pytest.mark.parametrize("spread", [2, 20, 130])
+@pytest.mark.parametrize(("arch", "fmt"), MODELS)
+def test_the_twins_agree(
+    arch: Architecture,
+    fmt: str,
+    spread: int,
+    specials: float,
+    twin: Twin,
+    rng: np.random.Generator,
+) -> None:
+    # At a spread of 130 sums are subnormal or overflow; 37 is no multiple of a group.
+    a, b = wild(rng, (5, 37), fmt, spread), wild(rng, (37, 6), fmt, spread)
+    c = np.where(rng.random((5, 6)) < 0.2, 0, wild(rng, (5, 6), "tf32", spread)).astype(np.float32)
+    for x in (a, b, c):
+        where = rng.random(x.shape) < specials
+        x[where] = rng.choice([np.inf, -np.inf, np.nan], where.sum())
+    model = arithmetic(arch, fmt)
+    assert (bits(twin(a, b, c, model)) == bits(scalar_twin(a, b, c, model))).all()
+
+
+S = 2.0**-149  # the smallest float32
+T = 127 * 2.0**-81  # of bfloat16, which has 8 bits
+H = Architecture.HOPPER
+
+
+@pytest.mark.parametrize(
+    ("arch", "fmt", "a", "b", "c", "expected"),
+    [
+        # Of 1 and 2^-24 Volta keeps 23 fraction bits, Ampere 24; two of those that are kept are 2^-23.
+        (Architecture.VOLTA, "float16", [2.0**-12] * 2, [2.0**-12] * 2, 1.0, 1.0),
+        (Architecture.AMPERE, "float16", [2.0**-12] * 2, [2.0**-12] * 2, 1.0, 1 + 2.0**-23),
+        # Hopper keeps 25: four times 2^-25 count, four times 2^-26 do not.
+        (H, "float16", [2.0**-13] * 4, [2.0**-12] * 4, 1.0, 1 + 2.0**-23),
+        (H, "float16", [2.0**-13] * 4, [2.0**-13] * 4, 1.0, 1.0),
+        # 1.5 * 1.5 is not normalised: its exponent is 0 although it exceeds 2, so 2^-25 is kept, and kept from
+        # the sum 2.25 - 2^-25, which loses it again toward zero.
+        (H, "float16", [1.5, -(2.0**-13)], [1.5, 2.0**-12], 0.0, 2.25 - 2.0**-22),
+        # A subnormal factor has the exponent -14: 2^-24 * 1 is aligned like 2^-14, and of 2^-40 nothing is left.
+        (H, "float16", [2.0**-24, 2.0**-20], [1.0, 2.0**-20], 0.0, 2.0**-24),
+        (H, "bfloat16", [2.0**-24, 2.0**-20], [1.0, 2.0**-20], 0.0, 2.0**-24 + 2.0**-40),
+        # The sum is rounded toward zero, for either sign.
+        (H, "tf32", [1.0, 2.0**-24], [1.0, 1.5], 0.0, 1.0),
+        (H, "tf32", [-1.0, -(2.0**-24)], [1.0, 1.5], 0.0, -1.0),
+        # Group after group: sixteen small numbers beside 1 are lost one by one, or kept as a group before it comes.
+        (H, "tf32", [1.0] + [2.0**-26] * 16, [1.0] * 17, 0.0, 1.0),
+        (H, "tf32", [2.0**-26] * 16 + [1.0], [1.0] * 17, 0.0, 1 + 2.0**-22),
+        # Subnormal results are kept, and cut to multiples of 2^-149.
+        (H, "bfloat16", [2.0**-75], [2.0**-74], 0.0, S),
+        (H, "bfloat16", [2.0**-75] * 3, [2.0**-75] * 3, 0.0, S),
+        # Terms are aligned to 2^-133 at least, of which 25 fraction bits are 2^-158. The first product is
+        # 2^-149 - 2^-156: four times 2^-158 make up for it, eight times 2^-159 do not. On Ampere, which keeps 24 bits
+        # below 2^-132, four times 2^-158 do not either.
+        (H, "bfloat16", [T, *[2.0**-79] * 4], [2.0**-75, *[2.0**-79] * 4], 0.0, S),
+        (H, "bfloat16", [T, *[2.0**-80] * 8], [2.0**-75, *[2.0**-79] * 8], 0.0, 0.0),
+        (Architecture.AMPERE, "bfloat16", [T, *[2.0**-79] * 4], [2.0**-75, *[2.0**-79] * 4], 0.0, 0.0),
+        # Beyond the largest float32 comes an infinity, which stays, or meets another one.
+        (H, "tf32", [2.0**127] * 2, [1.0] * 2, 0.0, np.inf),
+        (H, "tf32", [2.0**127] * 2 + [0.0] * 6 + [-(2.0**127)], [1.0] * 9, 0.0, np.inf),
+        (H, "tf32", [2.0**127] * 2 + [0.0] * 6 + [-np.inf], [1.0] * 9, 0.0, np.nan),
+        (H, "tf32", [2.0**127, 2.0**127, -np.inf], [1.0] * 3, 0.0, -np.inf),
+        # Products may exceed it, as long as the sum does not; the 1 is far below their bits.
+        (H, "tf32", [2.0**127, -(2.0**127)], [2.0, 2.0], 1.0, 0.0),
+        (H, "tf32", [np.inf], [0.0], 0.0, np.nan),
+        (H, "tf32", [np.inf], [1.0], -np.inf, np.nan),
+        # An exact zero is +0; what is cut to nothing keeps its sign.
+        (H, "tf32", [1.0, -1.0], [1.0, 1.0], -0.0, 0.0),
+        (H, "bfloat16", [-(2.0**-76)], [2.0**-75], 0.0, -0.0),
+        (H, "bfloat16", [-0.0], [1.0], -0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_cases_that_can_be_followed_by_hand(
+    arch: Architecture,
+    fmt: str,
+    a: list[float],
+    b: list[float],
+    c: float,
+    expected: float,
+    twin: Twin,
+) -> None:
+    model = arithmetic(arch, fmt)
+    wanted = np.uint32(NAN) if np.isnan(expected) else bits(expected)
+    x, y = np.array([a], np.float32), np.array(b, np.float32)[:, None]
+    z = np.array([[c]], np.float32)
+    assert bits(twin(x, y, z, model))[0, 0] == wanted
+    assert bits(scalar_twin(x, y, z, model))[0, 0] == wanted
+
+
+@pytest.mark.parametrize(("arch", "fmt"), MODELS)
+def test_a_chain_of_instructions_is_the_whole(
+    arch: Architecture, fmt: str, rng: np.random.Generator
+) -> None:
+    model, facts = arithmetic(arch, fmt), accumulation(fmt, arch.capability)
+    assert facts is not None
+    assert facts.instruction_k % model.group == 0
+    a, b = wild(rng, (4, 50), fmt, 4), wild(rng, (50, 3), fmt, 4)
+    chained = np.zeros((4, 3), np.float32)
+    for k in range(0, 50, facts.instruction_k):
+        inner = slice(k, k + facts.instruction_k)
+        chained = multiply(a[:, inner], b[inner], chained, model)
+    assert (bits(chained) == bits(multiply(a, b, None, model))).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (3, 0, 4), (3, 5, 0), (1, 1, 1), (33, 7, 1030)])
+def test_every_shape(shape: tuple[int, int, int], twin: Twin, rng: np.random.Generator) -> None:
+    m, k, n = shape
+    model = arithmetic(H, "tf32")
+    a, b = wild(rng, (m, k), "tf32", 3), wild(rng, (k, n), "tf32", 3)
+    c = wild(rng, (m, n), "tf32", 3)
+    found = twin(a, b, c, model)
+    assert found.shape == (m, n)
+    rows, columns = np.arange(m)[:3], np.arange(n)[-3:]
+    expected = scalar_twin(a[rows], b[:, columns], c[np.ix_(rows, columns)], model)
+    expected = expected.reshape(len(rows), len(columns))
+    assert (bits(found[np.ix_(rows, columns)]) == bits(expected)).all()
+
+
+def test_strides_and_batches(twin: Twin, rng: np.random.Generator) -> None:
+    model = arithmetic(H, "float16")
+    a, b = wild(rng, (2, 1, 19, 4), "float16", 3), wild(rng, (3, 40, 6), "float16", 3)
+    a, b = a.swapaxes(-1, -2)[..., ::-1], np.broadcast_to(b[:, 1:39:2, ::-1], (2, 3, 19, 6))
+    found = twin(a, b, np.ones((3, 1, 6), np.float32), model)
+    assert found.shape == (2, 3, 4, 6)
+    for i in np.ndindex(2, 3):
+        expected = scalar_twin(a[i[0], 0], b[i], np.ones((4, 6), np.float32), model)
+        assert (bits(found[i]) == bits(expected)).all()
+
+
+@pytest.fixture
+def twin_unknown() -> Iterator[None]:
+    emulated_products._twin.cache_clear()
+    yield
+    emulated_products._twin.cache_clear()
+
+
+@pytest.mark.usefixtures("twin_unknown")
+def test_broken_numba_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    # As if importing it failed.
+    monkeypatch.setitem(sys.modules, "lowprec.backends.cpu.emulation.compiled", None)
+    monkeypatch.delattr(emulation, "compiled", raising=False)
+    with pytest.raises(BackendError, match="numba is installed but does not work"):
+        multiply(np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), None, arithmetic(H, "tf32"))  # fmt: skip
+
+
+@pytest.mark.usefixtures("twin_unknown")
+def test_without_numba_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    assert emulated_products._twin() is arrays.accumulate
+
+
+# -- published errors -----------------------------------------------------------------------------
+
+M = N = 64
+K = 4096
+
+
+def parts(x: Any, fmt: NumberFormat, count: int, exponent: int = 0) -> list[Any]:
+    """Return a float32 matrix as parts: each is what those before leave, times 2^exponent, rounded."""
+    found, rest = [], x
+    for _ in range(count):
+        found.append(rounded(rest, fmt))
+        rest = (rest - found[-1]) * np.float32(2.0**exponent)
+    return found
+
+
+def in_chunks(a: Any, b: Any, start: Any, chunk: int, model: Arithmetic) -> Any:
+    """Return ``start + a @ b``, each chunk of k added in float32 with rounding to nearest."""
+    for k in range(0, a.shape[1], chunk):
+        start = start + multiply(a[:, k : k + chunk], b[k : k + chunk], None, model)
+    return start
+
+
+def recovered(scheme: str, a: Any, b: Any, chunk: int) -> Any:
+    """Return a product by a scheme of parts, the small products in one chain first."""
+    fmt, count, exponent = {
+        "fp16x3": (FLOAT16, 2, 11),
+        "tf32x3": (TF32, 2, 0),
+        "bf16x3": (BFLOAT16, 2, 0),
+        "bf16x6": (BFLOAT16, 3, 0),
+    }[scheme]
+    model = arithmetic(H, fmt.name)
+    x, y = parts(a, fmt, count, exponent), parts(b, fmt, count, exponent)
+    small = None
+    for order in range(count - 1, 0, -1):
+        left = np.hstack([x[order - j] for j in range(order + 1)])
+        right = np.vstack([y[j] for j in range(order + 1)])
+        small = multiply(left, right, small, model)
+    return in_chunks(x[0], y[0], small * np.float32(2.0**-exponent), chunk, model)
+
+
+# Relative Frobenius errors that an independent bit-accurate model of Hopper gave for k = 4096 (m = n = 128).
+@pytest.mark.parametrize(
+    ("scheme", "chunk", "normal", "uniform"),
+    [
+        ("fp16x3", K, 4.9e-6, 2.35e-5),
+        ("fp16x3", 1024, 1.25e-6, 5.5e-6),
+        ("fp16x3", 256, 3.6e-7, 1.1e-6),
+        ("tf32x3", K, 9.6e-6, 2.7e-5),
+        ("bf16x3", K, 6.2e-6, 1.1e-5),
+        ("bf16x6", K, 4.4e-6, 1.1e-5),
+        ("bf16x6", 256, 2.4e-7, None),
+    ],
+)
+@pytest.mark.skipif(not has_numba, reason="numba is not installed")
+def test_errors_of_recovered_products_on_hopper(
+    scheme: str, chunk: int, normal: float, uniform: float | None, rng: np.random.Generator
+) -> None:
+    draws = ((rng.standard_normal, normal), (rng.random, uniform))
+    for draw, published in draws:
+        if published is None:
+            continue
+        a, b = draw((M, K)).astype(np.float32), draw((K, N)).astype(np.float32)
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        with lowprec.emulate("hopper"):
+            found = lowprec.matmul(a, b, math_mode=scheme, k_chunk=chunk)
+        for product in (recovered(scheme, a, b, chunk), found):
+            error = np.linalg.norm(product - exact) / np.linalg.norm(exact)
+            assert error == pytest.approx(published, rel=0.2)

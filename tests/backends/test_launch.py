@@ -1,0 +1,194 @@
+"""Small products and batches of them in one call: the same bits as one product at a time, in any layout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import interrupts
+import lowprec
+from cpu_units import needs
+from lowprec.arrays import library_of
+from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.packed import launch
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
+from lowprec.backends.execution import Arguments
+from lowprec.formats import DType, dtype_from_name
+from lowprec.planning.layout import OperandSpec, gemm_layout
+
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
+
+kernels = pytest.mark.parametrize(
+    "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS]
+)
+
+
+def whole_numbers(rng: np.random.Generator, kernel: MicroKernel, *shape: int) -> np.ndarray:
+    """Return numbers whose sums are exact in float32, so that every right result has the same bits."""
+    limit = 128 if kernel.storage == "int8" else 16
+    return rng.integers(-limit, limit, shape).astype(DTYPES[kernel.storage])
+
+
+def want(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) @ b.astype(np.float64)
+
+
+def spec(x: np.ndarray) -> OperandSpec:
+    return OperandSpec(
+        dtype_from_name(x.dtype.name), x.shape, tuple(s // x.itemsize for s in x.strides)
+    )
+
+
+def multiply(
+    kernel: MicroKernel, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the product by a launch; the test fails where there is none."""
+    if out is None:
+        dtype = np.int32 if kernel.storage == "int8" else np.float32
+        out = np.full(np.matmul(a.astype(float), b.astype(float)).shape, 7, dtype)
+    layout = gemm_layout(spec(a), spec(b), spec(out))
+    found = launch.launch_of(kernel, layout, "exact")
+    assert found is not None
+    launch.execute(found, Arguments(*(library_of(x).view(x) for x in (a, b, out))))
+    return out
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 8, 8), (33, 5, 70), (5, 65, 1), (64, 64, 64)])
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 5)])
+def test_products(
+    kernel: MicroKernel, rng: np.random.Generator, shape: tuple[int, int, int], batch: Any
+) -> None:
+    m, n, k = shape
+    a, b = whole_numbers(rng, kernel, *batch, m, k), whole_numbers(rng, kernel, *batch, k, n)
+    np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
+
+
+@kernels
+@pytest.mark.parametrize("order", ["rows", "columns", "backwards", "steps"])
+def test_only_the_elements_of_the_result_are_written(
+    kernel: MicroKernel, rng: np.random.Generator, order: str
+) -> None:
+    """Guards stand around every matrix of a batch, in layouts of rows, of columns and of neither."""
+    a, b = whole_numbers(rng, kernel, 6, 35, 40), whole_numbers(rng, kernel, 6, 40, 37)
+    dtype = np.int32 if kernel.storage == "int8" else np.float32
+    memory = np.full((6, 80, 80), 7, dtype)
+    inside = {
+        "rows": np.s_[:, 3:38, 5:42],
+        "columns": np.s_[:, 3:40, 5:40],
+        "backwards": np.s_[::-1, 37:2:-1, 41:4:-1],
+        "steps": np.s_[:, 1:71:2, 2:76:2],
+    }[order]
+    out = memory[inside]
+    if order == "columns":
+        out = out.swapaxes(1, 2)
+    np.testing.assert_array_equal(multiply(kernel, a, b, out), want(a, b))
+    written = np.zeros(memory.shape, bool)
+    written[inside] = True
+    assert (memory[~written] == 7).all()
+
+
+@kernels
+def test_broadcast_batches(kernel: MicroKernel, rng: np.random.Generator) -> None:
+    """A matrix of B that comes again is packed once; one that comes back after another is packed anew."""
+    a, b = whole_numbers(rng, kernel, 4, 3, 20, 30), whole_numbers(rng, kernel, 3, 30, 25)
+    np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
+    b = whole_numbers(rng, kernel, 4, 1, 30, 25)
+    np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
+    a = whole_numbers(rng, kernel, 5, 1, 1, 20, 30)
+    np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
+    columns = np.zeros((4, 3, 25, 20), np.int32 if kernel.storage == "int8" else np.float32)
+    a = whole_numbers(rng, kernel, 4, 1, 20, 30)
+    b = whole_numbers(rng, kernel, 4, 3, 30, 25)
+    np.testing.assert_array_equal(multiply(kernel, a, b, columns.swapaxes(-1, -2)), want(a, b))
+
+
+@kernels
+def test_batches_beyond_what_is_kept(
+    kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_KEPT", 2)
+    a, b = whole_numbers(rng, kernel, 7, 9, 30), whole_numbers(rng, kernel, 7, 30, 9)
+    np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
+
+
+@kernels
+def test_the_result_does_not_depend_on_the_number_of_threads(
+    kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (rng.standard_normal((600, 70, 70)) * 20 for _ in range(2))
+    a, b = (x.astype(DTYPES[kernel.storage]) for x in (a, b))
+    results = []
+    for count in (1, 2, 5):
+        monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
+        results.append(multiply(kernel, a, b))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@kernels
+def test_concurrent_callers_of_one_launch(kernel: MicroKernel, rng: np.random.Generator) -> None:
+    shape = (40, 33, 33)
+    pairs = [[whole_numbers(rng, kernel, *shape) for _ in range(2)] for _ in range(8)]
+    outs = [np.zeros(shape, np.int32 if kernel.storage == "int8" else np.float32) for _ in pairs]
+    found = launch.launch_of(kernel, gemm_layout(*map(spec, (*pairs[0], outs[0]))), "exact")
+    assert found is not None
+    start, wrong = threading.Barrier(len(pairs)), []
+
+    def caller(i: int) -> None:
+        arguments = Arguments(*(library_of(x).view(x) for x in (*pairs[i], outs[i])))
+        start.wait()
+        for _ in range(20):
+            outs[i][...] = 0
+            launch.execute(found, arguments)
+            wrong.extend([i] * (not np.array_equal(outs[i], want(*pairs[i]))))
+
+    workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(pairs))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+@kernels
+def test_nobody_writes_after_an_exception(
+    kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    a, b = whole_numbers(rng, kernel, 900, 48, 48), whole_numbers(rng, kernel, 900, 48, 48)
+    out = multiply(kernel, a, b)
+    found = launch.launch_of(kernel, gemm_layout(*map(spec, (a, b, out))), "exact")
+    assert found is not None
+    assert found.shared
+    arguments = Arguments(*(library_of(x).view(x) for x in (a, b, out)))
+    for error in interrupts.interrupted(lambda: launch.execute(found, arguments)):
+        assert type(error) is interrupts.Interrupt
+        out[...] = 7
+        time.sleep(0.0005)
+        assert (out == 7).all()
+    launch.execute(found, arguments)
+    np.testing.assert_array_equal(out, want(a, b))
+
+
+@kernels
+def test_large_products_are_shared_instead(kernel: MicroKernel) -> None:
+    square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (1024, 1024))
+    out = OperandSpec.contiguous(
+        DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (1024, 1024)
+    )
+    assert launch.launch_of(kernel, gemm_layout(square, square, out), "exact") is None
+
+
+def test_a_batch_through_the_front_door(rng: np.random.Generator) -> None:
+    """Whatever units there are: rounded operands, a view of each matrix, the result where the caller wants it."""
+    a, b = (rng.integers(-9, 9, (30, 40, 40)).astype(np.float32) for _ in range(2))
+    out = np.zeros((30, 40, 40), np.float32).swapaxes(1, 2)
+    got = lowprec.matmul(a.swapaxes(1, 2), b[::-1], out=out, math_mode="bf16")
+    assert got is out
+    np.testing.assert_array_equal(out, want(a.swapaxes(1, 2), b[::-1]))

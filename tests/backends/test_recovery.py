@@ -1,0 +1,312 @@
+"""Schemes that recover FP32 on the CPU: exact splits, errors within the plan's bound, NaN and Inf as in FP32."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import lowprec
+import machines
+import oracles
+from lowprec.backends.cpu import splitting
+from lowprec.modes import TABLE, MathMode, row
+
+SCHEMES = [r.mode for r in TABLE if r.parts > 1]
+SCALED = [m for m in SCHEMES if "fp16" in m]
+ALL = [*SCHEMES, MathMode.FP64, MathMode.FP32_EMULATED]
+
+TOP, LEAST = np.float32(3.4028235e38), np.float32(2.0**-149)
+
+
+def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> splitting.Split:
+    found = row(mode)
+    with contextlib.ExitStack() as stack:
+        made = splitting.split(
+            x, x.dtype, found, found.operand_format, found.parts, scaled_over, stack
+        )
+        return splitting.Split([part.copy() for part in made.parts], made.exponents)
+
+
+def every_exponent(rng: np.random.Generator, each: int = 64) -> np.ndarray:
+    """Finite numbers of both signs: every exponent, subnormals too, with random and extreme fractions."""
+    exponents = np.arange(255, dtype=np.uint32)[:, None] << 23
+    fractions = rng.integers(0, 1 << 23, (255, each), dtype=np.uint32)
+    fractions[:, :3] = 0, (1 << 23) - 1, 1 << 22
+    return np.stack([exponents | fractions, exponents | fractions | np.uint32(1 << 31)]).view(
+        np.float32
+    )
+
+
+@pytest.mark.parametrize("mode", ["bf16x6", "bf16x9"])
+def test_three_bfloat16_parts_are_the_number_bit_for_bit(mode, rng):
+    x = every_exponent(rng)
+    # What rounds to an infinity in bfloat16 has no parts; below 2^-110 digits are finer than bfloat16's finest, 2^-133.
+    x = x[(np.abs(x) < 2.0**128 - 2.0**119) & ((np.abs(x) >= 2.0**-110) | (x == 0))]
+    total = sum(part.astype(np.float64) for part in parts_of(MathMode(mode), x).parts)
+    np.testing.assert_array_equal(total, x)
+
+
+def test_what_bfloat16_parts_leave_of_tiny_numbers_is_below_its_finest_digit(rng):
+    x = every_exponent(rng)
+    x = x[np.abs(x) < 2.0**-110]
+    total = sum(part.astype(np.float64) for part in parts_of(MathMode.BF16X9, x).parts)
+    assert np.max(np.abs(total - x)) == 2.0**-134
+
+
+@pytest.mark.parametrize("mode", ["bf16x3", "tf32x3"])
+def test_two_parts_keep_twice_the_bits_and_one(mode, rng):
+    x = every_exponent(rng)
+    x = x[(np.abs(x) < 2.0**127) & (np.abs(x) >= 2.0**-100)]
+    p = row(MathMode(mode)).operand_format.precision
+    total = sum(part.astype(np.float64) for part in parts_of(MathMode(mode), x).parts)
+    lost = np.abs(total - x) / np.abs(x).astype(np.float64)
+    assert 0.4 < lost.max() * 2.0 ** (2 * p + 1) <= 1
+    # Numbers of so many bits are split exactly.
+    short = (x.view(np.uint32) & np.uint32(2**32 - (1 << (24 - 2 * p)))).view(np.float32)
+    total = sum(part.astype(np.float64) for part in parts_of(MathMode(mode), short).parts)
+    np.testing.assert_array_equal(total, short)
+
+
+@pytest.mark.parametrize("mode", ["fp16x3", "fp16x4"])
+def test_two_float16_parts_of_scaled_rows(mode, rng):
+    """One row for each number: each is scaled to the same binade, from where 22 bits are never lost."""
+    x = every_exponent(rng).reshape(-1, 1)
+    made = parts_of(MathMode(mode), x, scaled_over=-1)
+    high, low = (part.astype(np.float64) for part in made.parts)
+    assert np.abs(high).max() <= 2.0**15
+    assert np.abs(low).max() <= 2.0**15
+    total = np.ldexp(high + low * 2.0**-11, -made.exponents)
+    assert np.max(np.abs(total - x) / np.maximum(np.abs(x), LEAST)) <= 2.0**-23
+    short = (x.view(np.uint32) & np.uint32(0xFFFFFFFC)).view(np.float32)
+    made = parts_of(MathMode(mode), short, scaled_over=-1)
+    high, low = (part.astype(np.float64) for part in made.parts)
+    np.testing.assert_array_equal(np.ldexp(high + low * 2.0**-11, -made.exponents), short)
+
+
+def operands(rng, dtype, shape_a, shape_b):
+    pair = []
+    for shape in (shape_a, shape_b):
+        x = rng.standard_normal(shape).astype(np.float32)
+        if dtype == np.complex64:
+            x = (x + 1j * rng.standard_normal(shape)).astype(np.complex64)
+        pair.append(x)
+    return pair
+
+
+def check(a, b, mode, **kwargs):
+    """Multiply, and assert the plan's bound against float64."""
+    found = lowprec.matmul(a, b, math_mode=mode, **kwargs)
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    bound = lowprec.plan(a, b, math_mode=mode, **kwargs).bound
+    exact = a.astype(wide) @ b.astype(wide)
+    norms = np.linalg.norm(a.astype(wide)), np.linalg.norm(b.astype(wide))
+    assert np.linalg.norm(found - exact) <= bound.frobenius(*norms, *exact.shape[-2:])
+    return found
+
+
+@pytest.mark.parametrize("machine", machines.MACHINES)
+@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_errors_are_within_the_bound(machine, mode, dtype, rng):
+    a, b = operands(rng, dtype, (30, 200), (200, 20))
+    with machines.on(machine):
+        found = check(a, b, mode)
+        assert found.dtype == dtype
+        # The same numbers, whatever way they lie.
+        for x, y in ((np.asfortranarray(a), b), (a[::-1][::-1], np.asfortranarray(b))):
+            check(x, y, mode)
+        check(a[::-1, ::-2], b[::-2], mode)
+        chunked = check(a, b, mode, k_chunk=64)
+    assert not np.array_equal(chunked, found) or mode in ("fp64", "bf16x3")
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_batches_broadcast_and_empty_products_are_zero(mode, rng):
+    a, b = operands(rng, np.float32, (3, 1, 5, 16), (2, 16, 4))
+    found = lowprec.matmul(a, b, math_mode=mode)
+    np.testing.assert_allclose(found, a.astype(np.float64) @ b, rtol=0, atol=1e-3)
+    for i in range(3):
+        one = lowprec.matmul(np.ascontiguousarray(a[i, 0]), b[1], math_mode=mode)
+        np.testing.assert_allclose(found[i, 1], one, rtol=0, atol=1e-4)
+    empty = lowprec.matmul(np.ones((4, 0), np.float32), np.ones((0, 3), np.float32), math_mode=mode)
+    np.testing.assert_array_equal(empty, np.zeros((4, 3), np.float32))
+    none = lowprec.matmul(np.ones((0, 4), np.float32), np.ones((4, 3), np.float32), math_mode=mode)
+    assert none.shape == (0, 3)
+
+
+def specials(rng, dtype):
+    """Operands with everything that is no ordinary number, far apart from one another."""
+    a, b = operands(rng, dtype, (12, 9), (9, 11))
+    for i, x in enumerate((np.nan, np.inf, -np.inf, TOP, -TOP, 65536.0, 1e-45)):
+        a[i, i] = x
+    a[8, 2], a[8, 3] = np.inf, -np.inf
+    b[1, 4], b[2, 5], b[5, 6] = np.inf, np.nan, 0
+    b[1, 3] = 0
+    return a, b
+
+
+@pytest.mark.parametrize("machine", machines.MACHINES)
+@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_nan_and_inf_are_those_of_fp32(machine, mode, dtype, rng):
+    a, b = specials(rng, dtype)
+    with machines.on(machine):
+        want = lowprec.matmul(a, b, math_mode="fp32")
+        found = lowprec.matmul(a, b, math_mode=mode)
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(want))
+    # What (Inf + 0i) (1 + 1i) is, a BLAS answers in its own way for each type.
+    if mode is not MathMode.FP64 or dtype is np.float32:
+        for x, y in ((found.real, want.real), (found.imag, want.imag)):
+            for kind in (np.isnan, np.isposinf, np.isneginf):
+                np.testing.assert_array_equal(kind(x), kind(y))
+    finite = np.isfinite(want)
+    assert 20 < finite.sum() < want.size
+    # Rows of huge numbers apart: the same numbers within the error of the least exact scheme.
+    ordinary = finite & (np.abs(want) < 1e4)
+    np.testing.assert_allclose(found[ordinary], want[ordinary], rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("mode", SCHEMES)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_nan_spoils_its_row_or_column_only(mode, name, rng):
+    a, b = operands(rng, np.float32, (7, 33), (33, 5))
+    clean = lowprec.matmul(a, b, math_mode=mode)
+    if name == "a":
+        a[3, 7] = np.nan
+        clean[3] = np.nan
+    else:
+        b[7, 3] = np.nan
+        clean[:, 3] = np.nan
+    # The rest is not FP32's: it is the scheme's, bit for bit.
+    np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), clean)
+
+
+@pytest.mark.parametrize("mode", SCHEMES)
+def test_the_largest_numbers_do_not_overflow_in_a_part(mode):
+    """float32's largest rounds to an infinity in bfloat16, TF32 and float16."""
+    a, b = np.full((3, 2), TOP), np.full((2, 4), np.float32(0.25))
+    np.testing.assert_allclose(
+        lowprec.matmul(a, b, math_mode=mode), np.full((3, 4), TOP / 2), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("mode", SCALED)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_powers_of_two_on_rows_and_columns_change_nothing(mode, dtype, rng):
+    a, b = operands(rng, dtype, (20, 60), (60, 15))
+    rows = np.ldexp(np.float32(1), rng.integers(-60, 60, (20, 1))).astype(np.float32)
+    cols = np.ldexp(np.float32(1), rng.integers(-60, 60, (1, 15))).astype(np.float32)
+    found = lowprec.matmul(a * rows, b * cols, math_mode=mode)
+    np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode=mode) * rows * cols)
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_row_of_wide_range_stays_within_the_bound_of_norms(mode, rng):
+    """What float16 loses below its range is a share of the row's largest number."""
+    steps = np.ldexp(np.float32(1), rng.integers(-60, 60, 80)).astype(np.float32)
+    a, b = operands(rng, np.float32, (20, 80), (80, 15))
+    check(a * steps, b, mode)
+    check(a * steps, b / steps[:, None], mode)
+
+
+def test_fp64_is_the_exact_product_rounded_once(rng):
+    """Integers below 2^24 in each operand, sums below 2^53: exact in FP64, far from it in FP32."""
+    a, b = (rng.integers(-(2**23), 2**23, s).astype(np.float32) for s in ((20, 50), (50, 30)))
+    exact = a.astype(np.int64) @ b.astype(np.int64)
+    np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="fp64"), exact.astype(np.float32))
+    assert not np.array_equal(lowprec.matmul(a, b, math_mode="fp32"), exact.astype(np.float32))
+    z = a + 1j * a[::-1]
+    exact = (z.astype(np.complex128) @ b.astype(np.float64)).astype(np.complex64)
+    np.testing.assert_array_equal(
+        lowprec.matmul(z.astype(np.complex64), b.astype(np.complex64), math_mode="fp64"), exact
+    )
+
+
+def test_fp64_rounds_after_the_epilogue(rng):
+    """The sum with c is taken before anything is rounded: 2^24 + 1 is no float32, and 1 is."""
+    a = np.array([[2.0**24, 1]], np.float32)
+    b = np.ones((2, 1), np.float32)
+    c = np.array([[-(2.0**24)]], np.float32)
+    assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp64").item() == 1
+    assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp32").item() == 0
+
+
+@pytest.mark.parametrize("mode", ["bf16x6", "fp16x3", "fp64"])
+def test_out_may_be_the_addend(mode, rng):
+    a, b = operands(rng, np.float32, (9, 40), (40, 7))
+    c = rng.standard_normal((9, 7)).astype(np.float32)
+    want = a.astype(np.float64) @ b + 2.0 * c
+    out = c.copy()
+    assert lowprec.matmul(a, b, c=out, beta=2.0, out=out, math_mode=mode) is out
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
+    held = np.zeros((9, 14), np.float32)[:, ::2]
+    lowprec.matmul(a, b, out=held, bias=c[0], activation="relu", math_mode=mode)
+    np.testing.assert_allclose(held, np.maximum(a.astype(np.float64) @ b + c[0], 0), atol=1e-4)
+
+
+@pytest.mark.parametrize("machine", machines.MACHINES)
+def test_k_chunk_is_heeded_and_shown(machine, rng):
+    a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((8, 50), (50, 6)))
+    with machines.on(machine):
+        made = lowprec.plan(a, b, k_chunk=16)
+        found = lowprec.matmul(a, b, k_chunk=16)
+    assert [(p.k_start, p.k_stop) for p in made.schedule] == [(0, 16), (16, 32), (32, 48), (48, 50)]
+    assert "k chunk       16: " in str(made)
+    assert made.to_dict()["k_chunk"] == 16
+    assert made.bound.relative < lowprec.plan(a, b).bound.relative
+    np.testing.assert_array_equal(found, oracles.product(a, b))
+
+
+def test_k_chunk_holds_in_every_storage_that_is_summed_in_floating_point(rng):
+    for dtype in (np.float64, np.float16, np.complex128):
+        a = rng.integers(-3, 4, (6, 20)).astype(dtype)
+        np.testing.assert_array_equal(lowprec.matmul(a, a.T, k_chunk=7), a @ a.T)
+
+
+@pytest.mark.parametrize("k_chunk", [0, -1, 1.5, True, "8"])
+def test_k_chunk_must_be_a_length(k_chunk):
+    a = np.ones((4, 4), np.float32)
+    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+        lowprec.matmul(a, a, k_chunk=k_chunk)
+
+
+def test_integers_have_no_chunks():
+    a = np.ones((4, 4), np.int8)
+    with pytest.raises(lowprec.UnsupportedError, match="k_chunk is 2, but the operands are int8"):
+        lowprec.matmul(a, a, k_chunk=2)
+
+
+# -- accuracy on demand ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", ["guaranteed", "probable"])
+@pytest.mark.parametrize("machine", machines.MACHINES)
+def test_errors_are_within_rtol_on_every_rung(machine, bound, rng):
+    a, b = operands(rng, np.float32, (30, 700), (700, 20))
+    exact = a.astype(np.float64) @ b
+    size = np.linalg.norm(a) * np.linalg.norm(b)
+    with machines.on(machine):
+        for rtol in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
+            found = lowprec.matmul(a, b, rtol=rtol, bound=bound)
+            assert np.linalg.norm(found - exact) <= rtol * size
+
+
+def test_a_bound_without_rtol_is_a_mistake():
+    a = np.ones((4, 4), np.float32)
+    for ask in (lowprec.matmul, lowprec.plan):
+        with pytest.raises(lowprec.ModeError, match="bound='probable' says what rtol= is about"):
+            ask(a, a, bound="probable")
+        with pytest.raises(
+            lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"
+        ):
+            ask(a, a, rtol=1e-3, bound="likely")
+
+
+def test_the_guard_lets_fp64_pass_and_nothing_that_recovers():
+    """A bound as good as fp32's is a promise about the error; the guard promises the arithmetic."""
+    with lowprec.fp32_guard():
+        for mode in (*SCHEMES, MathMode.FP32_EMULATED):
+            assert lowprec.policy.resolve(mode).mode is MathMode.FP32
+        assert lowprec.policy.resolve("F64_F64_F64").mode is MathMode.FP64

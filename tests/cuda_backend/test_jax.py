@@ -1,0 +1,219 @@
+"""JAX's whole road on a GPU: arrays that are still being computed come in, a product runs, a JAX array goes out.
+
+JAX is a stand-in on the software CUDA. Its streams are untold and late, and memory that it thinks free is poisoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import SoftwareGpu
+from lowprec.arrays import libraries
+from software_cuda.jax import Jax
+
+MODES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
+TRUE = oracles.product(A, B)
+
+
+@pytest.fixture(params=[True, False], ids=["streams", "no streams"])
+def jax(
+    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Jax]:
+    """A JAX on the software devices, whose client tells others a stream, or tells none."""
+    made = Jax(software.software.runtime, tells_streams=request.param)
+    monkeypatch.setitem(sys.modules, "jax", made)
+    before = libraries._INSTANCES.pop("jax", None)
+    yield made
+    libraries._INSTANCES.pop("jax", None)
+    libraries._BY_TYPE.pop(made.Array, None)
+    if before is not None:
+        libraries._INSTANCES["jax"] = before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operands_that_are_still_being_computed(jax: Jax, mode: str) -> None:
+    a, b = (jax.add(jax.asarray(x - 1), 1) for x in (A, B))
+    found = lowprec.matmul(a, b, math_mode=mode)
+    assert type(found) is jax.Array
+    # JAX's next computation waits for the product, without anybody else's help.
+    np.testing.assert_array_equal(jax.asnumpy(jax.add(found, 1)), TRUE + 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operands_may_go_while_the_product_waits(jax: Jax, mode: str) -> None:
+    a, b = jax.asarray(A), jax.asarray(B)
+    found = lowprec.matmul(a, b, math_mode=mode)
+    del a, b
+    gc.collect()
+    others = [jax.asarray(C) for _ in range(3)]  # take the memory, in the order of JAX's stream
+    for x in others:
+        np.testing.assert_array_equal(jax.asnumpy(x), C)
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_results_feed_the_next_product(jax: Jax, mode: str) -> None:
+    x, one = jax.asarray(A / 4), jax.asarray(np.eye(24, dtype=np.float32))
+    for _ in range(5):
+        x = lowprec.matmul(x, one, math_mode=mode)
+        gc.collect()
+    np.testing.assert_array_equal(jax.asnumpy(x), A / 4)
+
+
+def test_addend_bias_and_activation(jax: Jax) -> None:
+    a, b, c, bias = (jax.asarray(x) for x in (A, B, C, C[0]))
+    found = lowprec.matmul(a, b, c=c, beta=2.0, bias=bias, activation="relu")
+    np.testing.assert_array_equal(jax.asnumpy(found), np.maximum(TRUE + 2 * C + C[0], 0))
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 24), (1, 24), (0, 24), (24,)], ids=str)
+def test_shapes(jax: Jax, shape: tuple[int, ...]) -> None:
+    x = draw(3, *shape)
+    found = lowprec.matmul(jax.asarray(x), jax.asarray(B))
+    np.testing.assert_array_equal(jax.asnumpy(found), x @ B)
+
+
+def test_bfloat16_comes_back(jax: Jax) -> None:
+    a, b = (jax.asarray(x.astype(ml_dtypes.bfloat16)) for x in (A[:4], B))
+    found = lowprec.matmul(a, b, out_dtype="float32")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE[:4])
+    same = lowprec.matmul(a, b)
+    assert same.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(jax.asnumpy(same), TRUE[:4].astype(ml_dtypes.bfloat16))
+
+
+def test_another_device_than_the_current_one(jax: Jax, software: SoftwareGpu) -> None:
+    a, b = jax.asarray(A, device=1), jax.asarray(B, device=1)
+    found = lowprec.matmul(a, b, math_mode="bf16")
+    assert found.device is a.device
+    assert software.software.runtime.device == 0
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
+    with pytest.raises(lowprec.DeviceError, match="cuda:1"):
+        lowprec.matmul(a, jax.asarray(B, device=0))
+
+
+@pytest.mark.parametrize("committed", [None, 0], ids=["uncommitted", "committed"])
+def test_a_result_is_committed_as_its_operands_are(jax: Jax, committed: int | None) -> None:
+    a, b = jax.asarray(A, device=committed), jax.asarray(B)
+    found = lowprec.matmul(a, b)
+    assert found.committed is (committed is not None)
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
+
+
+def test_another_librarys_operand(jax: Jax, software: SoftwareGpu) -> None:
+    found = lowprec.matmul(jax.asarray(A), software.put(B))
+    assert type(found) is jax.Array
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
+    other = lowprec.matmul(software.put(A), jax.asarray(B))
+    np.testing.assert_array_equal(software.get(other), TRUE)
+
+
+def test_a_result_known_only_by_dlpack_is_adopted(jax: Jax, software: SoftwareGpu) -> None:
+    found = jax.dlpack.from_dlpack(lowprec.matmul(software.put(A), software.put(B)))
+    np.testing.assert_array_equal(jax.asnumpy(jax.add(found, 1)), TRUE + 1)
+
+
+def test_a_donated_array_is_refused(jax: Jax) -> None:
+    a = jax.asarray(A)
+    assert jax.donate(a)
+    with pytest.raises(lowprec.ArrayError, match="has been deleted"):
+        lowprec.matmul(a, a)
+
+
+def test_other_refusals_of_an_export_are_not_taken_for_a_missing_stream(
+    jax: Jax, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, **_: Any) -> object:
+        raise RuntimeError("INTERNAL: the device was lost")
+
+    monkeypatch.setattr(jax.Array, "__dlpack__", refuse)
+    a = jax.asarray(A)
+    with pytest.raises(lowprec.ArrayError, match="INTERNAL: the device was lost"):
+        lowprec.matmul(a, a)
+
+
+# -- operands are let go of -----------------------------------------------------------------------
+
+
+def test_an_operand_is_held_until_somebody_looks(jax: Jax, software: SoftwareGpu) -> None:
+    """What the test below sees is the thread's doing: without it, work that is done holds its operand."""
+    a = jax.asarray(A)
+    lowprec.matmul(a, a)
+    software.software.drain()
+    assert a.buffer.is_held
+    assert not jax.donate(a)
+
+
+@pytest.mark.usefixtures("waiting_thread")
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -> None:
+    a = jax.asarray(A, device=device)
+    found = lowprec.matmul(a, a, math_mode="bf16")
+    assert a.buffer.free.wait(60)  # only a failure takes this long
+    assert jax.donate(a)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_an_operand_that_nobody_else_has_goes_without_another_call(
+    jax: Jax, software: SoftwareGpu
+) -> None:
+    gone = threading.Event()
+    a = jax.asarray(A)
+    weakref.finalize(a.buffer, gone.set)
+    found = lowprec.matmul(a, a)
+    del a
+    assert gone.wait(60)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu) -> None:
+    failing = software.failing_call("cudaEventQuery")
+    with failing as failure:
+        a = jax.asarray(A)
+        with contextlib.suppress(
+            lowprec.BackendError
+        ):  # whoever asks first, the thread or the call itself
+            lowprec.matmul(a, a)
+    assert failure.happened
+    b = jax.asarray(B)
+    found = lowprec.matmul(b, b)
+    assert b.buffer.free.wait(60)
+    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(B, B))
+
+
+@pytest.mark.usefixtures("waiting_thread")
+def test_threads_multiply_while_it_looks(jax: Jax) -> None:
+    def work(number: int) -> bool:
+        right = True
+        x, y = jax.asarray(A + number), jax.asarray(B)
+        true = oracles.product(A + number, B)
+        for mode in MODES * 3:
+            found = lowprec.matmul(x, y, math_mode=mode)
+            right &= np.array_equal(jax.asnumpy(found), true)
+        return bool(right)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

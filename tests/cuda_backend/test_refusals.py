@@ -1,0 +1,188 @@
+"""What cuBLASLt refuses is done in another way, and the plan tells why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import SoftwareGpu
+from software_cuda import cublaslt, tables
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal
+
+REFUSALS = [INVALID_VALUE, NOT_SUPPORTED]
+
+
+def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+# -- epilogues ------------------------------------------------------------------------------------
+
+A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
+TRUE = oracles.product(A, B)
+
+EPILOGUES: dict[str, tuple[dict[str, Any], Any]] = {
+    "bias": ({"bias": BIAS}, TRUE + BIAS),
+    "activation": ({"activation": "relu"}, np.maximum(TRUE, 0)),
+    "c": ({"c": C, "beta": 2.0}, TRUE + 2 * C),
+}
+
+each_epilogue = pytest.mark.parametrize("name", EPILOGUES)
+
+
+def given(software: SoftwareGpu, name: str) -> dict[str, Any]:
+    keywords, _ = EPILOGUES[name]
+    return {k: software.put(v) if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
+
+
+@each_epilogue
+@pytest.mark.parametrize("status", REFUSALS)
+@pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul"])
+def test_what_is_not_fused_is_done_by_a_kernel(
+    software: SoftwareGpu, name: str, status: int, function: str
+) -> None:
+    x, y, keywords = software.put(A), software.put(B), given(software, name)
+    with software.failing_call(f"cublas_lt.{function}", status=status):
+        found = lowprec.matmul(x, y, **keywords)
+    np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
+    # It stays so, and a plan and a profile tell.
+    with lowprec.profile() as profile:
+        found = lowprec.matmul(x, y, **keywords)
+    np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
+    told = dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
+    assert told.startswith("a kernel adds and activates, on a staged product: cuBLASLt 13.1.0 ")
+    assert "float32 (16, 16) @ float32 (16, 16)" in told
+    assert ("INVALID_VALUE" in told) is (status == INVALID_VALUE)
+    assert told in str(profile.records[0].algorithm)
+
+
+@each_epilogue
+def test_a_fused_epilogue_without_an_algorithm(
+    software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, asked = cublaslt.search, []
+
+    def none_at_first(*arguments: Any, **keywords: Any) -> Any:
+        asked.append(arguments)
+        return search(*arguments, **keywords) if len(asked) > 1 else []
+
+    monkeypatch.setattr(cublaslt, "search", none_at_first)
+    x, y, keywords = software.put(A), software.put(B), given(software, name)
+    found = lowprec.matmul(x, y, **keywords)
+    np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
+    assert "no algorithm" in dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
+
+
+def test_a_plan_that_was_refused_itself_tells_so_later(software: SoftwareGpu) -> None:
+    x, y, keywords = software.put(A), software.put(B), given(software, "bias")
+    with software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE):
+        assert "fallback" in dict(lowprec.plan(x, y, **keywords).algorithm)
+    found = lowprec.matmul(x, y, **keywords)
+    np.testing.assert_array_equal(software.get(found), TRUE + BIAS)
+    assert software.software.count("cuLaunchKernel") == 1
+
+
+@pytest.mark.parametrize("status", [3, 13, 14])
+def test_what_fails_is_no_refusal(software: SoftwareGpu, status: int) -> None:
+    x, y, keywords = software.put(A), software.put(B), given(software, "bias")
+    with (
+        software.failing_call("cublas_lt.matmul", status=status),
+        pytest.raises(lowprec.BackendError, match=r"cannot run float32 \(16, 16\)"),
+    ):
+        lowprec.matmul(x, y, **keywords)
+    software.forgive()
+    assert "fallback" not in dict(lowprec.plan(x, y, **keywords).algorithm)
+
+
+def test_where_no_way_is_left_the_first_refusal_is_told(software: SoftwareGpu) -> None:
+    x, y, keywords = software.put(A), software.put(B), given(software, "bias")
+    with (
+        software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE),
+        software.failing_call("matmul_algo_get_heuristic", status=NOT_SUPPORTED),
+        pytest.raises(lowprec.UnsupportedError, match=r"cannot prepare .*INVALID_VALUE"),
+    ):
+        lowprec.matmul(x, y, **keywords)
+    found = lowprec.matmul(x, y, **keywords)
+    np.testing.assert_array_equal(software.get(found), TRUE + BIAS)
+    assert "fallback" not in dict(lowprec.plan(x, y, **keywords).algorithm)
+
+
+# -- int8 with few rows ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wants_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuBLASLt without algorithms for int8 with 16 rows and fewer, which are its columns."""
+    validate = cublaslt.validate
+
+    def refuse(asked: Any, capability: tuple[int, int]) -> None:
+        validate(asked, capability)
+        if asked.a.type == tables.R_8I and asked.n <= 16:
+            raise LtRefusal(NOT_SUPPORTED, "few rows")
+
+    monkeypatch.setattr("software_cuda.cublaslt.validate", refuse)
+
+
+@pytest.mark.parametrize("size", [(1, 32, 16), (16, 32, 16), (7, 40, 9), (1, 5, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.usefixtures("wants_rows")
+def test_few_rows_of_int8_are_padded(
+    software: SoftwareGpu, size: tuple[int, int, int], batch: tuple[int, ...], transposed: bool
+) -> None:
+    m, k, n = size
+    a, b = draw(0, *batch, m, k, dtype=np.int8), draw(1, *batch, k, n, dtype=np.int8)
+    if transposed:
+        a, b = (np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2) for x in (a, b))
+    x, y = software.put(a), software.put(b)
+    out, memory = software.put_with_memory(np.zeros((*batch, m, n), np.int32))
+    before = software.get(memory)
+    lowprec.matmul(x, y, out=out)
+    np.testing.assert_array_equal(software.get(out), oracles.product(a, b))
+    assert software.untouched_outside(out, memory, before)
+    told = dict(lowprec.plan(x, y, out=out).algorithm)["fallback"]
+    assert told.startswith("rows are padded, on a staged product: cuBLASLt 13.1.0 has no algorithm")
+
+
+@pytest.mark.usefixtures("wants_rows")
+def test_few_rows_of_int8_with_a_bias(software: SoftwareGpu) -> None:
+    a, b, bias = (draw(i, *s, dtype=np.int8) for i, s in enumerate(((4, 32), (32, 16), (16,))))
+    bias = bias.astype(np.int32)
+    with lowprec.profile() as profile:
+        found = lowprec.matmul(software.put(a), software.put(b), bias=software.put(bias))
+    np.testing.assert_array_equal(software.get(found), oracles.product(a, b) + bias)
+    assert "rows are padded" in str(profile.records[0].algorithm)
+
+
+@pytest.mark.usefixtures("wants_rows")
+def test_rows_enough_are_not_padded(software: SoftwareGpu) -> None:
+    a, b = draw(0, 17, 32, dtype=np.int8), draw(1, 32, 16, dtype=np.int8)
+    x, y = software.put(a), software.put(b)
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y)), oracles.product(a, b))
+    assert "fallback" not in dict(lowprec.plan(x, y).algorithm)
+
+
+# -- TF32 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [(1 | 1 << 9 | 1 << 19, True), (2 | 1 << 9 | 4 << 16, False), (0, False), (1 << 5, False)],
+    ids=["FMA", "HMMA on TF32", "not told", "a newer instruction"],
+)
+@pytest.mark.parametrize("mode", ["tf32", "fp32"])
+def test_tf32_without_tensor_cores_is_told(
+    software: SoftwareGpu, flags: int, note: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "flags", lambda *_, **__: flags)
+    x = software.put(A)
+    rows = dict(lowprec.plan(x, x, math_mode=mode).algorithm)
+    assert ("note" in rows) is (note and mode == "tf32")
+    assert ("no tensor cores" in rows["units"]) is (flags & 0xFF == 1)
+    if "note" in rows:
+        assert "multiplies float32" in rows["note"]
+        assert rows["note"] in str(lowprec.plan(x, x, math_mode=mode))

@@ -1,0 +1,263 @@
+"""einsum, tensordot, vecdot and linear over every array library, against NumPy's in exact arithmetic.
+
+The numbers are small integers: each product and each sum is exact in every mode, so results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowprec
+from frameworks.backends import ArrayNamespace, Backend
+from frameworks.conftest import load_or_skip
+from lowprec import contractions
+from lowprec.arrays import namespaces
+
+with_namespace = pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
+
+
+@pytest.fixture
+def xp(backend: Backend) -> ArrayNamespace:
+    return load_or_skip(backend)
+
+
+def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+# -- einsum ---------------------------------------------------------------------------------------
+
+LENGTHS = dict(zip("abcdef", (2, 3, 4, 1, 5, 0), strict=True))
+
+
+def operands_of(subscripts: str, dtype: Any = np.float32) -> list[Any]:
+    """Operands whose named axes have the lengths above, and whose "..." are two axes, the first broadcast."""
+    found = []
+    for i, text in enumerate(subscripts.partition("->")[0].split(",")):
+        start, dots, end = text.partition("...")
+        lengths = (
+            [LENGTHS[c] for c in start] + ([1 + i, 2] if dots else []) + [LENGTHS[c] for c in end]
+        )
+        found.append(draw(i, *lengths, dtype=dtype))
+    return found
+
+
+SUBSCRIPTS = [
+    "ab,bc->ac", "eab,ebc->eac", "ab,bc,ce->ae", "abce,bace->bc", "a,b->ab", "ab,ab->", "ab,ab->ab", "a,ab,b->",
+    "aa,ab->b", "abc,ce,ea,ba->ba", "ab,c->ab", "...ab,bc->...ac", "ab,ab->a", "abb,bc->ac", "ab,bc->", "aa->a",
+    "aa", "ab->ba", "abc->b", "aaa,a->a", "ba", "a,b,c->cab", "aab,bcc->ac", "a->", "ab,ce->", "a,a,a,a->a",
+    "e...a,...ba->...be", "ad,db->ab", "da,db->ab", "af,fb->ab", "fa,fb->fab", "ab,ba", "abcde->", "...a,...a->...",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("subscripts", SUBSCRIPTS)
+@with_namespace
+def test_einsum(xp: ArrayNamespace, subscripts: str) -> None:
+    operands = operands_of(subscripts)
+    true = np.einsum(subscripts, *operands)
+    found = lowprec.einsum(subscripts, *map(xp.asarray, operands))
+    np.testing.assert_array_equal(xp.to_numpy(found), true)
+    assert found.shape == true.shape
+
+
+@pytest.mark.parametrize("optimize", [False, True, "greedy", [(1, 2), (0, 1)], [(0, 1, 2)]])
+def test_einsum_takes_any_order_of_products(optimize: Any) -> None:
+    operands = operands_of("ab,bc,ce->ea")
+    found = lowprec.einsum("ab,bc,ce->ea", *operands, optimize=optimize)
+    np.testing.assert_array_equal(found, np.einsum("ab,bc,ce->ea", *operands))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_einsum_of_anything(data: st.DataObject) -> None:
+    names = st.text("abcde", max_size=4)
+    inputs = data.draw(st.lists(names, min_size=1, max_size=4))
+    used = sorted(set("".join(inputs)))
+    output = data.draw(st.lists(st.sampled_from(used), unique=True) if used else st.just([]))
+    subscripts = f"{','.join(inputs)}->{''.join(output)}"
+    operands = operands_of(subscripts, np.float64)
+    np.testing.assert_array_equal(
+        lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands)
+    )
+
+
+@pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab->a", "ab,cb->", "ab,ab->ab"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex64, np.float64])
+def test_einsum_keeps_the_type(subscripts: str, dtype: Any) -> None:
+    operands = operands_of(subscripts, dtype)
+    found = lowprec.einsum(subscripts, *operands)
+    assert found.dtype == dtype
+    wide = np.complex128 if dtype is np.complex64 else np.float64
+    true = np.einsum(subscripts, *(x.astype(wide) for x in operands))
+    np.testing.assert_array_equal(np.asarray(found).astype(wide), true)
+
+
+def test_a_sum_over_an_axis_of_one_operand_is_added_in_fp32() -> None:
+    """4096 ones beside a 1: in bfloat16 a running sum would stop at 256."""
+    x = np.ones((2, 4096), ml_dtypes.bfloat16)
+    assert lowprec.einsum("ab->a", x).tolist() == [4096, 4096]
+
+
+def test_int8_is_summed_in_int32() -> None:
+    x = np.full((3, 4), 127, np.int8)
+    for subscripts in ("ab,cb->ac", "ab,ab->ab"):
+        found = lowprec.einsum(subscripts, x, x)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, np.einsum(subscripts, x, x, dtype=np.int32))
+
+
+def test_each_product_runs_in_the_mode() -> None:
+    x = np.full((2, 2), 1 + 2**-10, np.float32)  # 1 in bfloat16
+    assert (lowprec.einsum("ab,bc,cd->ad", x, x, x, math_mode="bf16") == 4).all()
+    with lowprec.math_mode("bf16"):
+        assert (lowprec.einsum("ab,bc,cd->ad", x, x, x) == 4).all()
+        with lowprec.fp32_guard():
+            assert (lowprec.einsum("ab,bc,cd->ad", x, x, x) > 4.01).all()
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "match"),
+    [
+        ("ab,bc->ac", [(2, 3), (4, 5)], "label 'b'"),
+        ("ab,bc->ac", [(2, 3)], "subscripts 'ab,bc->ac' for shapes"),
+        ("ab,bc->ax", [(2, 3), (3, 4)], "'x'"),
+        ("ab->a", [(2, 3, 4)], "subscripts 'ab->a'"),
+        ("a.b->a", [(2, 3)], "subscripts"),
+    ],
+)
+def test_einsum_refuses_by_type(subscripts: str, shapes: Any, match: str) -> None:
+    with pytest.raises(lowprec.ShapeError, match=match):
+        lowprec.einsum(subscripts, *(np.ones(shape) for shape in shapes))
+
+
+def test_einsum_wants_subscripts_first() -> None:
+    with pytest.raises(lowprec.ShapeError, match="subscripts and then the operands"):
+        lowprec.einsum(np.ones((2, 2)), "ab->a")
+    with pytest.raises(lowprec.ShapeError, match="subscripts and then the operands"):
+        lowprec.einsum("ab->a")
+
+
+def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
+    with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
+        lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)))
+
+
+def test_a_recipe_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = operands_of("ab,bc->ca")
+    lowprec.einsum("ab,bc->ca", *operands)
+    before = contractions._recipe.cache_info().misses
+    lowprec.einsum("ab,bc->ca", *operands)
+    assert contractions._recipe.cache_info().misses == before
+
+
+# -- tensordot, vecdot, linear --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "axes"),
+    [
+        ((2, 3, 4), (3, 4, 5), 2),
+        ((2, 3), (4, 5), 0),
+        ((2, 3, 4), (4, 3, 5), ((1, 2), (1, 0))),
+        ((2, 3, 4), (4, 3, 5), ((-2, -1), (-2, -3))),
+        ((2, 3), (3,), (1, 0)),
+        ((2, 0), (0, 3), 1),
+        ((), (2,), 0),
+        ((2, 3), (2, 3), 2),
+    ],
+)
+@with_namespace
+def test_tensordot(xp: ArrayNamespace, a: Any, b: Any, axes: Any) -> None:
+    x, y = draw(0, *a), draw(1, *b)
+    found = xp.to_numpy(lowprec.tensordot(xp.asarray(x), xp.asarray(y), axes=axes))
+    np.testing.assert_array_equal(found, np.tensordot(x, y, axes=axes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "match"),
+    [
+        (3, "axes=3"),
+        (-1, "axes=-1"),
+        (((0, 0), (0, 1)), "an axis twice"),
+        (((2,), (0,)), "has no axes"),
+        (((0,), (0, 1)), "summed in pairs"),
+        (((0,), (1,)), "lengths"),
+        ((1, 2, 3), "a number or a pair"),
+        ("x", "a number or a pair"),
+    ],
+)
+def test_tensordot_refuses(axes: Any, match: str) -> None:
+    with pytest.raises(lowprec.ShapeError, match=match):
+        lowprec.tensordot(np.ones((2, 3)), np.ones((2, 3)), axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "axis"),
+    [((5,), (5,), -1), ((2, 5), (5,), -1), ((4, 1, 5), (3, 5), -1), ((5, 2), (5, 2), -2), ((2, 0), (2, 0), -1)],
+)  # fmt: skip
+@with_namespace
+def test_vecdot(xp: ArrayNamespace, a: Any, b: Any, axis: int) -> None:
+    x, y = draw(0, *a), draw(1, *b)
+    found = xp.to_numpy(lowprec.vecdot(xp.asarray(x), xp.asarray(y), axis=axis))
+    np.testing.assert_array_equal(found, np.vecdot(x, y, axis=axis))
+
+
+@with_namespace
+def test_vecdot_conjugates_the_first(xp: ArrayNamespace) -> None:
+    x = np.array([1 + 2j, 3], np.complex64)
+    y = np.array([2j, 1], np.complex64)
+    assert complex(lowprec.vecdot(xp.asarray(x), xp.asarray(y))) == np.vecdot(x, y)
+
+
+@pytest.mark.parametrize("axis", [-3, 2])
+def test_vecdot_refuses(axis: int) -> None:
+    with pytest.raises(lowprec.ShapeError, match="no axis"):
+        lowprec.vecdot(np.ones((2, 3)), np.ones((2, 3)), axis=axis)
+
+
+@with_namespace
+def test_linear(xp: ArrayNamespace) -> None:
+    x, weight, bias = draw(0, 2, 3, 4), draw(1, 5, 4), draw(2, 5)
+    found = lowprec.linear(*map(xp.asarray, (x, weight, bias)), activation="relu", math_mode="bf16")
+    np.testing.assert_array_equal(xp.to_numpy(found), np.maximum(x @ weight.T + bias, 0))
+
+
+def test_linear_refuses_a_stack_of_weights() -> None:
+    with pytest.raises(lowprec.ShapeError, match=r"shape \(n, k\), got \(1, 2, 3\)"):
+        lowprec.linear(np.ones(3), np.ones((1, 2, 3)))
+
+
+# -- libraries of the Array API -------------------------------------------------------------------
+
+
+def strict() -> Any:
+    return pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
+
+
+def test_results_are_arrays_of_a_library_of_the_array_api() -> None:
+    xp = strict()
+    x = xp.asarray(draw(0, 3, 4))
+    for found in (lowprec.matmul(x, xp.permute_dims(x, (1, 0))), lowprec.einsum("ab,cb->ac", x, x)):
+        assert type(found) is type(x)
+        np.testing.assert_array_equal(np.from_dlpack(found), draw(0, 3, 4) @ draw(0, 3, 4).T)
+
+
+def test_what_the_library_cannot_hold_comes_as_dlpack() -> None:
+    x = strict().ones((2, 2), dtype=strict().float32)
+    found = lowprec.matmul(x, x, out_dtype="bfloat16")
+    assert isinstance(found, lowprec.DLPackArray)
+
+
+def test_an_array_without_a_namespace_is_refused() -> None:
+    xp = load_or_skip(Backend.DLPACK_ONLY)
+    with pytest.raises(lowprec.ArrayError, match="no Array API namespace"):
+        namespaces.namespace_of(xp.asarray(draw(0, 2, 2)))
+    with pytest.raises(lowprec.ArrayError, match="expected an array"):
+        lowprec.vecdot([1.0], np.ones(1))

@@ -1,0 +1,184 @@
+"""Products of Dask arrays: lazy, in chunks, each chunk's sum over k a chain of one order."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+
+da = pytest.importorskip("dask.array", reason="dask is not installed")
+
+
+def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+def matmul(a: Any, b: Any, **keywords: Any) -> Any:
+    from lowprec import dask
+
+    return dask.matmul(a, b, **keywords)
+
+
+SHAPES = [
+    ((6, 4), (4, 5), 2, (2, 5)),
+    ((6, 4), (4, 5), (2, 3), (2, 2)),
+    ((4,), (4, 5), 2, 3),
+    ((6, 4), (4,), 2, 3),
+    ((4,), (4,), 2, 3),
+    ((3, 6, 4), (4, 5), (2, 3, 2), 2),
+    ((3, 6, 4), (3, 4, 5), (2, 3, 2), (1, 2, 2)),
+    ((3, 6, 4), (1, 4, 5), (2, 3, 2), 2),
+    ((2, 1, 6, 4), (3, 4, 5), 2, 2),
+    ((0, 4), (4, 5), 2, 2),
+    ((3, 0), (0, 5), 2, 2),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "chunks_a", "chunks_b"), SHAPES)
+def test_shapes_and_chunks(a: Any, b: Any, chunks_a: Any, chunks_b: Any) -> None:
+    x, y = draw(0, *a), draw(1, *b)
+    found = matmul(da.from_array(x, chunks=chunks_a), da.from_array(y, chunks=chunks_b))
+    true = np.matmul(x, y)
+    assert (found.shape, found.dtype) == (true.shape, true.dtype)
+    np.testing.assert_array_equal(found.compute(scheduler="sync"), true)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [
+        (np.float64, np.float64),
+        (np.float16, np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        (np.complex64, np.complex64),
+        (np.int8, np.int32),
+    ],
+)
+def test_types(dtype: Any, out: Any) -> None:
+    x, y = draw(0, 6, 8, dtype=dtype), draw(1, 8, 4, dtype=dtype)
+    found = matmul(da.from_array(x, chunks=2), da.from_array(y, chunks=2))
+    got = found.compute(scheduler="sync")
+    assert found.dtype == got.dtype == out
+    wide = np.result_type(np.float64, np.float64 if dtype is ml_dtypes.bfloat16 else dtype)
+    np.testing.assert_array_equal(got.astype(wide), x.astype(wide) @ y.astype(wide))
+
+
+def test_chunks_of_16_bits_are_summed_in_fp32() -> None:
+    """512 chunks with a sum of 1 each: a running sum in bfloat16 would stop at 256."""
+    x = da.ones((1, 512), chunks=(1, 1), dtype=ml_dtypes.bfloat16)
+    assert float(matmul(x, x.T).compute(scheduler="sync")[0, 0]) == 512
+
+
+def test_the_order_of_the_sum_is_that_of_the_chunks() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 40, 40), dtype=np.float32)
+    found = matmul(da.from_array(x, chunks=10), da.from_array(y, chunks=10))
+    chain: Any = None
+    for k in range(0, 40, 10):
+        more = {} if chain is None else {"c": chain, "beta": 1.0}
+        chain = np.block(
+            [
+                [
+                    lowprec.matmul(
+                        x[i : i + 10, k : k + 10],
+                        y[k : k + 10, j : j + 10],
+                        **{
+                            n: v[i : i + 10, j : j + 10] if n == "c" else v for n, v in more.items()
+                        },
+                    )
+                    for j in range(0, 40, 10)
+                ]
+                for i in range(0, 40, 10)
+            ]
+        )
+    for scheduler in ("sync", "threads"):
+        np.testing.assert_array_equal(found.compute(scheduler=scheduler), chain)
+
+
+def test_a_chunk_that_is_added_to_stays_as_it_is() -> None:
+    """A task may be run again on what it was given."""
+    from lowprec.dask import _add_product
+
+    acc, x = np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)
+    _add_product(acc, x, x, "fp32", "float32")
+    assert (acc == 1).all()
+
+
+# -- the mode -------------------------------------------------------------------------------------
+
+#: 1 in bfloat16.
+ABOVE_ONE = np.full((4, 4), 1 + 2**-10, np.float32)
+
+
+def test_the_callers_mode_travels_in_the_graph() -> None:
+    x = da.from_array(ABOVE_ONE, chunks=2)
+    with lowprec.math_mode("bf16"):
+        lazy = matmul(x, x)
+    with lowprec.math_mode("bf16"), lowprec.fp32_guard():
+        guarded = matmul(x, x)
+    assert (lazy.compute(scheduler="threads") == 4).all()
+    with lowprec.math_mode("bf16"):
+        assert (guarded.compute(scheduler="sync") > 4.005).all()
+    assert (matmul(x, x, rtol=1e-2).compute(scheduler="sync") - 4 < 0.04).all()
+    assert matmul(x, x, math_mode="bf16").name != matmul(x, x).name
+
+
+def test_emulated_tensor_cores_are_those_of_where_the_product_was_written() -> None:
+    x = np.random.default_rng(0).random((8, 300), dtype=np.float32)
+    a, b = da.from_array(x, chunks=-1), da.from_array(x.T, chunks=-1)
+    with lowprec.emulate("hopper"):
+        made, expected = matmul(a, b, math_mode="tf32"), lowprec.matmul(x, x.T, math_mode="tf32")
+    without = matmul(a, b, math_mode="tf32")
+    assert made.name != without.name
+    np.testing.assert_array_equal(made.compute(scheduler="threads"), expected)
+    assert (without.compute(scheduler="threads") != expected).any()
+
+
+def test_matmul_takes_dask_arrays_by_itself() -> None:
+    x = da.from_array(ABOVE_ONE, chunks=2)
+    for a, b in ((x, x), (x, ABOVE_ONE), (ABOVE_ONE, x)):
+        found = lowprec.matmul(a, b, math_mode="bf16")
+        assert isinstance(found, da.Array)
+        assert (found.compute(scheduler="sync") == 4).all()
+    assert lowprec.plan(x, x, math_mode="bf16").mode == "bf16"
+
+
+def test_processes_get_the_mode_and_the_same_bits() -> None:
+    distributed = pytest.importorskip("distributed", reason="distributed is not installed")
+    x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+    lazy = matmul(da.from_array(x, chunks=16), da.from_array(x, chunks=16), math_mode="bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address=None
+            ) as cluster,
+            distributed.Client(cluster),
+        ):
+            found = lazy.compute()
+    np.testing.assert_array_equal(found, lazy.compute(scheduler="sync"))
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    x = da.ones((4, 4), chunks=2, dtype="float32")
+    with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
+        matmul(x, da.ones((3, 4), dtype="float32"))
+    with pytest.raises(lowprec.DTypeError, match="int64"):
+        matmul(x.astype("int64"), x)
+    with pytest.raises(lowprec.ModeError, match="bf17"):
+        matmul(x, x, math_mode="bf17")
+    with pytest.raises(lowprec.ShapeError, match="compute_chunk_sizes"):
+        matmul(x[x[:, 0] > 0], x)
+    with pytest.raises(lowprec.ArrayError, match="a is no array, but list"):
+        matmul([1.0], x)
+    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a Dask array"):
+        lowprec.matmul(x, x, bias=np.ones(4, np.float32))
+    with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
+        lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))

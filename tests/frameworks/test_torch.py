@@ -1,0 +1,352 @@
+"""The product inside PyTorch: every way in which PyTorch records, transforms, traces and compiles operations.
+
+Each cell of the matrix compares with ``torch.matmul`` on float64 operands, where the two differ by roundings alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return load_or_skip(Backend.TORCH).torch
+
+
+SHAPES = [
+    ((3, 4), (4, 2)),
+    ((4,), (4, 2)),
+    ((3, 4), (4,)),
+    ((4,), (4,)),
+    ((2, 3, 4), (4, 2)),
+    ((2, 3, 4), (2, 4, 5)),
+    ((2, 1, 3, 4), (3, 4, 2)),
+    ((3, 4), (2, 4, 2)),
+]
+
+
+def operands(torch: Any, a: Any, b: Any, dtype: Any = None, grad: bool = True) -> Any:
+    made = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad)
+        for s in (a, b)
+    ]
+
+
+def close(torch: Any, found: Any, true: Any) -> None:
+    """Equal but for the order of sums of at most 20 products and two products in a row, far below 1e-12."""
+    torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+def test_gradients_and_gradients_of_gradients(torch: Any, a: Any, b: Any) -> None:
+    x = operands(torch, a, b)
+    assert torch.autograd.gradcheck(lowprec.matmul, x)
+    assert torch.autograd.gradgradcheck(lowprec.matmul, x)
+
+
+def test_gradients_of_complex_operands_and_factors(torch: Any) -> None:
+    x = operands(torch, (3, 4), (4, 2), torch.complex128)
+    assert torch.autograd.gradcheck(lambda a, b: lowprec.matmul(a, b, alpha=2.0), x)
+
+
+def test_gradients_of_everything_that_follows_the_product(torch: Any) -> None:
+    a, b = operands(torch, (3, 4), (4, 2))
+    c, bias = operands(torch, (3, 2), (2,))
+
+    def call(*x: Any) -> Any:
+        return lowprec.matmul(x[0], x[1], c=x[2], bias=x[3], alpha=0.5, beta=2.0, activation="gelu")
+
+    def true(*x: Any) -> Any:
+        return torch.nn.functional.gelu(0.5 * x[0] @ x[1] + 2 * x[2] + x[3], approximate="tanh")
+
+    assert torch.autograd.gradcheck(call, (a, b, c, bias))
+    close(torch, call(a, b, c, bias), true(a, b, c, bias))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_have_the_type_of_their_operand(torch: Any, dtype: str) -> None:
+    a, b = operands(torch, (3, 4), (4, 2), getattr(torch, dtype))
+    found = lowprec.matmul(a, b, out_dtype="float32")
+    assert found.dtype == torch.float32
+    found.sum().backward()
+    assert a.grad.dtype == b.grad.dtype == a.dtype
+    # Each element of the gradient is a sum of two or three numbers, rounded once.
+    unit = torch.finfo(a.dtype).eps
+    true = torch.ones(3, 2) @ b.detach().float().T
+    torch.testing.assert_close(a.grad.float(), true, rtol=unit, atol=unit)
+
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Callable[[Any], Any]]] = {
+    "grad": lambda t, f: t.func.grad(f),
+    "grad of grad": lambda t, f: t.func.grad(lambda x: t.func.grad(f)(x).sum()),
+    "vjp": lambda t, f: lambda x: t.func.vjp(f, x)[1](t.ones((), dtype=x.dtype))[0],
+    "jvp": lambda t, f: lambda x: t.func.jvp(f, (x,), (x.sin(),))[1],
+    "jacrev": lambda t, f: t.func.jacrev(f),
+    "jacfwd": lambda t, f: t.func.jacfwd(f),
+    "hessian": lambda t, f: t.func.hessian(f),
+    "jacrev of jacfwd": lambda t, f: t.func.jacrev(t.func.jacfwd(f)),
+    "vmap of grad": lambda t, f: lambda x: t.vmap(t.func.grad(f))(t.stack([x, 2 * x])),
+    "jacrev of vmap": lambda t, f: lambda x: t.func.jacrev(t.vmap(f))(t.stack([x, 2 * x])),
+    "functionalize": lambda t, f: t.func.functionalize(f),
+    "linearize": lambda t, f: lambda x: t.func.linearize(f, x)[1](x.cos()),
+    "checkpoint": lambda t, f: lambda x: checkpointed(t, f, x),
+}
+
+
+def checkpointed(torch: Any, f: Any, x: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    leaf = x.clone().requires_grad_()
+    checkpoint(f, leaf, use_reentrant=False).backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transformed(torch: Any, name: str) -> None:
+    (x,) = operands(torch, (4, 4), (1,), grad=False)[:1]
+
+    def cubic(multiply: Any) -> Any:
+        return lambda x: (multiply(multiply(x, x), x.sin()) * x).sum()
+
+    made = FUNCTIONS[name]
+    if (
+        name == "linearize"
+    ):  # torch traces the tangent by a mode, where the operator has no rule for it
+        with pytest.raises(lowprec.UnsupportedError, match="forward-mode derivative"):
+            made(torch, cubic(lowprec.matmul))(x)
+        return
+    found = made(torch, cubic(lowprec.matmul))(x)
+    close(torch, found, made(torch, cubic(torch.matmul))(x))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))]
+)
+def test_vmap(torch: Any, a: Any, b: Any, in_dims: Any) -> None:
+    x, y = operands(torch, a, b, grad=False)
+    if max(in_dims[0] or 0, 0) >= x.ndim or max(in_dims[1] or 0, 0) >= y.ndim:
+        in_dims = (0, 0)
+    found = torch.vmap(lowprec.matmul, in_dims=in_dims)(x, y)
+    close(torch, found, torch.vmap(torch.matmul, in_dims=in_dims)(x, y))
+
+
+def test_nested_forward_derivatives_are_refused(torch: Any) -> None:
+    x = torch.eye(2, dtype=torch.float64)
+    f = lambda x: lowprec.matmul(lowprec.matmul(x, x), x).sum()  # noqa: E731
+    with pytest.raises(lowprec.UnsupportedError, match="nested forward-mode"):
+        torch.func.jacfwd(torch.func.jacfwd(f))(x)
+    with pytest.raises(lowprec.UnsupportedError, match="nested forward-mode"):
+        torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (x,))
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+#: 1 in bfloat16, and 1 in TF32: the mode shows in the result.
+ABOVE_ONE = 1 + 2**-9
+IN_MODE = {"fp32": ABOVE_ONE**2, "tf32": ABOVE_ONE**2, "bf16": 1.0}
+
+
+class Counting:
+    """A backend of torch.compile that runs the graph as it is, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+@pytest.fixture
+def counting(torch: Any) -> Any:
+    torch._dynamo.reset()
+    yield Counting()
+    torch._dynamo.reset()
+
+
+def test_a_graph_is_made_again_for_another_mode_and_kept(torch: Any, counting: Any) -> None:
+    x = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(lambda x: lowprec.matmul(x, x), fullgraph=True, backend=counting)
+
+    def value() -> float:
+        return float(compiled(x)[0, 0]) / 4
+
+    assert value() == IN_MODE["fp32"]
+    for _ in range(2):
+        with lowprec.math_mode("bf16"):
+            assert value() == IN_MODE["bf16"]
+        with lowprec.math_mode("tf32"):
+            assert value() == IN_MODE["tf32"]
+    assert value() == IN_MODE["fp32"]
+    assert len(counting.graphs) == 3
+    lowprec.set_math_mode("bf16")
+    try:
+        assert value() == IN_MODE["bf16"]
+    finally:
+        lowprec.set_math_mode(None)
+    assert value() == IN_MODE["fp32"]
+
+
+def test_the_guard_reaches_a_graph_that_was_compiled_before(torch: Any, counting: Any) -> None:
+    x = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(
+        lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting
+    )
+    assert float(compiled(x)[0, 0]) == 4
+    with lowprec.fp32_guard(frameworks=False):
+        assert float(compiled(x)[0, 0]) > 4
+    assert len(counting.graphs) == 1
+
+
+def test_a_task_sees_its_own_mode_in_a_shared_graph(torch: Any, counting: Any) -> None:
+    """Tasks of one thread share the note by which graphs are guarded; the operator asks the scopes of the task."""
+    import asyncio
+
+    x = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(lambda x: lowprec.matmul(x, x), fullgraph=True, backend=counting)
+    found = {}
+
+    async def task(mode: str) -> None:
+        with lowprec.math_mode(mode):
+            await asyncio.sleep(0)
+            found[mode] = float(compiled(x)[0, 0]) / 4
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(*map(task, IN_MODE))
+
+    asyncio.run(main())
+    assert found == IN_MODE
+
+
+def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: Any) -> None:
+    x = torch.full((4, 4), ABOVE_ONE, requires_grad=True)
+    ones = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(lambda x: lowprec.matmul(x, ones), fullgraph=True, backend="aot_eager")
+    eager = lambda x: lowprec.matmul(x, ones)  # noqa: E731
+    for call in (eager, compiled):
+        for mode, value in IN_MODE.items():
+            with lowprec.math_mode(mode):
+                y = call(x)
+            (gradient,) = torch.autograd.grad(y, x, ones)
+            assert float(gradient[0, 0]) / 4 == value
+        with lowprec.math_mode("bf16"):
+            y = call(x)
+        with lowprec.fp32_guard(frameworks=False):
+            (gradient,) = torch.autograd.grad(y, x, ones)
+        assert float(gradient[0, 0]) / 4 == IN_MODE["fp32"]
+
+
+def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
+    import lowprec.torch
+
+    x = torch.full((4, 4), ABOVE_ONE, requires_grad=True)
+    y = lowprec.torch.matmul(x, x.detach(), math_mode="fp32", backward_mode="bf16")
+    assert float(y.detach()[0, 0]) / 4 == IN_MODE["fp32"]
+    (gradient,) = torch.autograd.grad(y, x, torch.full((4, 4), ABOVE_ONE))
+    assert float(gradient[0, 0]) / 4 == IN_MODE["bf16"]
+    with pytest.raises(lowprec.ModeError, match="bf17"):
+        lowprec.torch.matmul(x, x, backward_mode="bf17")
+
+
+def test_shapes_that_change_make_one_graph(torch: Any, counting: Any) -> None:
+    compiled = torch.compile(
+        lambda a, b: lowprec.matmul(a, b, bias=b[0], activation="relu"),
+        fullgraph=True, backend=counting, dynamic=True,
+    )  # fmt: skip
+    for m, k, n in ((3, 4, 5), (6, 7, 8), (9, 4, 3)):
+        a, b = torch.ones(m, k), torch.ones(k, n)
+        assert torch.equal(compiled(a, b), torch.full((m, n), k + 1.0))
+    assert len(counting.graphs) == 1
+
+
+def encoder(torch: Any, linear: Any) -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(linear(4, 8), torch.nn.GELU(), linear(8, 2))
+
+
+def test_linear_is_torchs_and_can_be_exported_and_trained(torch: Any) -> None:
+    import lowprec.torch as lt
+
+    mine, theirs = encoder(torch, lt.Linear), encoder(torch, torch.nn.Linear)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(mine(x), theirs(x))
+    exported = torch.export.export(mine, (x,)).module()
+    for model in (theirs, exported):
+        model(x).square().sum().backward()
+    gradients = dict(exported.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad)
+    shared = lt.Linear.sharing(theirs[0], math_mode="bf16")
+    assert shared.weight is theirs[0].weight
+    assert "math_mode=bf16" in repr(shared)
+    copy.deepcopy(mine)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_torchs_own_checks_of_an_operator(torch: Any, mode: str) -> None:
+    import lowprec.torch  # noqa: F401 - makes the operator
+
+    x = operands(torch, (2, 3, 4), (4, 5), torch.float32)
+    torch.library.opcheck(torch.ops.lowprec.matmul.default, (*x, mode, mode))
+
+
+def test_fake_tensors_and_flop_counters_see_the_product(torch: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch._subclasses.FakeTensorMode():
+        found = lowprec.matmul(torch.ones(2, 3, 4), torch.ones(4, 5))
+        assert (found.shape, found.dtype) == ((2, 3, 5), torch.float32)
+        half = torch.ones(2, 2, dtype=torch.bfloat16)
+        assert lowprec.matmul(half, half, out_dtype="float32").dtype == torch.float32
+    with FlopCounterMode(display=False) as counter:
+        lowprec.matmul(torch.ones(2, 3, 4), torch.ones(4, 5))
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
+
+
+def test_tangents_of_the_operator_are_refused_not_zero(torch: Any) -> None:
+    import lowprec.torch
+
+    eye = torch.eye(2)
+    with pytest.raises(lowprec.UnsupportedError, match="forward-mode derivative"):
+        torch.func.jvp(lambda a: torch.ops.lowprec.matmul(a, eye, "fp32", "fp32"), (eye,), (eye,))
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_wrong_operands_are_told_by_type(torch: Any) -> None:
+    import lowprec.torch as lt
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(lowprec.ShapeError, match="at least one axis"):
+        lt.matmul(torch.tensor(1.0), x)
+    with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
+        lowprec.matmul(x, torch.ones(3, 2))
+    with pytest.raises(lowprec.ArrayError, match="b is a ndarray beside tensors"):
+        lowprec.matmul(x, np.ones((2, 2), np.float32))
+    with pytest.raises(
+        lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"
+    ):
+        lowprec.matmul(x, x, activation="tanh")
+    with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
+        lowprec.matmul(x, x, out=torch.ones(2, 2))
+    with pytest.raises(lowprec.DTypeError, match="int64"):
+        lowprec.matmul(x, torch.ones(2, 2, dtype=torch.int64))

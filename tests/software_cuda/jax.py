@@ -1,0 +1,253 @@
+"""A module that does what lowprec needs of JAX on GPUs: arrays that are computed late, on streams that nobody is told.
+
+Buffers and streams are as in JAX's own client (PJRT): work on a device runs on a compute stream of the client's; memory
+is given away in the order of that stream, as soon as neither an array nor a DLPack capsule holds it; a buffer that a
+capsule holds cannot be donated. Source: ``jax.dlpack`` and the array class of JAX 0.10, the DLPack protocol.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.dlpack import view_of_capsule
+from lowprec.arrays.view import NUMPY_DTYPES, memory_at
+from lowprec.strides import contiguous_strides
+from software_cuda.arrays import capsule, checked, empty, new_stream
+from software_cuda.runtime import Runtime
+from software_cuda.streams import Op
+
+_CUDA = 2
+
+
+class Jax(ModuleType):
+    """Stands for ``jax``.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    tells_streams : bool
+        Whether the client can wait for, and be waited for by, other libraries' streams, as that of CUDA can. One that
+        cannot says so, and JAX then names no stream to a producer.
+    """
+
+    __version__ = "0.10"
+
+    def __init__(self, runtime: Runtime, *, tells_streams: bool = True) -> None:
+        super().__init__("jax")
+        self.runtime = runtime
+        self.tells_streams = tells_streams
+        module = self
+
+        class OwnArray(_Array):
+            jax = module
+
+        self.Array = OwnArray
+        self.core = SimpleNamespace(Tracer=type("Tracer", (), {}))
+        self.config = SimpleNamespace(jax_enable_x64=False)
+        self.dlpack = SimpleNamespace(from_dlpack=self._from_dlpack)
+        self._cpu = SimpleNamespace(platform="cpu", id=0)
+        self._gpus = [_Device(self, index) for index in range(len(runtime.devices))]
+
+    def devices(self, platform: str = "gpu") -> list[Any]:
+        """Return the devices of a kind."""
+        return [self._cpu] if platform == "cpu" else list(self._gpus)
+
+    def asarray(self, values: Any, device: int | None = None) -> _Array:
+        """Return an array that the compute stream of the device has yet to write; committed if a device is named."""
+        values = np.array(values, order="C")
+        found = self._gpus[device or 0]
+        buffer = found.empty(values.shape, values.dtype)
+        found.compute(lambda: values, [], buffer)
+        return self._array(buffer, found, committed=device is not None)
+
+    def add(self, x: _Array, number: float) -> _Array:
+        """Return ``x + number``, computed late."""
+        device = x.device
+        buffer = device.empty(x.shape, x.dtype)
+        operand, one = x.buffer.unheld(), x.dtype.type(number)
+        device.compute(lambda: device.read(operand) + one, [x.buffer], buffer)
+        return self._array(buffer, device, committed=x.committed)
+
+    def donate(self, x: _Array) -> bool:
+        """Compute in the place of ``x``, which is deleted; return whether its memory was free for that.
+
+        Where it is not, because somebody outside holds it, JAX computes on a copy and says nothing.
+        """
+        buffer, x.buffer = x.buffer, _Deleted()
+        return not buffer.is_held
+
+    def asnumpy(self, x: _Array) -> NDArray[Any]:
+        """Return a copy in host memory, once the array is computed."""
+        x.block_until_ready()
+        return x.device.read(x.buffer.memory)
+
+    def _array(self, buffer: Any, device: _Device, *, committed: bool) -> _Array:
+        return self.Array(buffer.memory.dtype, device, [buffer], committed=committed)
+
+    def _from_dlpack(self, array: Any) -> _Array:
+        """Adopt what an array exports, on its own device, which it is then committed to."""
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError("a raw capsule names no device")
+        kind, index = array.__dlpack_device__()
+        assert kind == _CUDA, "copies between devices are not modelled"
+        device = self._gpus[index]
+        stream = device.stream_for_others()
+        view = view_of_capsule(array.__dlpack__(stream=stream))
+        if view.strides != contiguous_strides(view.shape):
+            raise ValueError("only row-major arrays are adopted")
+        dtype = NUMPY_DTYPES[view.dtype]
+        memory = np.ndarray(view.shape, dtype, memory_at(view.address, view))
+        # Ready in the order of the stream that was named; where none was, JAX takes it to be ready now.
+        ready = None if stream is None else device.mark(stream)
+        return self._array(_Buffer(device, memory, ready), device, committed=True)
+
+
+class _Device:
+    """A GPU of the client's, with a stream on which it computes, and one that it names to others."""
+
+    platform = "gpu"
+
+    def __init__(self, jax: Jax, index: int) -> None:
+        self.jax = jax
+        self.id = index
+        self.computing = new_stream(jax.runtime, index)
+        self._for_others = new_stream(jax.runtime, index)
+        self._handle = jax.runtime.give_handle(self._for_others)
+
+    def stream_for_others(self) -> int | None:
+        """Return the stream that a producer is to make wait; None where the client has none to tell."""
+        return self._handle if self.jax.tells_streams else None
+
+    def mark(self, stream: int) -> Op:
+        """Return a mark of what a stream holds now."""
+        runtime = self.jax.runtime
+        with runtime.lock:
+            return runtime.enqueue(runtime.stream_of(self.id, stream), "record", lambda: None)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> _Buffer:
+        """Return new memory, given back in the order of the compute stream."""
+        memory = empty(self.jax.runtime, shape, dtype, self.id, self.computing)
+        return _Buffer(self, memory, None)
+
+    def compute(self, function: Any, operands: list[_Buffer], result: _Buffer) -> None:
+        """Queue the writing of a result. What is queued holds no memory: the order of the stream protects it."""
+        runtime, target = self.jax.runtime, result.unheld()
+        after = [x.ready for x in operands if x.ready is not None]
+
+        def write() -> None:
+            if target.size:
+                checked(runtime, target, self.id)[...] = function()
+
+        with runtime.lock:
+            result.ready = runtime.enqueue(self.computing, "compute", write, 0.01, after)
+
+    def read(self, memory: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of what is there."""
+        return checked(self.jax.runtime, memory, self.id).copy()
+
+
+class _Buffer:
+    """Memory of a device, when it is ready, and how many capsules hold it."""
+
+    def __init__(self, device: _Device, memory: NDArray[Any], ready: Op | None) -> None:
+        self.device = device
+        self.memory = memory
+        self.ready = ready
+        self.holds: list[None] = []
+        self.free = threading.Event()  # set when the last of those goes who held it
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a capsule holds the memory."""
+        return bool(self.holds)
+
+    def unheld(self) -> NDArray[Any]:
+        """Return the memory, which this does not keep from being given back."""
+        x = self.memory
+        return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, None))
+
+    def held(self) -> NDArray[Any]:
+        """Return the memory, counted as held by somebody outside until nobody has it."""
+        x = self.memory
+        return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, _Hold(self)))
+
+
+class _Hold:
+    """Counts itself among those who hold a buffer, for as long as it lives."""
+
+    def __init__(self, buffer: _Buffer) -> None:
+        self._buffer = buffer
+        buffer.holds.append(None)
+        buffer.free.clear()
+
+    def __del__(self) -> None:
+        buffer = self._buffer
+        buffer.holds.pop()
+        if not buffer.holds:
+            buffer.free.set()
+
+
+class _Deleted:
+    """In the place of a buffer that was donated."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Array has been deleted.")
+
+
+class _Array:
+    """An array on one device; made as JAX's own is, of a buffer or of another array."""
+
+    jax: Jax
+
+    def __init__(
+        self,
+        aval: Any,
+        sharding: Any,
+        arrays: list[Any],
+        *,
+        committed: bool,
+        _skip_checks: bool = False,
+    ) -> None:
+        (buffer,) = arrays
+        self.buffer: Any = getattr(buffer, "buffer", buffer)
+        self.aval = aval
+        self.sharding = self.device = sharding
+        self.committed = committed
+
+    @property
+    def dtype(self) -> Any:
+        return np.dtype(self.aval)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = self.buffer.memory.shape
+        return found
+
+    def block_until_ready(self) -> _Array:
+        runtime, ready = self.jax.runtime, self.buffer.ready
+        with runtime.lock:
+            if ready is not None:
+                runtime.wait([ready])
+        return self
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CUDA, self.device.id)
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+        runtime, ready = self.jax.runtime, self.buffer.ready
+        if stream is None:
+            self.block_until_ready()
+        elif not self.jax.tells_streams:
+            raise RuntimeError(
+                "UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU."
+            )
+        elif ready is not None:
+            with runtime.lock:
+                consumer = runtime.stream_of(self.device.id, stream)
+                runtime.enqueue(consumer, "wait", lambda: None, after=[ready])
+        return capsule(self.buffer.held(), self.device.id, None)

@@ -1,0 +1,58 @@
+"""Dot products read off real tensor cores: a sample that is always there, and more of them where they are at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+_SAMPLE = Path(__file__).parent / "data" / "tensor_cores" / "sample.txt"
+_NAME = "tensor_core_vectors.npz"
+
+#: Reason of a skip, by the beginning of which `.ci/check_skips.py` knows it.
+ABSENT = "the vectors read off real tensor cores are not beside this checkout"
+
+#: By the names in the data: the architecture of each GPU, and the format.
+ARCHITECTURES = {"V100": "volta", "A100": "ampere", "H200": "hopper"}
+FORMATS = {"fp16": "float16", "bf16": "bfloat16", "tf32": "tf32"}
+SETS = [("V100", "fp16"), *((gpu, fmt) for gpu in ("A100", "H200") for fmt in FORMATS)]
+
+
+class Vectors(NamedTuple):
+    """One dot product a row: ``d = c + sum(a * b)``, float32; a and b of shape (rows, k), c and d of shape (rows,)."""
+
+    a: np.ndarray
+    b: np.ndarray
+    c: np.ndarray
+    d: np.ndarray
+
+
+def sample(gpu: str, fmt: str) -> Vectors:
+    """Return the committed vectors of a GPU and a format."""
+    wanted = f"{gpu} {fmt}"
+    rows = [line.split(" | ") for line in _SAMPLE.read_text().splitlines()]
+    found = [row[1:] for row in rows if row[0] == wanted]
+    a, b, c, d = (
+        np.array([[int(word, 16) for word in row[i].split()] for row in found], np.uint32).view(
+            np.float32
+        )
+        for i in range(4)
+    )
+    return Vectors(a, b, c[:, 0], d[:, 0])
+
+
+def _folders() -> list[Path]:
+    named = os.environ.get("LOWPREC_TEST_VECTORS")
+    checkout = Path(__file__).resolve().parents[1]
+    return [Path(named)] if named else [checkout.parent / "shared" / "hardware-vectors"]
+
+
+def full(gpu: str, fmt: str) -> Vectors | None:
+    """Return all vectors of a GPU and a format; None where they are not at hand."""
+    for folder in _folders():
+        if (folder / _NAME).is_file():
+            with np.load(folder / _NAME) as data:
+                return Vectors(*(data[f"{gpu}_{fmt}_{x}"].view(np.float32) for x in "abcd"))
+    return None

@@ -1,0 +1,254 @@
+"""Errors of products of parts against their bounds: never exceeded by data made to hurt, and not absurdly loose.
+
+The products are formed here, without lowprec's code, with every sum in the worst order: one term after another.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import machines
+from lowprec.formats import FLOAT32, TF32, DType
+from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning.bounds import error_bound
+from lowprec.planning.schedule import make_schedule
+from lowprec.planning.split_bounds import Depth, chunk_for, confidence
+
+SCHEMES = [r.mode for r in TABLE if r.parts > 1]
+BFLOAT16, FLOAT16 = [m for m in SCHEMES if "bf16" in m], [m for m in SCHEMES if "fp16" in m]
+
+
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    fraction, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(fraction * 2**11), exponent - 11).astype(np.float32)
+
+
+ROUND = {
+    "bfloat16": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
+    "float16": lambda x: x.astype(np.float16).astype(np.float32),
+    "tf32": to_tf32,
+}
+
+
+def split(mode: MathMode, x: np.ndarray, axis: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the parts of an operand and the exponents by which its lines along ``axis`` were scaled."""
+    found, to = row(mode), ROUND[row(mode).operand_format.name]
+    exponents = np.zeros(1, int)
+    if mode in FLOAT16:
+        _, top = np.frexp(np.abs(x).max(axis=axis, keepdims=True))
+        exponents = 15 - top
+        x = np.ldexp(x, exponents)
+    parts = [to(x)]
+    for _ in range(found.parts - 1):
+        x = ((x - parts[-1]) * np.float32(2**found.part_exponent)).astype(np.float32)
+        parts.append(to(x))
+    if found.sums_parts:
+        parts.append(to(parts[0] + parts[1]))
+    return parts, exponents
+
+
+def product(mode: MathMode, a: np.ndarray, b: np.ndarray, chunk: int | None = None) -> np.ndarray:
+    (x, scale_a), (y, scale_b) = split(mode, a, 1), split(mode, b, 0)
+    total = np.zeros((len(a), b.shape[1]), np.float32)
+    for p in make_schedule(row(mode), (True, True), a.shape[1], chunk):
+        left, right = x[p.a_part][:, p.k_start : p.k_stop], y[p.b_part][p.k_start : p.k_stop]
+        terms = left[:, None, :] * right.T[None, :, :]
+        total += np.float32(p.factor) * np.cumsum(terms, axis=-1, dtype=np.float32)[..., -1]
+    return np.ldexp(total, -(scale_a + scale_b))
+
+
+def cases(k: int, rng: np.random.Generator):
+    """Yield pairs of operands by what they do to a sum."""
+    m, n = 5, 4
+    yield "normal", rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    yield "positive", rng.random((m, k)), rng.random((k, n))
+    yield (
+        "wide",
+        *(rng.standard_normal(s) * 2.0 ** rng.uniform(-30, 30, s) for s in ((m, k), (k, n))),
+    )
+    # Every term is just above half a unit of the sum, or its parts are as large as they can be.
+    yield (
+        "one sign",
+        np.full((m, k), 1 + 2.0**-8 - 2.0**-23),
+        np.full((k, n), 1 + 2.0**-8 - 2.0**-23),
+    )
+    yield (
+        "halves",
+        np.full((m, k), 1 + 2.0**-9 + 2.0**-17 - 2.0**-22),
+        np.full((k, n), 1 - 2.0**-12),
+    )
+    yield "fall", *(np.abs(rng.standard_normal(s)) + 2.0**-10 for s in ((m, k), (k, n)))
+    signs = np.resize([1.0, -1.0], k)
+    x = rng.random((m, k)) + 1
+    yield "cancellation", x * signs, np.repeat(rng.random((1, n)) + 1, k, 0)
+    yield "extreme", rng.standard_normal((m, k)) * 2.0**-60, rng.standard_normal((k, n)) * 2.0**60
+
+
+def excess(bound, computed: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest error over its bound: element by element where that holds, and in the norms."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    error = np.abs(computed - a @ b)
+    norms = np.linalg.norm(a), np.linalg.norm(b)
+    found = np.linalg.norm(error) / bound.frobenius(*norms, *computed.shape)
+    if not bound.by_norms:
+        lost = bound.operand_absolute * (np.abs(a).sum(1)[:, None] + np.abs(b).sum(0) + 1)
+        limit = bound.relative * (np.abs(a) @ np.abs(b)) + lost + bound.result_absolute
+        found = max(found, np.max(error / limit))
+    return float(found)
+
+
+@pytest.mark.parametrize("mode", SCHEMES)
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_errors_stay_within_the_bound(mode, chunk, rng):
+    for k in (1, 2, 33, 300):
+        schedule = make_schedule(row(mode), (True, True), k, chunk)
+        kernel = machines.ROWS["numpy"]
+        bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, kernel, schedule=schedule)
+        for name, x, y in cases(k, rng):
+            a, b = x.astype(np.float32), y.astype(np.float32)
+            assert excess(bound, product(mode, a, b, chunk), a, b) <= 1, (name, k)
+
+
+@pytest.mark.parametrize("mode", SCHEMES)
+def test_the_bound_is_within_a_factor_of_100_of_the_worst_seen(mode, rng):
+    for k in (1, 33, 300):
+        bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, machines.ROWS["numpy"])
+        seen = []
+        for _, x, y in cases(k, rng):
+            a, b = x.astype(np.float32), y.astype(np.float32)
+            seen.append(excess(bound, product(mode, a, b), a, b))
+        assert max(seen) > 0.01, k
+
+
+@pytest.mark.parametrize("mode", SCHEMES)
+def test_probable_bounds_hold_for_random_data(mode, rng):
+    """They may fail once in 1000 times, and here they are tried far from that."""
+    k = 2000
+    kernel = machines.ROWS["numpy"]
+    bound = error_bound(mode, DType.FLOAT32, DType.FLOAT32, k, kernel, elements=20)
+    fp32 = error_bound(MathMode.FP32, DType.FLOAT32, DType.FLOAT32, k, kernel, elements=20)
+    assert bound.probable < bound.relative
+    assert fp32.probable < fp32.relative / 5
+    assert bound.probability == 0.999
+    for draw in (rng.standard_normal, rng.random):
+        a, b = (draw(s).astype(np.float32) for s in ((5, k), (k, 4)))
+        error = np.linalg.norm(product(mode, a, b) - a.astype(np.float64) @ b.astype(np.float64))
+        assert error <= bound.probable * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+def test_chunks_lower_the_bound():
+    kernel = machines.ROWS["numpy"]
+    bounds = [
+        error_bound(
+            MathMode.BF16X9, DType.FLOAT32, DType.FLOAT32, 4096, kernel,
+            schedule=make_schedule(row(MathMode.BF16X9), (True, True), 4096, chunk),
+        ).relative
+        for chunk in (None, 1024, 256)
+    ]  # fmt: skip
+    # gamma_k of the whole; of a chunk, with an addition each for the rest. Small products go through the whole.
+    assert bounds[1] < bounds[0] / 3
+    assert bounds[2] < bounds[0] / 10
+
+
+def test_more_products_cost_no_accuracy():
+    kernel = machines.ROWS["numpy"]
+    relative = [
+        error_bound(mode, DType.FLOAT32, DType.FLOAT32, 1, kernel).relative
+        for mode in (MathMode.BF16, MathMode.BF16X3, MathMode.BF16X6, MathMode.BF16X9)
+    ]
+    assert relative[0] > 100 * relative[1] > 20 * relative[2] > 20 * relative[3]
+
+
+def test_tensor_cores_cut_their_sums():
+    """Errors of truncation add up; chunks of k end that."""
+    gpu = machines.ROWS["cublaslt"]
+
+    def bound(chunk):
+        schedule = make_schedule(
+            row(MathMode.BF16X6), (True, True), 2**18, chunk, concatenates=True
+        )
+        return error_bound(
+            MathMode.BF16X6, DType.FLOAT32, DType.FLOAT32, 2**18, gpu, schedule=schedule,
+            capability=(9, 0), elements=1 << 20,
+        )  # fmt: skip
+
+    whole, pieces = bound(None), bound(256)
+    assert whole.probable > 0.9 * whole.relative
+    assert pieces.relative < whole.relative / 20
+    assert pieces.probable < pieces.relative
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "tf32"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_the_chunk_keeps_a_tensor_core_within_fp32(fmt, capability):
+    for k in (1, 100, 1000, 4096, 10**5, 10**6):
+        chunk = chunk_for(k, fmt, capability, 4096**2)
+        assert chunk is None or 256 <= chunk < k
+    assert chunk_for(100, fmt, capability, 10**6) is None
+    assert chunk_for(4096, fmt, capability, 10**6) in (256, 512)
+
+
+def test_no_chunk_where_there_are_no_tensor_cores():
+    assert chunk_for(10**6, "bfloat16", (7, 0), 10**6) is None
+
+
+def test_confidence_grows_slowly():
+    # 2 N exp(-x^2 / 2) = 1e-3.
+    assert confidence(1) == pytest.approx(np.sqrt(2 * np.log(2000)), rel=1e-6)
+    assert confidence(10**12) < 10
+
+
+def test_probable_is_never_more_than_worst():
+    for depth in (Depth(0), Depth(1), Depth(10**8), Depth(3, 100), Depth(0, 10**8)):
+        assert depth.probable(FLOAT32, 8.0) <= depth.worst(FLOAT32)
+
+
+# -- fp64, and the mode that stands for others ------------------------------------------------------
+
+
+def square(n: int, dtype: DType = DType.FLOAT32) -> GemmProblem:
+    return GemmProblem(*[OperandSpec.contiguous(dtype, (n, n))] * 2)
+
+
+def test_fp64_rounds_once():
+    found = error_bound(MathMode.FP64, DType.FLOAT32, DType.FLOAT32, 4096, machines.ROWS["numpy"])
+    assert 2.0**-24 < found.relative < 2.0**-24 * (1 + 2.0**-16)
+    plan = plan_gemm(square(64, DType.COMPLEX64), machines.BARE, MathMode.FP64)
+    assert plan.accumulator is DType.COMPLEX128
+
+
+@pytest.mark.parametrize("able", [machines.BARE, machines.OPENBLAS])
+def test_fp32_emulated_is_fp32_where_nothing_is_faster(able):
+    plan = plan_gemm(square(2048), able, MathMode.FP32_EMULATED)
+    assert (plan.mode, plan.scheme) == (MathMode.FP32_EMULATED, MathMode.FP32)
+    assert "scheme        fp32\n" in str(plan)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_fp32_emulated_is_as_exact_as_fp32(capability):
+    able = machines.gpu(capability)
+    plan = plan_gemm(square(4096), able, MathMode.FP32_EMULATED)
+    assert plan.scheme is MathMode.BF16X6
+    assert plan.bound.relative <= plan_gemm(square(4096), able, MathMode.FP32).bound.relative
+    assert not row(plan.scheme).uses_tf32
+
+
+def test_fp32_emulated_leaves_other_types_alone():
+    plan = plan_gemm(square(64, DType.FLOAT64), machines.BARE, MathMode.FP32_EMULATED)
+    assert not plan.mode_has_effect
+    assert plan.mode is MathMode.FP32_EMULATED
+
+
+def test_parts_of_tf32_are_not_cut_again():
+    found = error_bound(
+        MathMode.TF32X3,
+        DType.FLOAT32,
+        DType.FLOAT32,
+        1,
+        machines.ROWS["cublaslt"],
+        capability=(9, 0),
+    )
+    assert found.relative < 2 * 2.0 ** -(2 * TF32.precision) + 2.0**-18

@@ -1,0 +1,239 @@
+"""The thread that lets go of operands: it looks until there is nothing left, and may be left behind anywhere."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import interrupts
+from lowprec.backends.cuda.waiting import Waiter
+
+#: Nothing here takes a second; only a failure takes this long.
+LONG_S = 60
+
+
+class Work:
+    """Something that is done at the third look; then an event is set."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.done = threading.Event()
+        self.threads: set[int] = set()
+
+    def look(self) -> bool:
+        self.looks += 1
+        self.threads.add(threading.get_ident())
+        if self.looks % 3:
+            return True
+        self.done.set()
+        return False
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[Callable[[], bool]], Waiter]]:
+    """Makes waiters, which are stopped at the end."""
+    made: list[Waiter] = []
+
+    def make(look: Callable[[], bool]) -> Waiter:
+        made.append(Waiter(look))
+        return made[-1]
+
+    yield make
+    for waiter in made:
+        waiter.stop()
+
+
+def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    started: list[Any] = []
+    start = _thread.start_new_thread
+
+    def counted(function: Any, arguments: Any) -> int:
+        started.append(function)
+        return start(function, arguments)
+
+    monkeypatch.setattr(_thread, "start_new_thread", counted)
+    return started
+
+
+def test_it_looks_until_there_is_nothing_left(stopped: Any) -> None:
+    work = Work()
+    waiter = stopped(work.look)
+    assert work.looks == 0
+    for count in (3, 6):
+        waiter.wake()
+        assert work.done.wait(LONG_S)
+        assert work.looks == count
+        work.done.clear()
+    assert len(work.threads) == 1
+    assert threading.get_ident() not in work.threads
+
+
+def test_an_error_ends_one_look_and_not_the_thread(stopped: Any) -> None:
+    came, again = threading.Event(), threading.Event()
+
+    def look() -> bool:
+        if not came.is_set():
+            came.set()
+            raise RuntimeError("the device is lost")
+        again.set()
+        return False
+
+    waiter = stopped(look)
+    waiter.wake()
+    assert came.wait(LONG_S)
+    waiter.wake()
+    assert again.wait(LONG_S)
+
+
+def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = count_starts(monkeypatch)
+    inside, leave = threading.Event(), threading.Event()
+    looks = []
+
+    def look() -> bool:
+        looks.append(1)
+        inside.set()
+        assert leave.wait(LONG_S)
+        return True
+
+    waiter = stopped(look)
+    waiter.wake()
+    assert inside.wait(LONG_S)
+    stopping = threading.Thread(target=waiter.stop)
+    stopping.start()
+    assert stopping.is_alive()  # a look that has begun is waited for
+    leave.set()
+    stopping.join(LONG_S)
+    waiter.wake()
+    # Whoever holds this lock knows that nobody looks, and that all who look later find it stopped.
+    with waiter._looking:
+        assert looks == [1]
+    assert len(started) == 1
+
+
+def test_threads_that_come_together_start_one(
+    stopped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = count_starts(monkeypatch)
+    work, together = Work(), threading.Barrier(8)
+    waiter = stopped(work.look)
+
+    def wake(_: int) -> None:
+        together.wait()
+        waiter.wake()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(wake, range(8)))
+    assert work.done.wait(LONG_S)
+    assert len(started) == 1
+
+
+def test_where_no_thread_can_be_started_nothing_happens(
+    stopped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    work = Work()
+    waiter = stopped(work.look)
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        waiter.wake()
+    assert work.looks == 0
+    waiter.wake()
+    assert work.done.wait(LONG_S)
+
+
+def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
+    def act() -> None:
+        raise interrupts.Interrupt
+
+    at, struck = 0, True
+    while struck:
+        work = Work()
+        waiter = stopped(work.look)
+        try:
+            struck = interrupts.strike(waiter.wake, at, act)
+        except interrupts.Interrupt:
+            at += 1
+        waiter.wake()
+        assert work.done.wait(LONG_S)
+    assert at > 5
+
+
+def test_a_handler_that_wakes_in_the_middle(stopped: Any) -> None:
+    """Of each line, its own first start included: no lock is found taken."""
+    at, struck = 0, True
+    while struck:
+        work = Work()
+        waiter = stopped(work.look)
+        struck = interrupts.strike(waiter.wake, at, waiter.wake)
+        at += struck
+        assert work.done.wait(LONG_S)
+    assert at > 5
+
+
+def run(code: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONG_S,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)"])
+def test_the_end_of_the_interpreter_leaves_it_behind(end: str) -> None:
+    code = f"""
+import sys, threading
+from lowprec.backends.cuda.waiting import Waiter
+looked = threading.Event()
+def look():
+    looked.set()
+    return True  # for ever
+Waiter(look).wake()
+looked.wait()
+Waiter(lambda: False).wake()
+{end}
+"""
+    assert run(code) == (3 if end else 0, "", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_starts_its_own() -> None:
+    """The parent's thread is in the midst of a look, with the lock, when the process is forked."""
+    code = """
+import os, threading
+from lowprec.backends.cuda.waiting import Waiter
+inside, leave, parent = threading.Event(), threading.Event(), os.getpid()
+def look():
+    inside.set()
+    if os.getpid() == parent:
+        leave.wait()
+    return False
+waiter = Waiter(look)
+waiter.wake()
+inside.wait()
+child = os.fork()
+if not child:
+    inside = threading.Event()
+    waiter.wake()
+    waited = inside.wait(60)
+    waiter.stop()
+    os._exit(0 if waited else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+leave.set()
+waiter.stop()
+"""
+    assert run(code) == (0, "0\n", "")
