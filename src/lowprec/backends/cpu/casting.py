@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
@@ -42,8 +43,10 @@ Kernel = Callable[..., int]
 def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
     try:
-        found = all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
-    except ValueError:  # a blocked module
+        found = all([importlib.util.find_spec(name) for name in ("numba", "llvmlite")])
+    except ValueError as error:  # a blocked module
+        if not raised_in(error, "importlib.util"):
+            raise
         return False
     return found and not environment.numba_is_off()
 
