@@ -31,14 +31,17 @@ from lowprec.backends.cpu.packed.native import (
     store,
 )
 
-#: What is read and how it is rounded, by the names of `lowprec.formats`. A kernel is made from the position here.
+#: What is read and how it is rounded, by the names of `lowprec.formats`; None where the format holds all that is
+#: stored. A kernel is made from the position here.
 CASTS = (
     ("float32", "tf32"),
     ("float32", "bfloat16"),
     ("float32", "float16"),
     ("float32", None),
     ("float16", None),
+    ("float16", "bfloat16"),
     ("bfloat16", None),
+    ("bfloat16", "float16"),
     ("int8", None),
 )
 

@@ -108,7 +108,7 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
         return
-    if len(plan.schedule) == 1 and not any(plan.scaled):
+    if len(plan.schedule) == 1 and plan.split == (1, 1) and not any(plan.scaled):
         with contextlib.ExitStack() as stack:
             x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
             multiply(x, y, out)
