@@ -96,6 +96,19 @@ def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int
     return view
 
 
+def owner_of(view: np.ndarray) -> np.ndarray:
+    """Return the array in whose memory a view lies.
+
+    Between the two there may be objects that are no arrays: a view made by strides can claim more bytes than there are.
+    """
+    owner, base = view, view.base
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            owner = base
+        base = getattr(base, "base", None)
+    return owner
+
+
 class DeviceCopies:
     """Copies of arrays in the memory of the current device, aligned to 64 bytes as in the host's."""
 
@@ -114,9 +127,7 @@ class DeviceCopies:
         """Copy all memory of which this is a view, and return the address of the view's first element; 0 for None."""
         if view is None:
             return 0
-        root = view
-        while isinstance(root.base, np.ndarray):
-            root = root.base
+        root = owner_of(view)
         start = address(root)
         if start not in self._copies:
             block = runtime.allocate(root.nbytes + 64)

@@ -408,7 +408,8 @@ def test_a_fork_while_openblas_is_opened() -> None:
         child = os.fork()
         go_on.set()
         if child == 0:
-            os._exit(5 if openblas.openblas() is not None and inherited() == before else 6)
+            as_before = inherited() == before
+            os._exit(5 if as_before and openblas.openblas() is not None else 6)
         asking.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inherited() == before)
     """

@@ -29,6 +29,7 @@ from kernel_oracles import (
     every_rounding,
     exponents_of,
     lay_out,
+    owner_of,
     packed,
     random_bits,
     random_numbers,
@@ -165,6 +166,15 @@ def test_layouts(
         array = lay_out(random_bits(rng, variant[0], 1 << 15), shape, layout, offset)
         for pad in ((0, 0), (0, 7), (2, 16)):
             check_pack(array, packing_of(array, *variant, pad), offset)
+
+
+def test_a_view_is_copied_with_the_memory_that_there_is() -> None:
+    """One that strides make claims more bytes: copying these would write beyond the array."""
+    memory = np.zeros(40, np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(memory[8:], 16)
+    assert windows.nbytes > memory.nbytes
+    for view in (windows, windows[1:].T, np.broadcast_to(memory, (9, 40)), memory[::-1]):
+        assert owner_of(view) is memory
 
 
 @pytest.mark.feature("kernels that pack operands")
@@ -450,10 +460,7 @@ def check_epilogue(
 
 def _whole(view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the flat memory of a view, and a copy of it."""
-    base = view
-    while base.base is not None and isinstance(base.base, np.ndarray):
-        base = base.base
-    flat = base.reshape(-1)
+    flat = owner_of(view).reshape(-1)
     return flat, flat.copy()
 
 

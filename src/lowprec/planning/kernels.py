@@ -62,6 +62,7 @@ class KernelRow:
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
     concatenates: bool = False  # products of parts run as one, the parts side by side
+    matrix_vector: bool = False  # runs real products of a matrix and a vector only
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
@@ -151,6 +152,8 @@ def choose_kernel(
     chosen: KernelRow | None = None
     for row in capabilities.kernels:
         if row.formats is not None and fmt not in row.formats:
+            continue
+        if row.matrix_vector and (is_complex or 1 not in (layout.m, layout.n)):
             continue
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products)
         if reason is not None:

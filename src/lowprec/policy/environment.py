@@ -192,7 +192,7 @@ _CACHE_DIR = Variable(
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
-    "Any number but 0 switches off numba's compiler, and with it the kernels for tile units (AMX).",
+    "Any number but 0 switches off numba's compiler, and with it lowprec's own kernels.",
     "0 or 1",
     "0",
     str,

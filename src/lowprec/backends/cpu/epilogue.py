@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.backends.cpu import casting
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
@@ -95,4 +96,4 @@ def apply(
         if product is not out:
             # ml_dtypes rounds float64 to bfloat16 by way of float32, which would be a rounding more.
             twice = product.dtype == np.float64 and out.dtype.itemsize == 2
-            out[...] = rounded_to_odd(product) if twice else product
+            casting.narrow(rounded_to_odd(product) if twice else product, out)

@@ -78,15 +78,24 @@ def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stac
     stacks : Stacks
         The arrays in matrix form.
     """
+    with_epilogue(
+        plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out)
+    )
+
+
+def with_epilogue(
+    plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]
+) -> None:
+    """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
     dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
     if stacks.out.dtype == dtype and stacks.c is None:
-        _sum_products(plan, kernel, stacks.a, stacks.b, stacks.out)
+        multiply(stacks.out)
         if plan.problem.has_epilogue:
             apply_epilogue(plan, arguments, stacks.out, stacks)
         return
     with scratch(stacks.out.shape, dtype) as product:
-        _sum_products(plan, kernel, stacks.a, stacks.b, product)
+        multiply(product)
         apply_epilogue(plan, arguments, product, stacks)
 
 
@@ -98,6 +107,11 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -
     multiply = _blas(kernel).multiply
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
+        return
+    if len(plan.schedule) == 1 and not any(plan.scaled):
+        with contextlib.ExitStack() as stack:
+            x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
+            multiply(x, y, out)
         return
     with contextlib.ExitStack() as stack:
         split_a = _split(plan, a, 0, out.dtype, stack)
@@ -126,7 +140,7 @@ def _mend(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -
     if not lost.any():
         return
     with contextlib.ExitStack() as stack:
-        x, y = (splitting.rounded(z, out.dtype, None, stack) for z in (a, b))
+        x, y = splitting.rounded((a, b), out.dtype, None, stack)
         product = stack.enter_context(scratch(out.shape, out.dtype))
         multiply(x, y, product)
         np.copyto(out, product, where=lost)

@@ -197,17 +197,18 @@ class _PackingLaunch:
             self._by_lines()
 
     def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
-        source_offset, target_offset, exponents_offset = self._offsets
-        source, target = source + source_offset, target + target_offset
-        exponents += exponents_offset
+        source += self._offsets[0]
+        target += self._offsets[1]
+        exponents += self._offsets[2]
         if self.maxima is not None:
             self.maxima(stream, source, exponents)
-        launch = self._any
-        if self._fast is not None and not (
-            source & self._source_mask or target & self._target_mask
-        ):
-            launch = self._fast
-        launch(stream, *(source, target, exponents)[: self._addresses])
+        launch = self._fast
+        if launch is None or source & self._source_mask or target & self._target_mask:
+            launch = self._any
+        if self._takes_exponents:
+            launch(stream, source, target, exponents)
+        else:
+            launch(stream, source, target)
 
     def _launch(
         self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
@@ -232,7 +233,7 @@ class _PackingLaunch:
             *(shape.rows, shape.cols, shape.row_stride, shape.col_stride, *out),
             *(batch.count, *batch.extents, *batch.strides[0], *last),
         )
-        addresses = 2 if name == "pack_maxima" else self._addresses
+        addresses = 2 + (self._takes_exponents and name != "pack_maxima")
         return Launch(
             name, "pack.cu", definitions, self._device, blocks, block, addresses, constants
         )
@@ -248,7 +249,7 @@ class _PackingLaunch:
         if self._lines * self._packing.parts > 1:
             regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
         self._source_mask = self._target_mask = _VECTOR_BYTES - 1
-        self._addresses = 3 if self._packing.scaled else 2
+        self._takes_exponents = self._packing.scaled
         if self._packing.scaled:
             groups = -(-shape.out_cols // vector)
             across = min(_THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
@@ -283,7 +284,7 @@ class _PackingLaunch:
         width = _TILE * target_word // self._out_bytes
         wanted = batch.count * -(-shape.out_rows // height) * -(-shape.out_cols // width)
         self._source_mask, self._target_mask = source_word - 1, target_word - 1
-        self._addresses = 3
+        self._takes_exponents = True
         self._any = self._launch("pack_tiles", wanted, _TILE_BLOCK, (0,))
         self._fast = self._launch("pack_tiles", wanted, _TILE_BLOCK, (1,)) if regular else None
         if self._packing.scaled:

@@ -127,7 +127,8 @@ def _use(instruction_set: dict[str, Any]) -> str:
 def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:
     role = entry["role"]
     if entry["name"] == "numpy" and blas["name"]:
-        role += f" (BLAS: {blas['name']} {blas['version']})"
+        kernels = f", kernels for {blas['core_type']}" if blas["core_type"] else ""
+        role += f" (BLAS: {blas['name']} {blas['version']}{kernels})"
     return entry["name"], entry["version"] or "-", entry["status"], role
 
 
