@@ -21,12 +21,12 @@ TOP, LEAST = np.float32(3.4028235e38), np.float32(2.0**-149)
 
 
 def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> splitting.Split:
-    found = row(mode)
+    found, shape = row(mode), x.shape
     with contextlib.ExitStack() as stack:
         made = splitting.split(
-            x, x.dtype, found, found.operand_format, found.parts, scaled_over, stack
+            np.atleast_2d(x), x.dtype, found, found.operand_format, found.parts, scaled_over, stack
         )
-        return splitting.Split([part.copy() for part in made.parts], made.exponents)
+        return splitting.Split([part.reshape(shape).copy() for part in made.parts], made.exponents)
 
 
 def every_exponent(rng: np.random.Generator, each: int = 64) -> np.ndarray:
