@@ -33,6 +33,7 @@ from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
     from lowprec import emulation, linalg
+    from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.contractions import einsum, linear, tensordot, vecdot
@@ -74,6 +75,7 @@ __all__ = [
     "plan",
     "profile",
     "register_controller",
+    "release_memory",
     "set_math_mode",
     "tensordot",
     "vecdot",
@@ -93,6 +95,7 @@ _LAZY = {
     "linear": "lowprec.contractions",
     "plan": "lowprec.explain",
     "profile": "lowprec.profiling",
+    "release_memory": "lowprec.backends",
     "tensordot": "lowprec.contractions",
     "vecdot": "lowprec.contractions",
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, library_of
-from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
 from lowprec.executors import look_up
@@ -131,7 +131,13 @@ def matmul(
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
-        target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        try:
+            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory()
+            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
     else:
         if request.needs_staging(x, y):
             execute = _out_of_place(resolved, x, y, request, target)
@@ -175,8 +181,9 @@ def _out_of_place(
     staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
 
     def execute(arguments: Arguments) -> None:
-        result = backend.allocate(staged.out_shape, staged.out_dtype, device, arguments.stream)
-        staged.execute(arguments._replace(out=result))
-        backend.copy(result, target, arguments.stream)
+        shape, stream = staged.out_shape, arguments.stream
+        with backend.temporary(shape, staged.out_dtype, device, stream) as result:
+            staged.execute(arguments._replace(out=result))
+            backend.copy(result, target, stream)
 
     return execute

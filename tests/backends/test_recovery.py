@@ -233,6 +233,20 @@ def test_fp64_rounds_after_the_epilogue(rng):
     assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp32").item() == 0
 
 
+@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])
+def test_fp64_rounds_to_a_narrow_result_once(name, digits):
+    """1 + 2^-11 + 2^-30: to float32 it is 1 + 2^-11, a tie of float16's, and would go to even."""
+    x, y = np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32), np.ones((2, 1), np.float32)
+    for sign in (1, -1):
+        found = lowprec.matmul(sign * x, y, out_dtype=name, math_mode="fp64")
+        assert float(found.item()) == sign * (1 + 2.0 ** (1 - digits))
+    for extreme in (np.inf, -np.inf, np.nan, 3e38, 1e-45, 0.0):
+        found = lowprec.matmul(np.float32([[extreme]]), y[:1], out_dtype=name, math_mode="fp64")
+        with np.errstate(over="ignore"):
+            want = np.float32([[extreme]]).astype(found.dtype)
+        np.testing.assert_array_equal(found.astype(np.float32), want.astype(np.float32))
+
+
 @pytest.mark.parametrize("mode", ["bf16x6", "fp16x3", "fp64"])
 def test_out_may_be_the_addend(mode, rng):
     a, b = operands(rng, np.float32, (9, 40), (40, 7))
@@ -291,6 +305,27 @@ def test_errors_are_within_rtol_on_every_rung(machine, bound, rng):
         for rtol in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
             found = lowprec.matmul(a, b, rtol=rtol, bound=bound)
             assert np.linalg.norm(found - exact) <= rtol * size
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("bound", ["guaranteed", "probable"])
+def test_ten_thousand_random_problems_are_within_rtol(bound, rng):
+    """Probable bounds may fail once in a thousand times; on random data they are far from that."""
+    draws = (
+        rng.standard_normal,
+        rng.random,
+        lambda s: rng.standard_normal(s) * 2.0 ** rng.uniform(-20, 20, s),
+        lambda s: 2.0 ** rng.uniform(-8, 8, s),
+    )
+    failures = 0
+    for _ in range(10_000):
+        m, n, k = (int(2 ** rng.uniform(0, top)) for top in (4, 4, 11))
+        draw = draws[rng.integers(len(draws))]
+        a, b = (draw(s).astype(np.float32) for s in ((m, k), (k, n)))
+        rtol = 10.0 ** rng.uniform(-7, -2)
+        error = lowprec.matmul(a, b, rtol=rtol, bound=bound) - a.astype(np.float64) @ b
+        failures += np.linalg.norm(error) > rtol * np.linalg.norm(a) * np.linalg.norm(b)
+    assert failures == 0
 
 
 def test_a_bound_without_rtol_is_a_mistake():

@@ -263,6 +263,7 @@ def test_memory_does_not_grow(gpu: Gpu) -> None:
         for x, mode in itertools.product(arrays, MODES):
             gpu.get(lowprec.matmul(x, x, math_mode=mode))
         gc.collect()
+        cuda.release_memory()
         return gpu.free_bytes()
 
     for _ in range(3):

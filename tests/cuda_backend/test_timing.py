@@ -16,6 +16,7 @@ from lowprec.backends.cuda import timing
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.backends.cuda.runtime import on_device
 from lowprec.errors import BackendError
+from software_cuda.driver import DeviceDriver
 
 STREAM, CAPTURED, BROKEN = 7, 8, 9
 
@@ -104,7 +105,7 @@ class Runtime:
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
     fake: Any = Runtime()
-    before = use(Libraries(None, None, fake, None))
+    before = use(Libraries(None, None, fake, None, DeviceDriver(fake)))
     yield fake
     timing.release()
     use(before)

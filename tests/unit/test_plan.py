@@ -65,6 +65,16 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas,
     assert found == [bare, openblas, avx512, amx]
 
 
+def test_vector_units_take_any_product_but_batches_of_the_smallest():
+    for dtype, kernel in ((BF16, "avx512_bf16"), (I8, "avx512_vnni")):
+        single = GemmProblem(array(dtype, 8, 8), array(dtype, 8, 8))
+        batch = GemmProblem(array(dtype, 99, 8, 8), array(dtype, 99, 8, 8))
+        larger = GemmProblem(array(dtype, 99, 32, 32), array(dtype, 99, 32, 32))
+        kernels = [plan(p, capabilities=AVX512).kernel for p in (single, batch, larger)]
+        assert kernels == [kernel, "numpy", kernel]
+        assert "for each product of a batch" in plan(batch, capabilities=AVX512).kernel_reason
+
+
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     small = plan(problem(F32, size=32), MathMode.BF16, AMX)
     assert small.kernel == "openblas"

@@ -43,6 +43,7 @@ NAMES = [
     "plan",
     "profile",
     "register_controller",
+    "release_memory",
     "set_math_mode",
     "tensordot",
     "vecdot",

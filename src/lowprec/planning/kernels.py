@@ -11,7 +11,7 @@ from enum import Enum, unique
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import FLOAT64, DType, NumberFormat
+from lowprec.formats import FLOAT32, FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
@@ -61,8 +61,8 @@ class KernelRow:
     reads_any_strides: bool = False  # no operand is copied because of its strides
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
-    matrix_vector: bool = False  # runs real products of a matrix and a vector only
     concatenates: bool = False  # products of parts run as one, the parts side by side
+    matrix_vector: bool = False  # runs real products of a matrix and a vector only
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
@@ -107,7 +107,10 @@ class Capabilities:
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:
-            return kernel.cost_per_flop * float64_cost(self.compute_capability)
+            rates = dict(self.peak_tflops)
+            single, double = rates.get(FLOAT32.name), rates.get(fmt)
+            known = single / double if single and double else None
+            return kernel.cost_per_flop * (known or float64_cost(self.compute_capability))
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
             return kernel.cost_per_flop

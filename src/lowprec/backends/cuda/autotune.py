@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from lowprec.arrays import Device
-from lowprec.backends.cuda import bindings, disk, memory, runtime
+from lowprec.backends.cuda import bindings, disk, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.errors import LowprecError
+from lowprec.backends.cuda.measuring import Contest, Measured, rotated
 from lowprec.planning.calls import LtMatrix
 from lowprec.policy import environment
 
@@ -28,22 +25,6 @@ CANDIDATES = 32
 
 _FILE = "autotune.json"
 _FORMAT = 1
-
-#: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
-_ROUNDS, _FINAL_ROUNDS = 5, 15
-#: One measurement lasts at least this long, so that the resolution of events (half a microsecond) does not matter.
-_MEASUREMENT_MS = 0.2
-_MAX_REPEATS = 200
-#: What must be gained to give the first choice up.
-_MARGIN = 0.01
-
-
-class Measured(NamedTuple):
-    """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
-
-    rank: int
-    algorithm: Algorithm
-    median_ms: float
 
 
 def choose(
@@ -57,7 +38,9 @@ def choose(
             return known
     if wish and operands.d and not runtime.is_capturing(stream):
         results = tune(invocation, handle, stream, operands)
-        return results[0].algorithm if results else None
+        if results:
+            return results[0].algorithm
+        # Where none of them runs, the first choice tells why.
     found = invocation.search(handle, 1)
     return found[0] if found else None
 
@@ -79,12 +62,12 @@ def tune(
     found = invocation.search(handle, candidates)
     if not found:
         return ()
-    device = Device(2, runtime.current_device())
-    block = memory.allocate(_span_bytes(invocation), device, stream)
-    d = block.address
-    operands = operands._replace(d=d, c=operands.c if operands.beta else d)
-    with _timing_event() as start, _timing_event() as end:
-        contest = _Contest(invocation, handle, stream, operands, start, end)
+    with (
+        rotated(invocation, operands, runtime.current_device(), stream) as turns,
+        _timing_event() as start,
+        _timing_event() as end,
+    ):
+        contest = Contest(invocation, handle, stream, turns, start, end)
         results = contest.results(found, progress or (lambda done, total: None))
     if results:
         _remember(invocation, results[0], results)
@@ -98,80 +81,6 @@ def _timing_event() -> Iterator[Any]:
         yield event
     finally:
         runtime.destroy_event(event)
-
-
-@dataclass(frozen=True, slots=True)
-class _Contest:
-    """Measures algorithms of one product by turns, by two events."""
-
-    invocation: Invocation
-    handle: int
-    stream: int
-    operands: Operands
-    start: Any
-    end: Any
-
-    def results(
-        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None]
-    ) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first and the others by their time."""
-        total = len(found) * _ROUNDS + 2 * _FINAL_ROUNDS
-        times: list[list[float]] = [[] for _ in found]
-        repeats = [self._repeats(algorithm) for algorithm in found]
-        for turn in range(_ROUNDS):
-            for rank, algorithm in enumerate(found):
-                if repeats[rank]:
-                    times[rank].append(self._measure(algorithm, repeats[rank]))
-                progress(turn * len(found) + rank + 1, total)
-        measured = [
-            Measured(rank, algorithm, statistics.median(times[rank]))
-            for rank, algorithm in enumerate(found)
-            if times[rank]
-        ]
-        if not measured:
-            return ()
-        first = measured[0]
-        measured.sort(key=lambda x: x.median_ms)
-        best = measured[0]
-        if best is not first and not self._confirmed(best, first, repeats):
-            best = first
-        progress(total, total)
-        return (best, *(x for x in measured if x is not best))
-
-    def _confirmed(self, best: Measured, first: Measured, repeats: list[int]) -> bool:
-        """Whether the best also wins a contest of two."""
-        times: dict[int, list[float]] = {best.rank: [], first.rank: []}
-        for _ in range(_FINAL_ROUNDS):
-            for entry in (first, best):
-                times[entry.rank].append(self._measure(entry.algorithm, repeats[entry.rank]))
-        new, old = statistics.median(times[best.rank]), statistics.median(times[first.rank])
-        return new < old * (1 - _MARGIN)
-
-    def _repeats(self, algorithm: Algorithm) -> int:
-        """Return how often to run an algorithm per measurement; 0 if it does not run after all."""
-        try:
-            self._measure(algorithm, 1)  # loads the kernel
-            once = self._measure(algorithm, 1)
-        except LowprecError:
-            return 0
-        return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
-
-    def _measure(self, algorithm: Algorithm, repeats: int) -> float:
-        """Return the milliseconds of one product."""
-        self.invocation.use(algorithm)
-        runtime.record_event(self.start, self.stream)
-        for _ in range(repeats):
-            self.invocation.run(self.handle, self.stream, self.operands)
-        runtime.record_event(self.end, self.stream)
-        runtime.synchronize_event(self.end)
-        return runtime.elapsed_ms(self.start, self.end) / repeats
-
-
-def _span_bytes(invocation: Invocation) -> int:
-    """Return the bytes from the first element of D to the last."""
-    d, call = invocation.call.d, invocation.call
-    furthest = max(offset[3] for offset in call.offsets) + (call.batch_count - 1) * d.batch_stride
-    return (furthest + (d.cols - 1) * d.leading_dimension + d.rows) * d.dtype.itemsize
 
 
 # -- the cache ------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
@@ -122,23 +123,32 @@ def tune(
         )
 
 
+def release_memory() -> None:
+    """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
+    memory.release()
+
+
 def reset() -> None:
-    """Give back handles, workspaces, events and pooled memory; no product may be running.
+    """Give back handles, events and pooled memory; no product may be running.
 
     Executors stay valid and create what they need at their next call.
     """
     handles.reset()
     timing.release()
-    memory.release()
+    memory.reset()
     autotune.forget()
     forget_refusals()
     present.cache_clear()
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
-    """Return a new row-major array in memory of lowprec's own, for work on a stream."""
-    block = memory.allocate(prod(shape) * dtype.itemsize, device, stream)
-    return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
+@contextlib.contextmanager
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> Iterator[ArrayView]:
+    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
+        yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
 
 def staging_dtype(dtype: DType) -> DType:

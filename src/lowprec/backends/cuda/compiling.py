@@ -40,6 +40,13 @@ ELEMENT: Mapping[DType, str] = {
 #: memory, so that contracting them would not be faster.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
 
+#: The first compute capability that CUDA 13 has compilers and libraries for.
+OLDEST_OF_CUDA_13 = (7, 5)
+NEEDS_CUDA_12 = (
+    "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: "
+    'pip install "lowprec[cuda12]"'
+)
+
 #: Lines of the compiler's log that a message shows.
 _LOG_LINES = 8
 
@@ -202,7 +209,13 @@ def _load(
         except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
             disk.set_aside(path, f"the driver does not load it: {error}")
     code = _compiled(core, arch, name, source)
-    loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    try:
+        loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    except Exception as error:
+        raise BackendError(
+            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
+            "be of a later version of CUDA than the driver serves"
+        ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
 
@@ -243,8 +256,11 @@ def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
         code = core.Program(source, "c++", options).compile("cubin").code
     except Exception as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
-        raise BackendError(
-            f"kernel {name} was not compiled for {arch}: {log}\nNVRTC, CUDA's run-time compiler, must be installed and "
-            'know this device: pip install -U "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
-        ) from error
+        remedy = (
+            "NVRTC, CUDA's run-time compiler, must be installed and know this device: pip install -U "
+            '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+        )
+        if arch in ("sm_70", "sm_72"):
+            remedy = NEEDS_CUDA_12
+        raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{remedy}") from error
     return bytes(code)

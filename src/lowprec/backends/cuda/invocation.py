@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,12 +17,16 @@ from lowprec.backends.cuda.bindings import (
     MatmulDescriptors,
 )
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.errors import LowprecError, UnsupportedError
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
+
+#: Address and bytes of memory that a product may have for its workspace; where it is too little, it takes some.
+Room: TypeAlias = tuple[int, int]
+NO_ROOM: Room = (0, 0)
 
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
@@ -59,19 +63,20 @@ def alignment_of(*addresses: int) -> int:
     return bits & -bits
 
 
-class _Number(NamedTuple):
+class Number(NamedTuple):
     """Alpha or beta in memory of the host, and its address."""
 
+    value: complex
     address: int
     memory: np.ndarray[Any, Any]
 
 
 @functools.lru_cache(maxsize=64)
-def _number(value: complex, dtype: DType) -> _Number:
+def number(value: complex, dtype: DType) -> Number:
     """Return a factor for a call; kept, as the same few come back."""
     memory = np.empty(1, NUMPY_DTYPES[dtype])
     memory[0] = value if dtype.is_complex else value.real
-    return _Number(memory.ctypes.data, memory)
+    return Number(value, memory.ctypes.data, memory)
 
 
 class Invocation:
@@ -110,11 +115,11 @@ class Invocation:
         self.alignment_bytes = alignment_bytes
         self.workspace_bytes = workspace_bytes
         self._describe = describe
-        self._varies = any(_pointers_of(operands))
         self._offsets = byte_offsets(call)
-        self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.descriptors = _descriptors(call, operands)
+            #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
+            self._idle = [(self.descriptors.operation, _pointers_of(operands))]
             try:
                 algorithm = choose(self)
                 if algorithm is None:
@@ -124,8 +129,6 @@ class Invocation:
             except BaseException:
                 self.descriptors.close()
                 raise
-        #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
-        self._idle = [(self.descriptors.operation, _pointers_of(operands))]
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
@@ -141,81 +144,76 @@ class Invocation:
         """What cuBLASLt tells of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: Operands) -> None:
+    @property
+    def needed_bytes(self) -> int:
+        """Workspace of the algorithm."""
+        return self._chosen[1]
+
+    def run(self, handle: int, stream: int, operands: Operands, room: Room = NO_ROOM) -> None:
         """Queue the product; alpha and beta are read before this returns."""
-        try:
-            if not self._varies:
-                self._queue(handle, stream, operands, self.descriptors.operation)
-                return
-            # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this
-            # call's own. If the call fails, the descriptor goes, and what is set in it need not be known.
-            pointers = _pointers_of(operands)
-            try:
-                operation, found = self._idle.pop()
-            except IndexError:
-                operation, found = _operation(self.call, operands), pointers
-            if found != pointers:
-                _set_pointers(operation, operands)
-            self._queue(handle, stream, operands, operation)
-            self._idle.append((operation, pointers))
-        except LowprecError:
-            raise
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
-
-    def run_plain(self, handle: int, stream: int, first: int, second: int, d: int) -> None:
-        """Queue the product with alpha = 1 and beta = 0, at offset 0."""
-        algorithm, workspace_bytes, _ = self._chosen
-        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
-        workspace = handles.workspace(handle, stream, workspace_bytes) if workspace_bytes else 0
-        try:
-            libraries().cublas_lt.matmul(
-                handle,
-                operation,
-                self._one.address,
-                first,
-                first_layout,
-                second,
-                second_layout,
-                self._zero.address,
-                d,
-                c_layout,
-                d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
-
-    def _queue(self, handle: int, stream: int, operands: Operands, operation: Descriptor) -> None:
         scale_dtype = self.call.scale_dtype
-        alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
-        algorithm, workspace_bytes, _ = self._chosen
-        workspace = handles.workspace(handle, stream, workspace_bytes)
-        _, first_layout, second_layout, c_layout, d_layout = self._pointers
+        alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
+        a, b, c, d = operands[:4]
+        places = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
+        # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this call's
+        # own. If the call fails, the descriptor goes, and what is set in it need not be known.
+        pointers = _pointers_of(operands)
+        try:
+            operation, found = self._idle.pop()
+        except IndexError:
+            with bindings.translated(lambda: f"run {self._describe()}"):
+                operation, found = _operation(self.call, operands), pointers
+        if found != pointers:
+            with bindings.translated(lambda: f"run {self._describe()}"):
+                _set_pointers(operation, operands)
+        self.queue(handle, stream, alpha, beta, places, room, operation.pointer)
+        self._idle.append((operation, pointers))
+
+    def queue(
+        self,
+        handle: int,
+        stream: int,
+        alpha: Number,
+        beta: Number,
+        places: Sequence[tuple[int, int, int, int]],
+        room: Room = NO_ROOM,
+        operation: int = 0,
+    ) -> None:
+        """Queue calls for these addresses of the first, the second, c and d.
+
+        ``operation`` is a descriptor of the caller's own; 0 where no pointers are part of it.
+        """
+        algorithm, needed_bytes, _ = self._chosen
+        workspace, nbytes = room
+        if nbytes < needed_bytes:
+            with handles.workspace(handle, stream, needed_bytes) as own:
+                room = (own, needed_bytes)
+                self.queue(handle, stream, alpha, beta, places, room, operation)
+            return
+        of_all, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul
-        for first, second, c, d in self._offsets:
-            matmul(
-                handle,
-                operation.pointer,
-                alpha.address,
-                operands.first + first,
-                first_layout,
-                operands.second + second,
-                second_layout,
-                beta.address,
-                operands.c + c,
-                c_layout,
-                operands.d + d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
+        try:
+            for first, second, c, d in places:
+                matmul(
+                    handle,
+                    operation or of_all,
+                    alpha.address,
+                    first,
+                    first_layout,
+                    second,
+                    second_layout,
+                    beta.address,
+                    c,
+                    c_layout,
+                    d,
+                    d_layout,
+                    algorithm,
+                    workspace,
+                    nbytes,
+                    stream,
+                )
+        except Exception as error:
+            raise bindings.translate(error, f"run {self._describe()}") from error
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
         """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""

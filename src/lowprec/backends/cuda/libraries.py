@@ -15,13 +15,17 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules: ``runtime`` has devices, memory, streams, events; ``core`` makes kernels, ``driver`` launches them."""
+    """Modules by what they are for.
+
+    ``runtime`` has devices, memory, streams and events; ``core`` makes kernels; ``driver`` launches them, and tells
+    each thread's current context.
+    """
 
     cublas_lt: Any
     cublas: Any
     runtime: Any
     core: Any
-    driver: Any = None
+    driver: Any
 
 
 _MODULES = Libraries(
@@ -46,6 +50,11 @@ def libraries() -> Libraries:
         If there is no driver, or no device that it can use.
     """
     return _loaded if _loaded is not None else _load()
+
+
+def loaded() -> Libraries | None:
+    """Return the modules if they are loaded."""
+    return _loaded
 
 
 def use(replacement: Libraries | None) -> Libraries | None:

@@ -1,14 +1,14 @@
 """CUDA's runtime with its status codes turned into exceptions: devices, memory, streams, events.
 
-The only file that calls ``cuda.bindings.runtime``. Streams are integers, as everywhere in lowprec: 1 is the legacy
-default stream. Source: the CUDA Runtime API reference.
+The only file that calls ``cuda.bindings.runtime``, and what the driver has for contexts. Streams are integers, as
+everywhere in lowprec: 1 is the legacy default stream. Source: the CUDA Runtime API and Driver API references.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,23 @@ def _call(function: str, *arguments: Any) -> Any:
     return values[0] if values else None
 
 
-def _put_back(function: str, before: Any) -> None:
+def _driver(function: str, *arguments: Any) -> Any:
+    """Call a function of the driver, likewise."""
+    driver = libraries().driver
+    status, *values = getattr(driver, function)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        words = text.decode() if isinstance(text, bytes) else str(text)
+        raise BackendError(f"{function} failed with {status.name}: {words}")
+    return values[0] if values else None
+
+
+def _put_back(call: Callable[..., Any], function: str, before: Any) -> None:
     """Put a setting of the thread back, if need be at the second try: work of others would run under it."""
     try:
-        _call(function, before)
+        call(function, before)
     except BackendError:
-        _call(function, before)
+        call(function, before)
 
 
 def _error(runtime: Any, function: str, status: Any) -> BackendError:
@@ -88,6 +99,12 @@ def device_count() -> int:
     return int(_call("cudaGetDeviceCount"))
 
 
+def l2_bytes(index: int) -> int:
+    """Return the size of a device's L2 cache."""
+    wanted = libraries().runtime.cudaDeviceAttr.cudaDevAttrL2CacheSize
+    return int(_call("cudaDeviceGetAttribute", wanted, index))
+
+
 def driver_version() -> tuple[int, int]:
     """Return the newest version of CUDA that the driver serves, (major, minor)."""
     version = int(_call("cudaDriverGetVersion"))
@@ -95,31 +112,34 @@ def driver_version() -> tuple[int, int]:
 
 
 def current_device() -> int:
-    """Return the device of this thread."""
-    # Every product asks, so it is asked without a detour.
-    status, index = libraries().runtime.cudaGetDevice()
-    if status != 0:
-        raise _error(libraries().runtime, "cudaGetDevice", status)
-    return index  # type: ignore[no-any-return]
+    """Return the device of this thread's context, -1 where the thread has none yet."""
+    # Every product asks, so it is asked without a detour. What else may be wrong, the next call tells.
+    status, device = libraries().driver.cuCtxGetDevice()
+    return int(device) if status == 0 else -1
 
 
-def use_device(index: int) -> None:
-    """Make a device the current one of this thread, for good: for threads of lowprec's own."""
-    _call("cudaSetDevice", index)
+@functools.lru_cache(maxsize=64)
+def _primary_context(driver: Any, index: int) -> Any:
+    """Look up a device's primary context, and make it if need be; the driver is a part of the key, for tests."""
+    return _driver("cuDevicePrimaryCtxRetain", _driver("cuDeviceGet", index))
 
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make a device the current one of this thread for the length of a block."""
-    before = current_device()
-    if before == index:
+    """Make the primary context of a device the current one of this thread for the length of a block.
+
+    All copies of CUDA's runtime in a process go by the driver's current context. A device is not put back by
+    ``cudaSetDevice``: that would make a context on it where the thread had none.
+    """
+    if current_device() == index:
         yield
         return
+    before = _driver("cuCtxGetCurrent")
     try:
-        _call("cudaSetDevice", index)
+        _driver("cuCtxSetCurrent", _primary_context(libraries().driver, index))
         yield
     finally:
-        _put_back("cudaSetDevice", before)
+        _put_back(_driver, "cuCtxSetCurrent", before)
 
 
 @contextlib.contextmanager
@@ -130,7 +150,7 @@ def relaxed_capture() -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back("cudaThreadExchangeStreamCaptureMode", mode)
+        _put_back(_call, "cudaThreadExchangeStreamCaptureMode", mode)
 
 
 def synchronize_device() -> None:
@@ -142,14 +162,34 @@ def synchronize_device() -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def allocate(nbytes: int) -> int:
+def create_pool(device: int, keeps_bytes: int) -> Any:
+    """Return a new pool of a device's memory, which keeps so much that is unused; None where there are no pools."""
+    runtime = libraries().runtime
+    supported = runtime.cudaDeviceAttr.cudaDevAttrMemoryPoolsSupported
+    if not _call("cudaDeviceGetAttribute", supported, device):
+        return None
+    wanted = runtime.cudaMemPoolProps()
+    wanted.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
+    wanted.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    wanted.location.id = device
+    pool = _call("cudaMemPoolCreate", wanted)
+    threshold = runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
+    _call("cudaMemPoolSetAttribute", pool, threshold, libraries().driver.cuuint64_t(keeps_bytes))
+    return pool
+
+
+def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    It may be called while a stream of this thread is being captured: memory is not part of the captured work.
+    That of a pool is for work on a stream; while the stream is being captured, it is the graph's. Without a pool the
+    memory is no part of what is being captured.
     """
     runtime = libraries().runtime
-    with relaxed_capture():
-        status, address = runtime.cudaMalloc(nbytes)
+    if pool is not None:
+        status, address = runtime.cudaMallocFromPoolAsync(nbytes or 1, pool, stream)
+    else:
+        with relaxed_capture():
+            status, address = runtime.cudaMalloc(nbytes or 1)
     if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
         runtime.cudaGetLastError()
         raise DeviceMemoryError(
@@ -162,8 +202,21 @@ def allocate(nbytes: int) -> int:
     return int(address)
 
 
+def free_async(address: int, stream: int) -> None:
+    """Give memory of a pool back in the order of a stream, or of the graph that it is captured into."""
+    _call("cudaFreeAsync", address, stream)
+
+
+def trim(pool: Any, device: int) -> None:
+    """Give the system what a pool, and all graphs of a device, have unused."""
+    with relaxed_capture():
+        if pool is not None:
+            _call("cudaMemPoolTrimTo", pool, 0)
+        _call("cudaDeviceGraphMemTrim", device)
+
+
 def free(address: int) -> None:
-    """Give memory back; the device finishes all its work first."""
+    """Give memory back that no work uses any more; if it is of no pool, the device finishes all its work first."""
     with relaxed_capture():
         _call("cudaFree", address)
 

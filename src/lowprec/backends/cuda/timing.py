@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.execution import Stopwatch
 
 
@@ -108,5 +108,7 @@ def stopwatch(device: int, stream: int) -> Stopwatch:
 
 def release() -> None:
     """Destroy all events that nobody uses."""
-    for pool in list(_pools.values()):
-        pool.release()
+    found = loaded()
+    for (owner, _), pool in list(_pools.items()):
+        if found is not None and owner is found.runtime:
+            pool.release()

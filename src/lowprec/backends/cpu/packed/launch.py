@@ -24,7 +24,7 @@ _Job = ctypes.c_int64 * J.WORDS
 _Batch = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
 #: Batches up to this keep where their matrices lie, relative to the first.
-_KEPT = 1 << 14
+_KEPT = 1 << 10
 
 
 class Launch(NamedTuple):

@@ -1,0 +1,207 @@
+"""A contest of cuBLASLt's algorithms for one product, by the time that the device needs.
+
+Two things would be measured instead. A short product waits for the host, which queues one in some microseconds: each
+measurement is queued behind a kernel that spins, and made again behind a longer one where the spinning was over too
+early. And a product whose operands were just used finds them in the L2 cache: each has other copies of them, together
+larger than the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lowprec.backends.cuda import memory, runtime
+from lowprec.backends.cuda.bindings import Algorithm
+from lowprec.backends.cuda.compiling import Launch
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
+from lowprec.errors import DeviceMemoryError, LowprecError
+from lowprec.planning.calls import LtMatrix
+
+#: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
+_ROUNDS, _FINAL_ROUNDS = 5, 15
+#: One measurement lasts at least this long, so that the resolution of events (half a microsecond) does not matter.
+_MEASUREMENT_MS = 0.2
+_MAX_REPEATS = 200
+#: What must be gained to give the first choice up.
+_MARGIN = 0.01
+
+#: Cycles to spin for each product that is queued, at first and at most: some 10 us, and 1 ms.
+_CYCLES, _MOST_CYCLES = 20_000, 2_000_000
+#: Copies of the operands are together so many times as large as the L2 cache.
+_CACHES = 2
+
+
+class Measured(NamedTuple):
+    """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
+
+    rank: int
+    algorithm: Algorithm
+    median_ms: float
+
+
+class Contest:
+    """Measures algorithms of one product by turns.
+
+    Parameters
+    ----------
+    invocation : Invocation
+    handle, stream : int
+    turns : iterator of Operands
+        Those of each product.
+    start, end : event
+    """
+
+    def __init__(
+        self,
+        invocation: Invocation,
+        handle: int,
+        stream: int,
+        turns: Iterator[Operands],
+        start: Any,
+        end: Any,
+    ) -> None:
+        self._invocation = invocation
+        self._handle = handle
+        self._stream = stream
+        self._turns = turns
+        self._start, self._end = start, end
+        self._spin = Launch("spin", "spin.cu", {}, runtime.current_device(), 1, (1,), 1, ())
+        self._cycles = _CYCLES
+
+    def results(
+        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None]
+    ) -> tuple[Measured, ...]:
+        """Return the algorithms that run, the chosen one first and the others by their time."""
+        self._spin(self._stream, 0)  # which compiles it: what cannot be is no candidate's failure
+        total = len(found) * _ROUNDS + 2 * _FINAL_ROUNDS
+        times: list[list[float]] = [[] for _ in found]
+        repeats = [self._repeats(algorithm) for algorithm in found]
+        for turn in range(_ROUNDS):
+            for rank, algorithm in enumerate(found):
+                if repeats[rank]:
+                    times[rank].append(self._measure(algorithm, repeats[rank]))
+                progress(turn * len(found) + rank + 1, total)
+        measured = [
+            Measured(rank, algorithm, statistics.median(times[rank]))
+            for rank, algorithm in enumerate(found)
+            if times[rank]
+        ]
+        if not measured:
+            return ()
+        first = measured[0]
+        measured.sort(key=lambda x: x.median_ms)
+        best = measured[0]
+        if best is not first and not self._confirmed(best, first, repeats):
+            best = first
+        progress(total, total)
+        return (best, *(x for x in measured if x is not best))
+
+    def _confirmed(self, best: Measured, first: Measured, repeats: list[int]) -> bool:
+        """Whether the best also wins a contest of two."""
+        times: dict[int, list[float]] = {best.rank: [], first.rank: []}
+        for _ in range(_FINAL_ROUNDS):
+            for entry in (first, best):
+                times[entry.rank].append(self._measure(entry.algorithm, repeats[entry.rank]))
+        new, old = statistics.median(times[best.rank]), statistics.median(times[first.rank])
+        return new < old * (1 - _MARGIN)
+
+    def _repeats(self, algorithm: Algorithm) -> int:
+        """Return how often to run an algorithm per measurement; 0 if it does not run after all."""
+        try:
+            self._measure(algorithm, 1)  # loads the kernel
+            once = self._measure(algorithm, 1)
+        except LowprecError:
+            return 0
+        return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
+
+    def _measure(self, algorithm: Algorithm, repeats: int) -> float:
+        """Return the milliseconds of one product."""
+        self._invocation.use(algorithm)
+        while True:
+            self._spin(self._stream, self._cycles * repeats)
+            runtime.record_event(self._start, self._stream)
+            for operands in itertools.islice(self._turns, repeats):
+                self._invocation.run(self._handle, self._stream, operands)
+            runtime.record_event(self._end, self._stream)
+            waited_for_the_host = runtime.event_is_done(self._start)
+            runtime.synchronize_event(self._end)
+            if not waited_for_the_host or self._cycles >= _MOST_CYCLES:
+                return runtime.elapsed_ms(self._start, self._end) / repeats
+            self._cycles *= 4
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where a copy of an array lies in a set of copies: its pointer, its lowest byte from there, and its bytes."""
+
+    pointer: int
+    lowest: int
+    nbytes: int
+
+
+@contextlib.contextmanager
+def rotated(
+    invocation: Invocation, operands: Operands, device: int, stream: int
+) -> Iterator[Iterator[Operands]]:
+    """Yield the operands of one product after another, as aligned as ``operands``, which nothing is written to.
+
+    Where one product's arrays exceed the cache anyway, or memory is short, only D is another.
+    """
+    read = ("first", "second", *(("c",) if operands.beta else ()))
+    places, nbytes = _places(invocation, operands, (*read, "d"))
+    count = -(-_CACHES * runtime.l2_bytes(device) // nbytes)
+    block = None
+    if count > 1:
+        with contextlib.suppress(DeviceMemoryError):
+            block = memory.temporary(count * nbytes, device, stream)
+    if block is None:
+        (places, nbytes), count, read = _places(invocation, operands, ("d",)), 1, ()
+        block = memory.temporary(nbytes, device, stream)
+    with block as first:
+        for name in read:
+            place, source = places[name], getattr(operands, name)
+            start = first + place.pointer + place.lowest
+            runtime.copy_async(start, source + place.lowest, place.nbytes, stream)
+        done = 1
+        while read and done < count:  # twice as many each time
+            more = min(done, count - done)
+            runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
+            done += more
+        yield _turns(operands, places, [first + i * nbytes for i in range(count)])
+
+
+def _turns(operands: Operands, places: dict[str, _Place], starts: list[int]) -> Iterator[Operands]:
+    for start in itertools.cycle(starts):
+        pointers = {name: start + place.pointer for name, place in places.items()}
+        if not operands.beta:
+            pointers["c"] = pointers["d"]
+        yield operands._replace(**pointers)
+
+
+def _places(
+    invocation: Invocation, operands: Operands, names: tuple[str, ...]
+) -> tuple[dict[str, _Place], int]:
+    """Return the places of arrays in a set of copies, and the bytes of a set."""
+    call = invocation.call
+    matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
+    places, nbytes = {}, 0
+    for name in names:
+        starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
+        lowest, end = _span(matrices[name], starts, call.batch_count)
+        pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
+        places[name] = _Place(pointer, lowest, end - lowest)
+        nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return places, nbytes
+
+
+def _span(matrix: LtMatrix, starts: list[int], batch_count: int) -> tuple[int, int]:
+    """Return the first byte of all calls, from their pointer, and the one after the last; starts may be negative."""
+    furthest = (batch_count - 1) * matrix.batch_stride
+    end = max(starts) + furthest + (matrix.cols - 1) * matrix.leading_dimension + matrix.rows
+    return min(starts) * matrix.dtype.itemsize, end * matrix.dtype.itemsize
