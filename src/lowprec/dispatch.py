@@ -10,11 +10,11 @@ import inspect
 from typing import Any
 
 from lowprec import policy, streams
-from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
-from lowprec.executors import look_up
+from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
 from lowprec.tolerance import mode_within
@@ -131,13 +131,7 @@ def matmul(
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
-        try:
-            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release_memory()
-            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        target = _allocate(library, found, x.device, a)
     else:
         if request.needs_staging(x, y):
             execute = _out_of_place(resolved, x, y, request, target)
@@ -170,6 +164,17 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )
     return road(a, b, **given)
+
+
+def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
+    """Return a new array for a result; where memory is short, once more without what lowprec keeps."""
+    try:
+        return library.allocate(found.out_shape, found.out_dtype, device, like)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return library.allocate(found.out_shape, found.out_dtype, device, like)
 
 
 def _out_of_place(
