@@ -196,7 +196,9 @@ def test_scopes_guard_and_rtol(gpu: Gpu, rng: np.random.Generator) -> None:
             assert error(lowprec.matmul(x, y, math_mode="bf16")) < 1e-5
     assert str(lowprec.plan(x, y, rtol=1e-2).mode) in ("tf32", "bf16", "fp16")
     assert error(lowprec.matmul(x, y, rtol=1e-2)) < 1e-2
-    assert str(lowprec.plan(x, y, rtol=1e-4).mode) == "fp32"
+    # Parts of 8 or 11 bits do, where they are summed; one part does not.
+    assert str(lowprec.plan(x, y, rtol=1e-4).mode) not in ("tf32", "bf16", "fp16")
+    assert error(lowprec.matmul(x, y, rtol=1e-4)) < 1e-4
 
 
 @pytest.mark.feature("the plan names algorithm and units, `info` the device")
