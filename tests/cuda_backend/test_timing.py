@@ -109,7 +109,7 @@ def runtime() -> Iterator[Runtime]:
     yield fake
     timing.release()
     use(before)
-    timing._pools.clear()
+    timing._idle.clear()
     assert fake.alive == [], "events were lost"
 
 

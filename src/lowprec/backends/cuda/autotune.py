@@ -80,7 +80,7 @@ def _timing_event() -> Iterator[Any]:
     try:
         yield event
     finally:
-        runtime.destroy_event(event)
+        runtime.call("cudaEventDestroy", event)
 
 
 # -- the cache ------------------------------------------------------------------------------------

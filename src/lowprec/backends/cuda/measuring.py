@@ -18,6 +18,7 @@ from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
+from lowprec.backends.cuda.runtime import call
 from lowprec.errors import DeviceMemoryError, LowprecError
 from lowprec.planning.calls import LtMatrix
 
@@ -123,14 +124,14 @@ class Contest:
         self._invocation.use(algorithm)
         while True:
             self._spin(self._stream, self._cycles * repeats)
-            runtime.record_event(self._start, self._stream)
+            call("cudaEventRecord", self._start, self._stream)
             for operands in itertools.islice(self._turns, repeats):
                 self._invocation.run(self._handle, self._stream, operands)
-            runtime.record_event(self._end, self._stream)
+            call("cudaEventRecord", self._end, self._stream)
             waited_for_the_host = runtime.event_is_done(self._start)
-            runtime.synchronize_event(self._end)
+            call("cudaEventSynchronize", self._end)
             if not waited_for_the_host or self._cycles >= _MOST_CYCLES:
-                return runtime.elapsed_ms(self._start, self._end) / repeats
+                return float(call("cudaEventElapsedTime", self._start, self._end)) / repeats
             self._cycles *= 4
 
 
