@@ -12,14 +12,13 @@ from typing import Any
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
-from lowprec.backends.execution import Stopwatch
 
 #: Events that nobody uses at the moment, by the runtime, which tests exchange, and the device.
 _idle: dict[tuple[Any, int], list[Any]] = {}
 
 
-class _EventStopwatch:
-    """Two events around a product; they are idle again once nobody is left to read the time.
+class EventStopwatch:
+    """Two events around a product, the first one recorded here and now, on the current device; they are idle again once nobody is left to read the time.
 
     A product that is captured into a CUDA graph does not run, so it has no events and no time.
     """
@@ -55,6 +54,11 @@ class _EventStopwatch:
         events, self._events = self._events, []
         self._idle.extend(events)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the device has reached the product."""
+        return runtime.event_is_done(self._events[0])
+
     def elapsed_ms(self) -> float | None:
         if not self._stopped or not self._events:
             return None
@@ -64,11 +68,6 @@ class _EventStopwatch:
 
     def __del__(self) -> None:
         self.abandon()
-
-
-def stopwatch(device: int, stream: int) -> Stopwatch:
-    """Start to take the time of what a stream of a device, the current one, does from now on."""
-    return _EventStopwatch(device, stream)
 
 
 def release() -> None:
