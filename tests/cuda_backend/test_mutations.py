@@ -215,7 +215,7 @@ def plans_of_this_test() -> Any:
 
 
 def noticed(gpu: Gpu) -> list[str]:
-    """Return the checks that fail: by a wrong result, or because the library refuses."""
+    """Return the checks that fail, by a wrong result or a refusal, and the refusals that another way got around."""
     found = []
     for check in CHECKS:
         try:
@@ -223,7 +223,7 @@ def noticed(gpu: Gpu) -> list[str]:
         except (AssertionError, lowprec.LowprecError):
             found.append(check.__name__)
             gpu.forgive()
-    return found
+    return [*found, *(refusal for _, refusal in executor._refused.values())]
 
 
 def test_without_a_mistake_nothing_is_noticed(software: Gpu) -> None:
