@@ -13,7 +13,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
@@ -35,6 +35,10 @@ _MARGIN = 0.01
 _CYCLES, _MOST_CYCLES = 20_000, 2_000_000
 #: Copies of the operands are together so many times as large as the L2 cache.
 _CACHES = 2
+
+
+#: Gets the number of measurements done, and that of all.
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Measured(NamedTuple):
@@ -70,7 +74,7 @@ class Contest:
         self._cycles = _CYCLES
 
     def results(
-        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None] | None
+        self, found: tuple[Algorithm, ...], progress: Progress | None
     ) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first and the others by their time.
 
@@ -108,8 +112,8 @@ class Contest:
     def _wins(self, best: _Candidate, first: _Candidate) -> bool:
         """Whether the best also wins a contest of two."""
         times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
-        old, new = map(statistics.median, zip(*times, strict=True))
-        return new < old * (1 - _MARGIN)
+        old, new = (statistics.median(x) for x in zip(*times, strict=True))
+        return bool(new < old * (1 - _MARGIN))
 
     def _measure(self, candidate: _Candidate) -> float:
         """Return the milliseconds of one product."""
