@@ -37,7 +37,7 @@ def upload(array: Any) -> int:
     array = np.ascontiguousarray(array)
     address = runtime.allocate(max(array.nbytes, 1))
     runtime.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
-    runtime.synchronize_stream(STREAM)
+    runtime.call("cudaStreamSynchronize", STREAM)
     return address
 
 
@@ -45,7 +45,7 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a copy in host memory."""
     array = np.empty(shape, dtype)
     runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
-    runtime.synchronize_stream(STREAM)
+    runtime.call("cudaStreamSynchronize", STREAM)
     return array
 
 

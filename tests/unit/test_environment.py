@@ -180,9 +180,19 @@ def test_the_environment_of_a_child(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
-    found = environment.child_environment("startup", mode, force=force)
+    found = environment.child_environment("startup", mode, guard=mode is None, force=force)
     assert found == {**before, **variables, "PYTHONPATH": "startup"}
     assert dict(os.environ) == before
+
+
+def test_what_a_child_is_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    before, pid = dict(os.environ), str(os.getpid())
+    found = environment.child_environment("startup", None, profile=True)
+    assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": pid}
+    found = environment.child_environment("startup", MathMode.TF32, intercept=True)
+    assert found["LOWPREC_RUN_INTERCEPT"] == pid
+    assert "LOWPREC_RUN_PROFILE" not in found
 
 
 @pytest.mark.parametrize(

@@ -437,21 +437,37 @@ def problems() -> tuple[str, ...]:
 #: the launcher and by nobody else.
 RUN_VARIABLE = "LOWPREC_RUN"
 RUN_GUARD = "fp32_guard"
+#: Tell it to take PyTorch's products through lowprec, and to record those of lowprec: the launcher's process id, which
+#: on POSIX is the program's.
+RUN_INTERCEPT = "LOWPREC_RUN_INTERCEPT"
+RUN_PROFILE = "LOWPREC_RUN_PROFILE"
 
 
 def child_environment(
-    startup: str, mode: MathMode | None, *, force: bool = False
+    startup: str,
+    mode: MathMode | None,
+    *,
+    guard: bool = False,
+    force: bool = False,
+    intercept: bool = False,
+    profile: bool = False,
 ) -> dict[str, str]:
-    """Return the environment for a program that runs under a mode or under the guard; this process's stays as it is.
+    """Return the environment for a program that ``lowprec run`` starts; this process's stays as it is.
 
     Parameters
     ----------
     startup : str
         The folder that holds the start-up hook. It comes first in ``PYTHONPATH``, once.
     mode : MathMode or None
-        The mode; None for the guard.
+        The mode; None where the program is to choose, or with the guard.
+    guard : bool
+        Whether it runs under the guard.
     force : bool
         Whether the program cannot choose another mode.
+    intercept : bool
+        Whether PyTorch's products are taken through lowprec.
+    profile : bool
+        Whether lowprec's products are recorded, and shown at the end.
 
     Examples
     --------
@@ -459,15 +475,18 @@ def child_environment(
     'tf32'
     """
     found = dict(os.environ)
-    if mode is None:
+    if guard:
         found |= {
             RUN_VARIABLE: RUN_GUARD,
             _GUARD.name: "1",
             _LIBRARIES["MLX_ENABLE_TF32"].name: "0",
         }
-    else:
+    elif mode is not None:
         variable = _FORCE_MATH_MODE if force else _MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
+    for name, asked in ((RUN_INTERCEPT, intercept), (RUN_PROFILE, profile)):
+        if asked:
+            found[name] = str(os.getpid())
     paths = found.get("PYTHONPATH")
     others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
     found["PYTHONPATH"] = os.pathsep.join([startup, *others])

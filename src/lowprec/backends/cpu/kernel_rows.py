@@ -23,6 +23,7 @@ _TILES = KernelRow(
     products_per_complex=4,
     reads_any_strides=True,
     single_product=True,
+    keeps_b=True,
     # Below these, most of what the kernel does is padding.
     minimum_elements=8_000,
     minimum_elements_complex=100_000,
@@ -131,6 +132,7 @@ NUMPY = KernelRow(
     blas="lowprec.backends.cpu.gemm:NUMPY",
     cost_per_element=300.0,
     holds_in=DType.FLOAT32,
+    keeps_b=True,
 )
 
 #: cblas_?gemm on the rounded operands.

@@ -97,7 +97,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 def stopwatch(arguments: Arguments) -> Stopwatch:
     """Start to take the time of a product by events on its stream."""
     with runtime.on_device(arguments.a.device.index):
-        return timing.stopwatch(arguments.a.device.index, arguments.stream)
+        return timing.EventStopwatch(arguments.a.device.index, arguments.stream)
 
 
 def tune(
@@ -129,16 +129,16 @@ def release_memory() -> None:
 
 
 def reset() -> None:
-    """Give back handles, events and pooled memory; no product may be running.
+    """Give back handles, events and pooled memory, each also where another fails; no product may be running.
 
     Executors stay valid and create what they need at their next call.
     """
-    handles.reset()
-    timing.release()
-    memory.reset()
-    autotune.forget()
     forget_refusals()
+    autotune.forget()
     present.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for give_back in (memory.reset, timing.release, handles.reset):
+            stack.callback(give_back)
 
 
 @contextlib.contextmanager

@@ -233,10 +233,10 @@ def _nvrtc_version() -> str:
     """Return the compiler's version, empty if it cannot be asked."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        _, major, minor = nvrtc.nvrtcVersion()
+        status, major, minor = nvrtc.nvrtcVersion()
     except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation itself tells which
         return ""
-    return f"{major}.{minor}"
+    return "" if status else f"{major}.{minor}"
 
 
 def _stored(path: str) -> bytes | None:

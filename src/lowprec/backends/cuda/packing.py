@@ -163,7 +163,7 @@ def _packer(core: Any, packing: Packing, device: int) -> Packer:
 
 def _clear_exponents(nbytes: int, source: int, target: int, exponents: int, stream: int) -> None:
     if nbytes:
-        runtime.set_zero_async(exponents, nbytes, stream)
+        runtime.call("cudaMemsetAsync", exponents, 0, nbytes, stream)
 
 
 class _PackingLaunch:
