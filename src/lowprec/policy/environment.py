@@ -199,6 +199,42 @@ _NUMBA_OFF = Variable(
 )
 
 
+#: Instruction sets of x86-64 and the flags that each brings; a limit hides those of what comes after it.
+_ISAS: dict[str, frozenset[str]] = {
+    "baseline": frozenset(),
+    "avx2": frozenset({"avx", "f16c", "fma", "avx2", "fma4", "xop", "vaes", "vpclmulqdq"}),
+    "avx2_vnni": frozenset({"avx_vnni"}),
+    "avx512": frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx512_vnni": frozenset(
+        {"avx512_vnni", "avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_bitalg"}
+        | {"avx512_vpopcntdq", "avx512_vp2intersect"}
+    ),
+    "avx512_bf16": frozenset({"avx512_bf16"}),
+    "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}),
+}
+
+
+def _isa(text: str) -> str:
+    if text not in _ISAS:
+        raise EnvironmentVariableError(
+            f"environment variable LOWPREC_MAX_CPU_ISA: {quoted(text)} is none of {', '.join(_ISAS)}; or unset the "
+            "variable"
+        )
+    return text
+
+
+_MAX_CPU_ISA = Variable(
+    "LOWPREC_MAX_CPU_ISA",
+    "The highest instruction set of an x86-64 processor that lowprec's kernels, its OpenBLAS and numba's compiler may "
+    "use, as if the processor had no other: for tests and comparisons. NumPy's BLAS does not read it.",
+    f"one of {', '.join(_ISAS)}",
+    "all that the processor has",
+    _isa,
+    lambda isa: f"nothing above {isa} is used",
+    read_once=True,
+)
+
+
 #: Every variable, in the order of the documentation.
 VARIABLES: tuple[Variable[Any], ...] = (
     _MATH_MODE,
@@ -207,6 +243,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _TF32_OVERRIDE,
     _AUTOTUNE,
     _CACHE_DIR,
+    _MAX_CPU_ISA,
     *_LIBRARIES.values(),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
@@ -237,6 +274,8 @@ class EnvironmentSnapshot:
         Whether ``LOWPREC_FP32_GUARD`` is 1.
     tf32_off : bool
         Whether ``NVIDIA_TF32_OVERRIDE`` is 0.
+    max_cpu_isa : str or None
+        From ``LOWPREC_MAX_CPU_ISA``.
     texts : mapping of str to str or None
         What each variable held when it was read.
     """
@@ -245,6 +284,7 @@ class EnvironmentSnapshot:
     force_math_mode: MathMode | None
     fp32_guard: bool
     tf32_off: bool
+    max_cpu_isa: str | None
     texts: Mapping[str, str | None]
 
 
@@ -260,6 +300,7 @@ def _take() -> EnvironmentSnapshot:
         _FORCE_MATH_MODE.value(texts[_FORCE_MATH_MODE.name]),
         bool(_GUARD.value(texts[_GUARD.name])),
         bool(_TF32_OVERRIDE.value(texts[_TF32_OVERRIDE.name])),
+        _MAX_CPU_ISA.value(texts[_MAX_CPU_ISA.name]),
         MappingProxyType(texts),
     )
 
@@ -338,6 +379,19 @@ def _shown(text: str | None) -> str:
 def numba_is_off() -> bool:
     """Whether ``NUMBA_DISABLE_JIT`` switches numba's compiler off, as numba reads it."""
     return _NUMBA_OFF.text() not in (None, "0")
+
+
+def hidden_cpu_flags() -> frozenset[str]:
+    """Return the flags of the instruction sets above ``LOWPREC_MAX_CPU_ISA``; raise if it names none.
+
+    The variable decides which kernels there are, so its first value holds for as long as the snapshot's.
+    """
+    taken = _taken.get(None)
+    limit = _MAX_CPU_ISA.value(_MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
+    if limit is None:
+        return frozenset()
+    names = list(_ISAS)
+    return frozenset().union(*(_ISAS[name] for name in names[names.index(limit) + 1 :]))
 
 
 def autotune() -> bool | None:
