@@ -6,6 +6,7 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -154,12 +155,18 @@ def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
 matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _road(name: str) -> tuple[Any, frozenset[str]]:
+    """Return a road, ``"module:function"``, and the names of its arguments."""
+    road = resolve(name)
+    return road, frozenset(inspect.signature(road).parameters)
+
+
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
-    road = resolve(found.road)
-    takes = inspect.signature(road).parameters
-    lacking = sorted(given.keys() - takes.keys())
-    if lacking:
+    road, takes = _road(found.road)
+    if not given.keys() <= takes:
+        lacking = sorted(given.keys() - takes)
         raise UnsupportedError(
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )
