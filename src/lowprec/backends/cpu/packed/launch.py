@@ -89,7 +89,7 @@ def launch_of(
     a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
     single = single_thread_job(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out,
-        rounding=rounding, c=c and _operand(c), bias=bias, activation=activation,
+        rounding=rounding, c=None if c is None else _operand(c), bias=bias, activation=activation,
     )  # fmt: skip
     if single is None:
         return None
@@ -117,9 +117,7 @@ def launch_of(
     )
 
 
-def _with_addend(
-    problem: GemmProblem, layout: GemmLayout
-) -> tuple[GemmLayout, MatrixStack | None]:
+def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, MatrixStack | None]:
     """Return a layout, collapsed only if the addend can be, and the matrices of that."""
     if problem.c is None or not problem.has_beta:
         return layout, None

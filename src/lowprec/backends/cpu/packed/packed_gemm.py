@@ -247,6 +247,7 @@ def _kernels(
 
 
 def float_bits(value: float) -> int:
+    """Return a float64 as the word that a job holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
