@@ -150,13 +150,10 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
     core = libraries().core
     major, minor = runtime.properties(device).capability
     key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
-    found = _kernels.get(key)
-    if found is None:
-        with _lock:
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels.setdefault(key, _load(*key))
-    return found
+    with _lock:
+        if key not in _kernels:
+            _kernels[key] = _load(*key)
+        return _kernels[key]
 
 
 def source_text(

@@ -96,6 +96,7 @@ class _Pool:
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
+        """Return memory; a DeviceMemoryError if there is none left when all that lowprec does not use is given back."""
         pool = self._pool
         if pool is None or not is_temporary:
             if not runtime.is_capturing(stream):
@@ -257,26 +258,13 @@ def temporary(nbytes: int, device: int, stream: int) -> Block:
     """Return memory for a ``with`` block that queues work on a stream of the device, which is the current one.
 
     It is aligned to 256 bytes or more. While the stream is being captured, the graph allocates and frees it when it
-    runs.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    BackendError
-        If the stream is being captured, and the device has no memory pools.
+    runs; where the device has no memory pools, that is a BackendError.
     """
     return _pool(device).allocate(nbytes, stream, is_temporary=True)
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    """
+    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
     with runtime.on_device(device.index):
         return _pool(device.index).allocate(nbytes, stream, is_temporary=False)
 
@@ -348,14 +336,14 @@ def reset() -> None:
 _waiter = Waiter(release_finished)
 
 
-def _after_fork() -> None:
-    """Free the locks in a child: the thread that may have held one is not there."""
+def _renew_locks() -> None:
+    # The thread that may have held one is not there in a child.
     for pool in _pools.values():
         pool.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register
