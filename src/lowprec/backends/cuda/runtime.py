@@ -83,18 +83,14 @@ def properties(index: int) -> DeviceProperties:
         (int(found.major), int(found.minor)),
         int(found.totalGlobalMem),
         int(found.multiProcessorCount),
-        _attribute("cudaDevAttrClockRate", index),
+        attribute("cudaDevAttrClockRate", index),
     )
 
 
-def _attribute(name: str, index: int) -> int:
+def attribute(name: str, index: int) -> int:
+    """Return a ``cudaDeviceAttr`` of a device, by its name."""
     wanted = getattr(libraries().runtime.cudaDeviceAttr, name)
     return int(call("cudaDeviceGetAttribute", wanted, index))
-
-
-def l2_bytes(index: int) -> int:
-    """Return the size of a device's L2 cache."""
-    return _attribute("cudaDevAttrL2CacheSize", index)
 
 
 def driver_version() -> tuple[int, int]:
@@ -151,7 +147,7 @@ def relaxed_capture() -> Iterator[None]:
 def create_pool(device: int, keeps_bytes: int) -> Any:
     """Return a new pool of a device's memory, which keeps so much that is unused; None where there are no pools."""
     runtime = libraries().runtime
-    if not _attribute("cudaDevAttrMemoryPoolsSupported", device):
+    if not attribute("cudaDevAttrMemoryPoolsSupported", device):
         return None
     wanted = runtime.cudaMemPoolProps()
     wanted.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
