@@ -152,6 +152,30 @@ def guard(result: Result) -> str:
     return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
+def dask(result: Result) -> str:
+    """Return the runs of a chunked product, and what they come to."""
+    header = (
+        "product",
+        "memory of a worker",
+        "seconds",
+        "peak of both, GiB",
+        "spilled, GiB",
+        "relative error",
+    )
+    rows = [
+        (
+            f"{r['variant']}, n = {r['n']}, chunks of {r['chunk']}",
+            r["memory_limit"],
+            f"{r['seconds']:.1f}",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+            f"{r['spilled_bytes'] / 2**30:.2f}",
+            f"{r['error']:.1e}",
+        )
+        for r in result["results"]
+    ]
+    return f"{generated.table(header, rows)}\n{_claims(result)}"
+
+
 #: By the name of the benchmark: how its result reads.
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
@@ -160,6 +184,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "guard": guard,
     "accuracy": accuracy,
     "stress": _claims,
+    "dask": dask,
 }
 
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.packed.packed_gemm import Operand, single_thread_job
+from lowprec.backends.cpu.packed.prepared_panels import Panels
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmLayout, MatrixStack
 
@@ -50,6 +52,8 @@ class Launch(NamedTuple):
         Of the matrices, in bytes; None where they are not kept.
     shared : bool
         Whether waking a thread for the batch pays.
+    panels : callable or None
+        Returns those of a prepared ``b``, None where the product packs it.
     """
 
     template: bytes
@@ -62,6 +66,7 @@ class Launch(NamedTuple):
     layout: GemmLayout
     offsets: Any
     shared: bool
+    panels: Callable[[Arguments], Panels | None] | None = None
 
 
 def launch_of(micro_kernel: MicroKernel, layout: GemmLayout, rounding: str) -> Launch | None:
@@ -121,6 +126,13 @@ def execute(launch: Launch, arguments: Arguments) -> None:
         arguments.out.address,
     )
     packed_bytes = launch.packed_bytes
+    if type(arguments.b) is PreparedView and launch.panels is not None:
+        panels = launch.panels(arguments)
+        if panels is not None:
+            job[J.B_PACKED], job[J.PACK_TASKS] = panels.address, 0
+            with buffers.borrow(launch.scratch_bytes) as memory:
+                launch.drive(ctypes.addressof(job), memory)
+            return
     with buffers.borrow(packed_bytes + launch.scratch_bytes) as memory:
         job[J.B_PACKED] = memory
         launch.drive(ctypes.addressof(job), memory + packed_bytes)
