@@ -86,7 +86,7 @@ class _Pool:
         self._noted: deque[tuple[int, int]] = deque()
         self._dead: list[int] = []
         self._dead_bytes = 0
-        self._events: list[Any] = []
+        self.events: list[Any] = []
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
         # What is in use, without an event that will tell how long: for good, unless one comes.
         self.held: dict[int, Sequence[Any]] = {}
@@ -143,30 +143,20 @@ class _Pool:
                 with contextlib.suppress(BackendError):
                     runtime.free(dead.pop())
 
-    # -- order ------------------------------------------------------------------------------------
+    # -- what is held -----------------------------------------------------------------------------
 
-    def order(self, before: int, after: int) -> None:
-        event = self._recorded(before)
-        try:
-            call("cudaStreamWaitEvent", after, event, 0)
-        finally:
-            # A wait means the mark that the event had when it was queued, so the event is free again.
-            self._events.append(event)
-
-    def _recorded(self, stream: int) -> Any:
+    def recorded(self, stream: int) -> Any:
         """Return an event that stands for the work which a stream holds now."""
         try:
-            event = self._events.pop()
+            event = self.events.pop()
         except IndexError:
             event = runtime.create_event()
         try:
             call("cudaEventRecord", event, stream)
         except BaseException:
-            self._events.append(event)
+            self.events.append(event)
             raise
         return event
-
-    # -- what is held -----------------------------------------------------------------------------
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
@@ -174,7 +164,7 @@ class _Pool:
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
-        event = self._recorded(stream)
+        event = self.recorded(stream)
         with self.lock:
             queue = self._kept.setdefault(stream, deque())
             queue.append((event, owners))
@@ -201,7 +191,7 @@ class _Pool:
                         break
                     # A signal handler may have let go of it meanwhile.
                     if queue and queue[0] is first and queue.popleft():
-                        self._events.append(first[0])
+                        self.events.append(first[0])
                         done.append(first[1])
         return self._is_keeping()
 
@@ -227,8 +217,8 @@ class _Pool:
     def reset(self) -> None:
         """Give back the events, too; nobody may be waiting for one."""
         self.release()
-        while self._events:
-            call("cudaEventDestroy", self._events.pop())
+        while self.events:
+            call("cudaEventDestroy", self.events.pop())
 
 
 #: By the runtime, which tests exchange, and the device.
@@ -282,9 +272,16 @@ def own_stream(device: Device) -> int:
 
 def order(before: int, after: int, device: Device) -> None:
     """Have later work of stream ``after`` wait for what stream ``before`` holds now. The host waits for nothing."""
-    if before != after:
-        with runtime.on_device(device.index):  # 1 means the default stream of the current device
-            _pool(device.index).order(before, after)
+    if before == after:
+        return
+    with runtime.on_device(device.index):  # 1 means the default stream of the current device
+        pool = _pool(device.index)
+        event = pool.recorded(before)
+        try:
+            call("cudaStreamWaitEvent", after, event, 0)
+        finally:
+            # A wait means the mark that the event had when it was queued, so the event is free again.
+            pool.events.append(event)
 
 
 def synchronize(stream: int, device: Device) -> None:

@@ -19,13 +19,7 @@ _MIB = 1 << 20
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Call a function of the runtime or the driver and return its value (None if it has none).
-
-    Raises
-    ------
-    BackendError
-        If it reports an error.
-    """
+    """Call a function of the runtime or the driver and return its value, None if it has none."""
     found = libraries()
     module = found.runtime if function.startswith("cuda") else found.driver
     status, *values = getattr(module, function)(*arguments)
