@@ -32,7 +32,7 @@ from lowprec.policy import (
 from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
-    from lowprec import emulation, linalg
+    from lowprec import amp, emulation, linalg
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
@@ -61,6 +61,7 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "amp",
     "autotune",
     "check",
     "cublas_handle",
@@ -88,6 +89,7 @@ __all__ = [
 # What explains, what measures and what solves takes long to import, and few programs need it.
 _LAZY = {
     "PreparedOperand": "lowprec.prepared",
+    "amp": "lowprec.amp",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",

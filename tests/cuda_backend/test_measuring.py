@@ -106,9 +106,9 @@ def turns_of(
         ) -> None:
             self.invocation, self.turns = invocation, turns
 
-        def results(self, *_: Any) -> tuple[()]:
+        def results(self, found: Any, progress: Any) -> Any:
             check(self.invocation, self.turns)
-            return ()
+            return (measuring.Measured(0, found[0], 1.0),)
 
     monkeypatch.setattr(autotune, "Contest", Looks)
     call()

@@ -28,6 +28,7 @@ NAMES = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "amp",
     "autotune",
     "check",
     "cublas_handle",

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from lowprec import dispatch, policy
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
-from lowprec.torch import ambient
+from lowprec.torch import ambient, sharding
 from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -163,6 +163,7 @@ def _product(
                 return recorded
             return _multiply(a, b, mode, alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
+        sharding.ensure_registered()
         seen: Tensor = OPERATOR(a, b, *rest)
         return seen
     transformed: Tensor = _Transformed.apply(a, b, *rest)

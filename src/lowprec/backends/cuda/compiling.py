@@ -72,33 +72,9 @@ class _Arguments(NamedTuple):
 class Launch:
     """A kernel with its grid and its arguments, of which a call sets only what varies.
 
-    The kernel takes addresses, then what never changes, then factors. It is compiled, by :func:`kernel`, at the first
-    call.
-
-    Parameters
-    ----------
-    name, file, definitions, device
-        Of :func:`kernel`.
-    grid : int
-    block : tuple of int
-    addresses : int
-        How many.
-    constants : sequence of int
-    factors : int
-        How many, float64.
+    The kernel, ``kernel(*made_of)``, is compiled at the first call. It takes so many ``addresses``, then the
+    ``constants``, which are integers, then so many ``factors``, which are float64.
     """
-
-    __slots__ = (
-        "_constants",
-        "_extents",
-        "_factors",
-        "_function",
-        "_idle",
-        "_kernel",
-        "_made_of",
-        "_queue",
-        "_set",
-    )
 
     def __init__(
         self,
@@ -233,10 +209,10 @@ def _nvrtc_version() -> str:
     """Return the compiler's version, empty if it cannot be asked."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        _, major, minor = nvrtc.nvrtcVersion()
+        status, major, minor = nvrtc.nvrtcVersion()
     except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation itself tells which
         return ""
-    return f"{major}.{minor}"
+    return "" if status else f"{major}.{minor}"
 
 
 def _stored(path: str) -> bytes | None:

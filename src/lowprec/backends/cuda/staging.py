@@ -87,7 +87,7 @@ class Staging:
         """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
-            runtime.set_zero_async(block + start, nbytes, stream)
+            runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
         a, b = operands = (arguments.a.address, arguments.b.address)
         for i, pack, start, exponents in self._packings:
             pack(operands[i], block + start, block + exponents, stream)
