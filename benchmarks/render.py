@@ -173,7 +173,7 @@ def real(result: Result) -> str:
         cells = parts.setdefault(f"{r['arithmetic']}: error", {})
         cells[f"`{r['mode']}`", r["input"]] = f"{r['normalised']:.1e}"
         extents[r["input"]] = f"{r['m']} x {r['k']} x {r['n']}"
-    text = ", ".join(f"{name} {size}" for name, size in extents.items())
+    text = "; ".join(f"{name} {size}" for name, size in extents.items())
     tables = (_by_row_and_column(*part) for part in parts.items())
     return "\n".join([*tables, f"m x k x n: {text}.\n", _claims(result)])
 
