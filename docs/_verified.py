@@ -60,6 +60,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     "Modes, within the plan's bound": (
         *(f"mode {mode}" for mode in _MODES),
         "mode fp16 beyond float16's range",
+        "schemes that recover FP32",
         "scopes, guard and `rtol`",
         "Inf and NaN",
         Measured("`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS", "override-0", ()),

@@ -44,8 +44,8 @@ MEASUREMENTS = {
     "splits": (40, "How exact and how fast are three products of 16 bits, six of bfloat16?"),
     "heuristics": (30, "How far is the first choice from the best of 32?"),
 }  # fmt: skip
-#: The tests come before this measurement; seconds of one module of them.
-TESTS_BEFORE, TESTS_S = "accuracy", 50
+#: The tests come before this measurement; seconds of one module of them, and of all.
+TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 150
 #: Tests of the kernels alone take longest and say least: they come last.
 LAST_TESTS, LAST_TESTS_S = "test_kernels", 100
 TESTS_QUESTION = "Which features work, by the tests that bear the marker?"

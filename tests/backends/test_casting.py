@@ -53,7 +53,7 @@ def cast_by_kernel(source: np.ndarray, out: np.ndarray, to: NumberFormat | None)
 
 
 @needs_numba
-@pytest.mark.parametrize("to", ROUNDED, ids=str)
+@pytest.mark.parametrize("to", ROUNDED, ids=lambda to: to.name)
 def test_rounding_over_every_exponent(to: NumberFormat, rng: np.random.Generator) -> None:
     values = of_every_exponent(rng)
     found, want = np.empty_like(values), np.empty_like(values)
@@ -72,6 +72,25 @@ def test_widening_of_every_number(dtype: np.dtype[Any]) -> None:
     found = np.empty(codes.shape, np.float32)
     cast_by_kernel(codes, found, None)
     assert_same(found, codes.astype(np.float32))
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "NumPy"])
+@pytest.mark.parametrize("to", ROUNDED, ids=lambda to: to.name)
+@pytest.mark.parametrize("dtype", WIDENED[:2], ids=str)
+def test_stored_numbers_that_a_format_does_not_hold_are_rounded(
+    dtype: np.dtype[Any], to: NumberFormat, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a product with float32 the mode rounds these, too: bfloat16 reaches beyond float16, which is the finer one."""
+    if kernels and not casting.has_kernels():
+        pytest.skip("numba is not installed, or switched off")
+    codes = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    want = codes.astype(np.float32)
+    round_float32(want, to, want)
+    if not kernels:
+        monkeypatch.setattr(casting, "has_kernels", lambda: False)
+    found = np.empty_like(want)
+    cast_by_kernel(codes, found, to)
+    assert_same(found, want)
 
 
 @needs_numba
@@ -290,3 +309,10 @@ def test_int8_is_exact_at_its_extremes(k: int) -> None:
     out = np.empty((9, 7), np.int32)
     gemm.multiply_int8(gemm.multiply_numpy, a, b, out)
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
+
+
+def test_a_signalling_nan_is_widened_in_silence() -> None:
+    """Warnings are errors here."""
+    a = np.full((2, 2), 0x7F800001, np.uint32).view(np.float32)
+    assert np.isnan(lowprec.matmul(a, np.ones((2, 2), np.complex64), math_mode="fp64")).all()
+    assert np.isnan(lowprec.matmul(a, np.eye(2, dtype=np.float32), math_mode="fp64")).all()

@@ -21,7 +21,7 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import buffers, cpuinfo, openblas, threads
+from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, threads
 from lowprec.backends.cpu.packed import job, packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
@@ -427,6 +427,7 @@ def expired_limits() -> int:
     "call",
     [
         pytest.param(openblas.openblas.__wrapped__, id="openblas"),
+        pytest.param(casting.has_kernels.__wrapped__, id="casting"),
         pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads"),

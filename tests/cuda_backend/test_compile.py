@@ -251,7 +251,8 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
     assert (stream, name, extents) == (77, "pack_elements", (1, 1, 1, 256, 1, 1))
-    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, 5, 1, 5, 0, 0, 100]
+    steps = (4, 8, 8)  # elements from line to line, from matrix to matrix, and from part to part
+    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, *steps, 5, 1, 5, 0, 0, 100]
 
 
 def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
@@ -309,6 +310,18 @@ def test_another_version_compiles_anew(
         forget()
         kernel(A=1)
     assert len(core.compiled) == len(files(cache)) == 4
+
+
+@pytest.mark.parametrize(("status", "version"), [(0, "13.1"), (4, "")])
+def test_the_compilers_version_is_known_where_it_tells(
+    status: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else numbers that nothing was written to would stand for one."""
+    nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
+    compiling._nvrtc_version.cache_clear()
+    assert compiling._nvrtc_version() == version
+    compiling._nvrtc_version.cache_clear()
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])

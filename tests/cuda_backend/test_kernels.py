@@ -696,6 +696,7 @@ def every_plan(mode: MathMode) -> Iterator[GemmPlan]:
             continue
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", available_modes(), ids=str)
 def test_plans_ask_only_for_what_is_tested_here(mode: MathMode) -> None:
     asked = []

@@ -15,7 +15,9 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import SoftwareGpu
+from lowprec.arrays import Device
 from lowprec.backends import cuda
+from lowprec.backends.cuda import memory
 from software_cuda.cupy import Cupy
 
 
@@ -140,6 +142,12 @@ def test_a_thread_without_a_context(software: SoftwareGpu, device: int, mode: st
     np.testing.assert_array_equal(software.get(found), TRUE)
 
 
+def test_first_use_makes_the_context_of_that_device_alone(software: SoftwareGpu) -> None:
+    runtime = software.software.runtime
+    in_a_thread(lambda: memory.own_stream(Device(2, 1)))
+    assert runtime.contexts == {1}
+
+
 def test_the_context_of_another_device_comes_back(software: SoftwareGpu) -> None:
     runtime = software.software.runtime
     runtime.cudaSetDevice(0)
@@ -241,6 +249,6 @@ def test_the_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, mode: st
     lowprec.matmul(a, b, out=out, math_mode=mode)
     made = [name.partition(".")[2] for name in software.software.calls[before:]]
     assert made[0] == "cuCtxGetDevice"
-    memory = ("cudaMallocFromPoolAsync", "cudaFreeAsync")
-    assert [x for x in made[1:] if x not in memory] == CALLS[mode]
-    assert made.count(memory[0]) == made.count(memory[1]) == 1
+    around = ("cudaMallocFromPoolAsync", "cudaFreeAsync")
+    assert [x for x in made[1:] if x not in around] == CALLS[mode]
+    assert made.count(around[0]) == made.count(around[1]) == 1

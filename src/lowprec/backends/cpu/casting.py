@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
-from lowprec.formats import NumberFormat
+from lowprec.formats import NumberFormat, dtype_from_name
+from lowprec.planning.bounds import holds
 from lowprec.policy import environment
 
 _KERNELS = "lowprec.backends.cpu.casting_kernels"
@@ -42,7 +44,9 @@ def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
     try:
         found = all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
-    except ValueError:  # a blocked module
+    except ValueError as error:  # a blocked module
+        if not raised_in(error, "importlib.util"):
+            raise
         return False
     return found and not environment.numba_is_off()
 
@@ -55,7 +59,8 @@ def kernels() -> Any:
 @functools.cache
 def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
     """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
-    name = to.name if to is not None and dtype == "float32" else None
+    stored = dtype_from_name(dtype).format
+    name = None if to is None or (stored and holds(to, stored)) else to.name
     casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
     return casts.index((dtype, name)) if (dtype, name) in casts else None
 
@@ -75,7 +80,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
         Sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its transpose
         is. Complex numbers are rounded by component, into complex numbers.
     to : NumberFormat or None
-        TF32, bfloat16 or float16: what float32 sources are rounded to. The others are widened, which is exact.
+        TF32, bfloat16 or float16; None where numbers stay what they are.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
@@ -136,13 +141,12 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
 
 
 def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
-    is_single = out.dtype in (np.float32, np.complex64) and source.dtype == out.dtype
-    if to is None or not is_single:
-        out[...] = source
-        return
-    if not source.flags.c_contiguous:
-        out[...] = source
+    if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
+        with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
+            out[...] = source
         source = out
+    if to is None:
+        return
     # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
     flat = [x.reshape(-1, copy=False).view(np.float32) for x in (source, out)]
     round_float32(flat[0], to, flat[1])
