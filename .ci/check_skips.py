@@ -4,8 +4,8 @@ usage: check_skips.py RESULTS.xml...
 
 A skip is fair where a library is missing, as long as another environment has it. A test that no
 environment executes protects nothing, however green it looks. An expected failure counts as
-executed. What needs units that the machine itself does not have, or data that is no part of the
-checkout, is listed and not held against it.
+executed. What needs units that the machine itself does not have, data that is no part of the
+checkout, or a library that is too large for these environments, is listed and not held against it.
 The last line is the count over all environments.
 """
 
@@ -71,13 +71,18 @@ UNITS = {
     "this machine has no AMX units": "amx_bf16",
     "this machine has no AVX512-BF16 units": "avx512_bf16",
     "this machine has no AVX512-VNNI units": "avx512_vnni",
+    "this machine has no AVX-VNNI units": "avx_vnni",
     # oneDNN multiplies float32 in bfloat16 on these units alone.
     'PyTorch\'s "medium" lowers no precision on this machine': "amx_bf16",
 }
 
 
-#: How the reason begins that `tests/tensor_core_vectors.py` gives; a sample of the data is tested everywhere.
-ABSENT_DATA = "the vectors read off real tensor cores are not beside this checkout"
+#: How reasons begin that no environment here can mend, and what such tests need. A sample of the vectors is tested
+#: everywhere (`tests/tensor_core_vectors.py`).
+ABSENT = {
+    "the vectors read off real tensor cores are not beside this checkout": "data that is no part of the checkout",
+    "libcublasLt is not installed ": "a library that is too large for these environments",
+}
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -103,9 +108,9 @@ def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
     )
 
 
-def lacks_data(said: list[Outcome]) -> bool:
-    """Say whether a test was skipped for data that is no part of the checkout."""
-    return any(r.message.startswith(ABSENT_DATA) for r in said)
+def lacks(said: list[Outcome], reason: str) -> bool:
+    """Say whether a test was skipped for something that no environment here has."""
+    return any(r.message.startswith(reason) for r in said)
 
 
 def main(arguments: list[str]) -> int:
@@ -127,10 +132,11 @@ def main(arguments: list[str]) -> int:
     if excused:
         print(f"{len(excused)} tests need units that this machine's processor does not have")
         never = {test: said for test, said in never.items() if test not in excused}
-    absent = [test for test, said in never.items() if lacks_data(said)]
-    if absent:
-        print(f"{len(absent)} tests need data that is no part of the checkout")
-        never = {test: said for test, said in never.items() if test not in absent}
+    for reason, what in ABSENT.items():
+        absent = [test for test, said in never.items() if lacks(said, reason)]
+        if absent:
+            print(f"{len(absent)} tests need {what}")
+            never = {test: said for test, said in never.items() if test not in absent}
     for (classname, name), said in sorted(never.items()):
         reasons = "; ".join(f"{r.environment}: {r.message}" for r in said)
         print(f"skipped everywhere: {'.'.join(filter(None, (classname, name)))} ({reasons})")

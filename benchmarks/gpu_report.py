@@ -1,11 +1,12 @@
 """Show and measure everything that only a GPU can answer, in one command and within eight minutes.
 
-usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS]
+usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS] [--commit HASH]
 
-First the tests of the CUDA backend that show features, then the measurements. Each part runs in a process of its own
-with a limit of its own; one that crashes or hangs does not take the others along, and the report `DIR/gpu-NAME.json`
-(with a log beside it) is written anew after each. Without a GPU the tests run against the software CUDA, the
-measurements say why they did not run, and the exit status is 0 all the same.
+First what cuBLASLt itself does, then the tests of the CUDA backend that show features, then the measurements. Each part
+runs in a process of its own with a limit of its own; one that crashes or hangs does not take the others along, and the
+report `DIR/gpu-NAME.json` (with a log beside it) is written anew after each. SIGTERM ends it with what it has. Without
+a GPU the tests run against the software CUDA, the measurements say why they did not run, and the exit status is 0 all
+the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -34,9 +37,7 @@ Execute = Callable[..., Result]
 
 def limits() -> dict[str, float]:
     """Return the seconds of each part, in the order in which they run."""
-    seconds = {name: limit for name, (limit, _) in parts.MEASUREMENTS.items()}
-    first = {"device": seconds.pop("device")}
-    return first | dict.fromkeys(tests.modules(), parts.TESTS_S) | seconds
+    return parts.limits(tests.modules())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,11 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         return measure(options)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lowprec-gpu-") as folder:
+    # A limit from outside ends the report with what it has.
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
         path, content = run_all(options, Path(folder), begin=begin)
     _print(content)
     print(f"{time.monotonic() - begin:.0f} s; wrote {path.name} to {path.parent}")
     return 0
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    parts.INTERRUPTED.set()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     names, total = [*limits()], parts.TOTAL_S
     made.add_argument("--parts", type=_names, default=names, metavar="A,B", help="some of them")
     made.add_argument("--limit", type=float, default=total, metavar="SECONDS", help="for all of it")
+    made.add_argument("--commit", help="of the checkout, where it was copied without its history")
     made.add_argument("--child", help=argparse.SUPPRESS)
     made.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     return made
@@ -83,7 +92,12 @@ def run_all(
     for name in options.parts:
         left = options.limit - (time.monotonic() - begin)
         print(f"{time.monotonic() - begin:6.1f} s  {name}", flush=True)
-        results[name] = _run(name, min(limits()[name], left), options, folder, results, execute)
+        try:
+            limit = min(limits()[name], left, _left_for_tests(name, results))
+            found = _run(name, limit, options, folder, results, execute)
+        except Exception as error:  # noqa: BLE001 - one part that cannot be started does not end the report
+            found = parts.not_run(parts.short(error))
+        results[name] = {"question": parts.question(name), **found}
         print(f"{time.monotonic() - begin:6.1f} s    {parts.state(results[name])}", flush=True)
         own = folder / f"{name}.log"
         if own.exists():
@@ -93,6 +107,14 @@ def run_all(
         common.write_json(path, content)
         common.write_text(path.with_suffix(".log"), log)
     return path, content
+
+
+def _left_for_tests(name: str, results: Mapping[str, Result]) -> float:
+    """Return the seconds that modules of tests have left together, so that measurements have theirs."""
+    if name in parts.MEASUREMENTS or name == parts.LAST_TESTS:
+        return math.inf
+    spent = (r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS)
+    return parts.ALL_TESTS_S - sum(spent)
 
 
 def _run(
@@ -105,9 +127,11 @@ def _run(
 ) -> Result:
     """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
-    # Where the description ended too early, whether the driver answers decides.
-    has_gpu = bool(facts.get("gpu", facts.get("nvidia_smi")))
+    # Where lowprec cannot describe it, the driver's own tool decides: the parts then show what is wrong.
+    has_gpu = bool(facts.get("gpu") or facts.get("nvidia_smi"))
     is_test = name not in parts.MEASUREMENTS
+    if parts.INTERRUPTED.is_set():
+        return parts.not_run("the report was interrupted")
     if limit_s < 1:
         return parts.not_run("no time was left")
     if not (is_test or has_gpu or name == "device"):
@@ -144,11 +168,17 @@ def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
     """Return the report: what was found, and what it says about the claims."""
     found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
     found["date"] = machine.today()
+    found["commit"] = found.get("commit") or options.commit
+    try:
+        claims = verdicts.claims(results)
+    except Exception as error:  # noqa: BLE001 - what was measured matters more than what it says
+        claims = []
+        found["claims_error"] = parts.short(error)
     return {
         "benchmark": "gpu",
         "machine": found,
         "settings": {"quick": options.quick, "seed": options.seed, "limit_s": options.limit},
-        "claims": verdicts.claims(results),
+        "claims": claims,
         "results": dict(results),
     }
 

@@ -40,8 +40,8 @@ def _first_line(item: object) -> str:
     return (inspect.getdoc(item) or "").partition("\n\n")[0].replace("``", "`")
 
 
-def mode_table(*, available: bool = True) -> str:
-    """Return the math modes that this version runs, or those that it refuses, with the neighbours' names."""
+def mode_table() -> str:
+    """Return the math modes that this version runs, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
         [
@@ -52,7 +52,7 @@ def mode_table(*, available: bool = True) -> str:
             _gpu_words(row),
         ]
         for row in modes.TABLE
-        if row.available is available
+        if row.available
     ]
     return table(header, rows)
 
@@ -187,7 +187,6 @@ def snippets() -> dict[Path, str]:
     """Return the text of every generated file, the README's own table included."""
     made = {
         "modes.md": mode_table(),
-        "modes_later.md": mode_table(available=False),
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),

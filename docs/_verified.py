@@ -1,7 +1,7 @@
 """What was seen to work on a GPU, feature by feature: read from the committed reports, and from nothing else.
 
 A report is `benchmarks/results/gpu-*.json`, as `benchmarks/gpu_report.py` writes it. A feature is shown by the tests
-that bear its marker, `@pytest.mark.feature("words")`, and by nothing that ran in software; two by measurements.
+that bear its marker, `@pytest.mark.feature("words")`, and by nothing that ran in software; three by measurements.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     "Modes, within the plan's bound": (
         *(f"mode {mode}" for mode in _MODES),
         "mode fp16 beyond float16's range",
+        "schemes that recover FP32",
         "scopes, guard and `rtol`",
         "Inf and NaN",
         Measured("`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS", "override-0", ()),
@@ -86,6 +87,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
             )
         ),
         "JAX: operands still being computed",
+        Measured("JAX: operands pending, dropped and donated", "ordering", ()),
         "arrays known by DLPack alone",
         "several devices",
         "memory does not grow",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,9 +91,9 @@ class SoftwareArray:
 
 
 class _Block:
-    """Memory of a software device, given back with this object."""
+    """Memory of a software device; of one that died ``dead`` gets the address, for a finaliser may run anywhere."""
 
-    def __init__(self, software: Software, nbytes: int, device: int) -> None:
+    def __init__(self, software: Software, nbytes: int, device: int, dead: deque[int]) -> None:
         runtime = software.runtime
         before = runtime.cudaGetDevice()[1]
         runtime.cudaSetDevice(device)
@@ -101,11 +102,10 @@ class _Block:
         assert status == 0, status
         self.nbytes = nbytes
         self.device = device
-        self._runtime = runtime
+        self._dead = dead
 
     def __del__(self) -> None:
-        self._runtime.drain()
-        self._runtime.cudaFree(self.address)
+        self._dead.append(self.address)
 
 
 class SoftwareGpu(Gpu):
@@ -113,11 +113,20 @@ class SoftwareGpu(Gpu):
 
     def __init__(self, software: Software) -> None:
         self.software = software
+        self._dead: deque[int] = deque()
+
+    def drain(self) -> None:
+        """Run everything that is queued, and free the memory of arrays that died."""
+        self.software.drain()
+        while self._dead:
+            self.software.runtime.cudaFree(self._dead.popleft())
 
     def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+        if self._dead:
+            self.drain()
         below, above = span(host)
         offset = (below + _MARGIN_BYTES) // 16 * 16 + beyond_alignment(host)
-        block = _Block(self.software, offset + above + _MARGIN_BYTES, device)
+        block = _Block(self.software, offset + above + _MARGIN_BYTES, device, self._dead)
         made = SoftwareArray(block.address + offset, host, device, block)
         made.view()[...] = host
         return made, block
@@ -151,7 +160,7 @@ class SoftwareGpu(Gpu):
         return np.array_equal(now[~touched], before[~touched])
 
     def free_bytes(self) -> int:
-        self.software.drain()
+        self.drain()
         return int(self.software.runtime.cudaMemGetInfo()[1])
 
     # -- faults -----------------------------------------------------------------------------------
@@ -173,7 +182,7 @@ class SoftwareGpu(Gpu):
         self.software.runtime.sticky.clear()
 
     def live(self) -> dict[str, int]:
-        self.software.drain()
+        self.drain()
         return self.software.live()
 
     def sgemm(self, handle: int, a: Array, b: Array) -> Array:

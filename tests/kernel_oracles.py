@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -96,6 +96,19 @@ def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int
     return view
 
 
+def owner_of(view: np.ndarray) -> np.ndarray:
+    """Return the array in whose memory a view lies.
+
+    Between the two there may be objects that are no arrays: a view made by strides can claim more bytes than there are.
+    """
+    owner, base = view, view.base
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            owner = base
+        base = getattr(base, "base", None)
+    return owner
+
+
 class DeviceCopies:
     """Copies of arrays in the memory of the current device, aligned to 64 bytes as in the host's."""
 
@@ -114,9 +127,7 @@ class DeviceCopies:
         """Copy all memory of which this is a view, and return the address of the view's first element; 0 for None."""
         if view is None:
             return 0
-        root = view
-        while isinstance(root.base, np.ndarray):
-            root = root.base
+        root = owner_of(view)
         start = address(root)
         if start not in self._copies:
             block = runtime.allocate(root.nbytes + 64)
@@ -131,7 +142,7 @@ class DeviceCopies:
         for start, (root, _, copy) in self._copies.items():
             if root.nbytes:
                 runtime.copy_async(start, copy, root.nbytes, self._stream)
-        runtime.synchronize_stream(self._stream)
+        runtime.call("cudaStreamSynchronize", self._stream)
 
 
 @dataclass
@@ -212,8 +223,47 @@ def _parts(array: np.ndarray) -> np.ndarray:
     return np.stack([wide, np.zeros_like(wide)], -1)
 
 
+def round_part(x: np.ndarray, packing: Packing) -> np.ndarray:
+    """Return float32 numbers rounded as the parts of a packing are."""
+    with np.errstate(all="ignore"):
+        if not packing.as_tf32:
+            return x.astype(NUMPY_DTYPES[packing.dtype]).astype(np.float32)
+        bits = (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        return np.where(np.isfinite(x), bits.view(np.float32), x)
+
+
+def packed_parts(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a packing in several parts writes, and the exponents: each part as a packing of its own."""
+    exponents = exponents_of(array) if packing.scaled else np.zeros(0, np.int32)
+    rest = array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
+    rest = np.ascontiguousarray(rest).view(np.float32)
+    if packing.scaled:
+        with np.errstate(all="ignore"):
+            rest = np.ldexp(rest, exponents[..., None])
+    parts = [round_part(rest, packing)]
+    with np.errstate(all="ignore"):
+        while len(parts) < packing.parts:
+            if packing.summed and len(parts) == packing.parts - 1:
+                parts.append(round_part(parts[0] + parts[1], packing))
+                continue
+            rest = (rest - parts[-1]) * np.float32(2**packing.part_exponent)
+            parts.append(round_part(rest, packing))
+    each = replace(packing, parts=1, scaled=False, as_tf32=False, summed=False)
+    written = []
+    for part in parts:
+        numbers = part.view(np.complex64) if array.dtype.kind == "c" else part
+        written.append(packed(numbers, each)[0])
+    if packing.descending:
+        written.reverse()
+    # Side by side in each line, or one matrix after another.
+    axis = -1 if packing.side_by_side else -2
+    return np.concatenate(written, axis), exponents
+
+
 def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
     """Return what a packing writes, shape (..., padded_rows, leading_dimension), and the exponents."""
+    if packing.parts > 1:
+        return packed_parts(array, packing)
     exponents = exponents_of(array) if packing.scaled else np.zeros(0, np.int32)
     batch, target = array.shape[:-2], NUMPY_DTYPES[packing.dtype]
     out = np.zeros((*batch, packing.padded_rows, packing.leading_dimension), target)

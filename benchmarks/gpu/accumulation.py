@@ -94,13 +94,14 @@ def _models(part: Part, options: Options, dtype: str, terms: int) -> None:
     words = {"question": "tensor core", "dtype": dtype, "terms": terms}
     product, offered = _offered(part, words, 1, a, b, compute=compute)
     for algorithm in offered:
-        result = product.run(algorithm)[:_MODELLED]
-        shares = {}
-        for group, bits in MODELS:
-            same = result == modelled(a[:_MODELLED], b, terms, group, bits)
-            shares[f"groups of {group}, {bits} bits"] = float(np.mean(same))
-        rules = [name for name, share in shares.items() if share == 1.0]
-        part.row(**words, rule=rules or ["none of these"], shares=shares, **told(algorithm))
+        with part.attempt(**words):
+            result = product.run(algorithm)[:_MODELLED]
+            shares = {}
+            for group, bits in MODELS:
+                same = result == modelled(a[:_MODELLED], b, terms, group, bits)
+                shares[f"groups of {group}, {bits} bits"] = float(np.mean(same))
+            rules = [name for name, share in shares.items() if share == 1.0]
+            part.row(**words, rule=rules or ["none of these"], shares=shares, **told(algorithm))
 
 
 # -- C --------------------------------------------------------------------------------------------
@@ -136,11 +137,13 @@ def _added(part: Part, options: Options, dtype: str) -> None:
     a, b, c = sum_operands(options.seed, dtype)
     words = {"question": "beta", "dtype": dtype}
     product, offered = _offered(part, words, 4 if options.quick else 32, a, b)
-    for rank, algorithm in enumerate(offered):
-        found = classify_sum(a, b, c, product.run(algorithm, beta=1.0, c=c))
-        # The first choice is what runs.
-        ok = found["rule"] == "to nearest" if rank == 0 else None
-        part.row(ok=ok, **words, rank=rank, **found, **told(algorithm))
+    for rank in part.in_time(range(len(offered)), options):
+        algorithm = offered[rank]
+        with part.attempt(**words, rank=rank):
+            found = classify_sum(a, b, c, product.run(algorithm, beta=1.0, c=c))
+            # The first choice is what runs.
+            ok = found["rule"] == "to nearest" if rank == 0 else None
+            part.row(ok=ok, **words, rank=rank, **found, **told(algorithm))
 
 
 # -- split sums -----------------------------------------------------------------------------------
@@ -161,10 +164,12 @@ def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[st
     allowed = schemes if out == "float32" or schemes == ("MASK",) else ("COMPUTE_TYPE",)
     words = {"question": "split", "dtype": dtype, "out_dtype": out, "allowed": list(allowed)}
     product, offered = _offered(part, words, 64, a, b, out_dtype=out, schemes=allowed)
-    for rank, algorithm in enumerate(offered):
-        info = told(algorithm)
-        if info["split_k"] > 1 or rank == 0:
-            result = product.run(algorithm)
-            same = bool((result.astype(np.float64) == exact.astype(np.float64)).all())
-            ok = None if allowed == ("MASK",) else same
-            part.row(ok=ok, **words, rank=rank, exact=same, **info)
+    for rank in part.in_time(range(len(offered)), options):
+        algorithm = offered[rank]
+        with part.attempt(**words, rank=rank):
+            info = told(algorithm)
+            if info.get("split_k", 1) > 1 or rank == 0:
+                result = product.run(algorithm)
+                same = bool((result.astype(np.float64) == exact.astype(np.float64)).all())
+                ok = None if allowed == ("MASK",) else same
+                part.row(ok=ok, **words, rank=rank, exact=same, **info)

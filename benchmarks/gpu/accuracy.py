@@ -11,11 +11,14 @@ import numpy as np
 import lowprec
 from gpu import libraries
 from gpu.parts import Options, Part, short
+from lowprec.modes import available_modes
 
 #: On Hopper cuBLAS was seen to take tensor cores for TF32 only from m = 16 and min(n, k) = 512 on.
 SIDE, INNER = 512, (512, 2048, 16384)
 
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
+#: Those of several products, and float64: on real matrices alone.
+MORE_MODES = tuple(str(mode) for mode in available_modes() if str(mode) not in MODES)
 SINGLE = ("float32", "complex64")
 STORED = ("float64", "complex128", "float16", "bfloat16", "int8")
 #: (first operand, second operand, out_dtype).
@@ -55,7 +58,7 @@ class Case(NamedTuple):
 
 
 def cases(inner: tuple[int, ...]) -> Iterator[Case]:
-    """Yield all products, those that share operands after one another."""
+    """Yield all products, those that share operands after one another; what the claims are about comes first."""
     for k in inner:
         for distribution in ("normal", "uniform", "wide", "scaled"):
             is_plain = distribution in ("normal", "uniform")
@@ -66,6 +69,10 @@ def cases(inner: tuple[int, ...]) -> Iterator[Case]:
                 yield Case((dtype, dtype), distribution, k)
             for first, second, out in FLOAT8 if is_plain else ():
                 yield Case((first, second), distribution, k, None, out)
+    for k in inner:
+        for distribution in ("normal", "uniform"):
+            for mode in MORE_MODES:
+                yield Case(("float32", "float32"), distribution, k, mode)
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ queued behind a kernel that waits: when that ends, all are there. Medians and ra
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -140,13 +141,20 @@ def contest(
 
     def sample(name: str, _: int) -> tuple[float, float]:
         nonlocal at
+        if name in made.errors:
+            return math.nan, math.nan
         entry = ready[name]
-        taken = entry.sample(clock, at, sets, entry.behind_s)
-        eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else taken
+        try:
+            taken = entry.sample(clock, at, sets, entry.behind_s)
+            eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else taken
+        except Exception as error:  # noqa: BLE001 - one that fails on its way does not spoil the others
+            made.errors[name] = short(error)
+            return math.nan, math.nan
         at += entry.repeats
         return taken, eager
 
-    samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
+    every = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
+    samples = {name: taken for name, taken in every.items() if name not in made.errors}
     made.device_s = {name: [device for device, _ in taken] for name, taken in samples.items()}
     made.eager_s = {name: [eager for _, eager in taken] for name, taken in samples.items()}
     return made

@@ -6,11 +6,11 @@ What costs nothing is told first: an import that hangs must not take the driver'
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
 import machine
 
-from gpu.libraries import optional
 from gpu.parts import Options, Part, short
 
 PACKAGES = (
@@ -31,34 +31,57 @@ def run(part: Part, options: Options) -> None:
     part.fact("nvidia_smi", nvidia_smi())
     part.fact("load_before", machine.load_average())
     part.fact("versions", machine.versions(PACKAGES))
-    name = part.facts["nvidia_smi"].get("name")
-    part.fact("name", slug(name) if name else f"none-{machine.slug()}")
-    try:
-        from lowprec.backends import cuda
+    part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
+    part.fact("gpu", None)
+    for look in (_machine, _gpu, _runtime, _info, _torch):
+        try:
+            look(part)
+        except Exception as error:  # noqa: BLE001 - the report says what it was
+            part.fact(f"error, {look.__name__.strip('_')}", short(error))
+    if not part.facts["gpu"]:
+        part.fact("why_no_gpu", part.facts.get("error, gpu") or "lowprec sees no device")
 
-        found = cuda.info()
-        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
-        part.fact("name", slug(part.facts["gpu"]["devices"][0]["name"]))
-    except Exception as error:  # noqa: BLE001 - the report says what it was
-        part.fact("why_no_gpu", short(error))
-        part.fact("gpu", None)
-    import lowprec
 
+def _machine(part: Part) -> None:
     described = machine.describe()
     described["versions"] |= part.facts["versions"]
-    part.facts |= described | {"name": part.facts["name"]}
-    try:
-        part.fact("lowprec_info", lowprec.info())
-    except Exception as error:  # noqa: BLE001 - the report says what it was
-        part.fact("lowprec_info", short(error))
-    for library in ("torch", "cupy", "jax", "nvmath"):
-        # A wheel that is only on the path has no place in the environment, but it has a version.
-        version = getattr(optional(library), "__version__", None)
-        part.facts["versions"] |= {f"{library} (imported)": str(version)} if version else {}
-        part.save()
-    torch = optional("torch")
-    if part.facts["gpu"] and torch is not None and torch.cuda.is_available():
-        part.fact("torch_cuda", torch.version.cuda)
+    name = part.facts["name"]
+    part.facts |= described | {"name": f"none-{described['name']}" if name == "none" else name}
+    part.save()
+
+
+def _gpu(part: Part) -> None:
+    """Describe the devices as lowprec's backend sees them."""
+    from lowprec.backends import cuda
+
+    found = cuda.info()
+    if found["devices"]:
+        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
+        part.fact("name", slug(found["devices"][0]["name"]))
+
+
+def _runtime(part: Part) -> None:
+    """Ask the runtime without lowprec: what remains where lowprec fails."""
+    from cuda.bindings import runtime
+
+    answers = {
+        name: [str(x) for x in getattr(runtime, name)()]
+        for name in ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
+    }
+    part.fact("runtime", answers)
+
+
+def _info(part: Part) -> None:
+    import lowprec
+
+    part.fact("lowprec_info", lowprec.info())
+
+
+def _torch(part: Part) -> None:
+    import torch
+
+    part.fact("torch_cuda", torch.version.cuda)
+    if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
         part.fact("l2_bytes", getattr(found, "L2_cache_size", None))
 
@@ -77,7 +100,8 @@ def slug(name: str) -> str:
 
 def nvidia_smi() -> dict[str, str]:
     """Return name, clocks and driver as nvidia-smi reads them; nothing where it is missing."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader"]
+    program = shutil.which("nvidia-smi") or "/usr/local/nvidia/bin/nvidia-smi"
+    command = [program, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         values = [word.strip() for word in done.stdout.splitlines()[0].split(",")]

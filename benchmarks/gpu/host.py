@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import timeit
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -43,56 +45,95 @@ def seconds_per_call(
     return found, errors
 
 
-def calls_of(torch: Any, dtype: str, mode: str | None, seed: int) -> dict[str, Call]:
-    """Return the calls on equal operands, each library on its own arrays."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    a, b = (libraries.normal(torch, generator, (SIZE, SIZE), dtype) for _ in range(2))
+Make = Callable[["Small"], dict[str, Call]]
+
+
+class Small:
+    """Equal small operands of one kind, as torch tensors."""
+
+    def __init__(self, torch: Any, dtype: str, mode: str | None, seed: int, device: str) -> None:
+        self.torch, self.dtype, self.mode, self.seed = torch, dtype, mode, seed
+        generator = torch.Generator(device).manual_seed(seed)
+        self.a, self.b = (libraries.normal(torch, generator, (SIZE, SIZE), dtype) for _ in range(2))
+
+
+def _torch(given: Small) -> dict[str, Call]:
+    a, b, mode, torch = given.a, given.b, given.mode, given.torch
     out = torch.empty_like(a)
-    found: dict[str, Call] = {
+    return {
         "lowprec": lambda: lowprec.matmul(a, b, math_mode=mode),
         "lowprec, out=": lambda: lowprec.matmul(a, b, out=out, math_mode=mode),
         "torch": lambda: torch.matmul(a, b),
         "torch, out=": lambda: torch.matmul(a, b, out=out),
     }
-    advanced = libraries.optional("nvmath.linalg.advanced")
-    if advanced is not None:
-        found["nvmath"] = lambda: advanced.matmul(a, b)
-    cupy = libraries.optional("cupy")
-    if cupy is not None and dtype == "float32":
-        x, y = cupy.from_dlpack(a), cupy.from_dlpack(b)
-        found["cupy"] = lambda: cupy.matmul(x, y)
-        found["lowprec on cupy"] = lambda: lowprec.matmul(x, y, math_mode=mode)
-    jax = libraries.optional("jax")
-    if jax is not None:
-        p, q = (jax.numpy.ones((SIZE, SIZE), dtype) for _ in range(2))
-        compiled = jax.jit(jax.numpy.matmul)
-        found["jax, jitted"] = lambda: compiled(p, q)
-        found["lowprec on jax"] = lambda: lowprec.matmul(p, q, math_mode=mode)
-    numbers = np.random.default_rng(seed).standard_normal((2, SIZE, SIZE))
-    compute = "COMPUTE_32F_FAST_TF32" if mode == "tf32" else "COMPUTE_32F"
-    bare = LtProduct(
-        *numbers.astype(libraries.numpy_dtype(dtype)), compute=compute, out_dtype=dtype
-    )
-    # Everything is prepared: the library's call alone.
-    found["cublasLt.matmul"] = bare.bound(bare.algorithms(1)[0])
-    return found
+
+
+def _bare(given: Small) -> dict[str, Call]:
+    """Everything is prepared: the library's call alone."""
+    numbers = np.random.default_rng(given.seed).standard_normal((2, SIZE, SIZE))
+    compute = "COMPUTE_32F_FAST_TF32" if given.mode == "tf32" else "COMPUTE_32F"
+    operands = numbers.astype(libraries.numpy_dtype(given.dtype))
+    bare = LtProduct(*operands, compute=compute, out_dtype=given.dtype)
+    return {"cublasLt.matmul": bare.bound(bare.algorithms(1)[0])}
+
+
+def _nvmath(given: Small) -> dict[str, Call]:
+    advanced = importlib.import_module("nvmath.linalg.advanced")
+    return {"nvmath": lambda: advanced.matmul(given.a, given.b)}
+
+
+def _cupy(given: Small) -> dict[str, Call]:
+    cupy = importlib.import_module("cupy")
+    x, y = (cupy.from_dlpack(tensor) for tensor in (given.a, given.b))
+    return {
+        "cupy": lambda: cupy.matmul(x, y),
+        "lowprec on cupy": lambda: lowprec.matmul(x, y, math_mode=given.mode),
+    }
+
+
+def _jax(given: Small) -> dict[str, Call]:
+    jax = importlib.import_module("jax")
+    p, q = (jax.numpy.ones((SIZE, SIZE), given.dtype) for _ in range(2))
+    compiled = jax.jit(jax.numpy.matmul)
+    return {
+        "jax, jitted": lambda: compiled(p, q),
+        "lowprec on jax": lambda: lowprec.matmul(p, q, math_mode=given.mode),
+    }
+
+
+#: What is claimed is measured first, before any other library is loaded.
+GROUPS: tuple[tuple[Make, ...], ...] = ((_torch, _bare), (_torch, _nvmath, _cupy, _jax))
+
+
+def measure(
+    part: Part, given: Small, group: tuple[Make, ...], wait: Callable[[], None], **counts: int
+) -> None:
+    """Time the calls of a group by turns, and keep a row for each that was not kept before."""
+    calls: dict[str, Call] = {}
+    errors = {}
+    for make in group:
+        try:
+            calls |= make(given)
+        except Exception as error:  # noqa: BLE001 - a library that is missing is not compared
+            errors[make.__name__.strip("_")] = short(error)
+    found, broken = seconds_per_call(calls, wait, seed=given.seed, **counts)
+    kind = {"dtype": given.dtype, "mode": given.mode}
+    kept = {(row["name"], row["dtype"], row["mode"]) for row in part.rows}
+    for name, why in (errors | broken).items():
+        # lowprec must run; of the others it is told.
+        part.row(ok=False if name == "lowprec" else None, name=name, **kind, error=why)
+    for name, taken in found.items():
+        if (name, *kind.values()) not in kept:
+            over = timing.speed_ratio(taken, found["torch"])["median"] if "torch" in found else None
+            part.row(name=name, **kind, seconds=timing.summary(taken), over_torch=over)
 
 
 def run(part: Part, options: Options) -> None:
     """Measure all kinds."""
     import torch
 
-    counts = {"count": 20, "rounds": 3} if options.quick else {"count": 400, "rounds": 15}
-    for dtype, mode in KINDS:
-        calls = calls_of(torch, dtype, mode, options.seed)
-        wait = torch.cuda.synchronize
-        found, errors = seconds_per_call(calls, wait, seed=options.seed, **counts)
-        part.fact(f"errors, {dtype} {mode}", errors)
-        for name, taken in found.items():
-            over = None
-            if "torch" in found:
-                over = timing.speed_ratio(taken, found["torch"])["median"]
-            seconds = timing.summary(taken)
-            part.row(name=name, dtype=dtype, mode=mode, seconds=seconds, over_torch=over)
-        if "lowprec" in errors:
-            part.row(ok=False, name="lowprec", dtype=dtype, mode=mode, error=errors["lowprec"])
+    counts = {"count": 20, "rounds": 3} if options.quick else {"count": 200, "rounds": 15}
+    for group, (dtype, mode) in part.in_time(product(GROUPS, KINDS), options):
+        with part.attempt(name="all", dtype=dtype, mode=mode):
+            given = Small(torch, dtype, mode, options.seed, "cuda")
+            measure(part, given, group, torch.cuda.synchronize, **counts)

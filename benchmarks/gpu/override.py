@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def expected(value: str | None, what: str) -> str | None:
     return "float32" if "PEDANTIC" in what or forbids_tf32 or (is_plain and value is None) else None
 
 
-def probe(seed: int) -> list[dict[str, Any]]:
-    """Return what each compute type and math mode does in this process."""
+def probe(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield what each compute type and math mode does in this process."""
     rng = np.random.default_rng(seed)
     a, b = (
         rng.standard_normal(shape).astype(np.float32)
@@ -81,13 +82,12 @@ def probe(seed: int) -> list[dict[str, Any]]:
 
     ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
     ways |= {f"handle, {name}": functools.partial(handle, name) for name in MATH_MODES}
-    rows = []
     for what, way in ways.items():
         try:
-            rows.append({"what": what, **way()})
+            row = way()
         except Exception as error:  # noqa: BLE001 - one that is refused is an answer
-            rows.append({"what": what, "error_text": short(error)})
-    return rows
+            row = {"error_text": short(error)}
+        yield {"what": what, **row}
 
 
 def _sgemm(math_mode: int, a: Any, b: Any) -> Any:

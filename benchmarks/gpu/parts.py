@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,30 +19,56 @@ import common
 
 #: Seconds for all parts together, and the share of its own limit after which a part should end by itself.
 TOTAL_S, GRACE = 470.0, 0.9
+#: Set where the report itself was told to end: the part that runs is stopped, and no other begins.
+INTERRUPTED = threading.Event()
+#: Seconds between two looks at it.
+_PATIENCE_S = 0.2
 #: Lines of a failing part's output that the report keeps; the log has all.
 _KEPT_LINES = 15
 
-#: By part: seconds after which it is stopped, and what it asks. What matters most comes first, as time may run out; the
-#: tests come after the first part.
+#: By part: seconds after which it is stopped, and what it asks. Short ones that need cuBLASLt alone come first, then
+#: what the claims are about: if all before them take as long as they may, these still have a minute.
 MEASUREMENTS = {
-    "device": (40, "Which machine, which versions?"),
-    "accuracy": (60, "Is every error within the plan's bound?"),
-    "host": (25, "How long is the host busy with a small product?"),
+    "device": (60, "Which machine, which versions?"),
+    "rounding": (20, "How does FAST_TF32 round its operands?"),
+    "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
+    "override": (10, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
+    "override-0": (10, "What with NVIDIA_TF32_OVERRIDE=0?"),
+    "override-1": (10, "What with NVIDIA_TF32_OVERRIDE=1?"),
+    "extents": (15, "From which extents on does TF32 run on tensor cores, does int8 run at all? May C and D differ?"),
+    "epilogues": (15, "Which epilogues does cuBLASLt take for which types?"),
+    "accuracy": (55, "Is every error within the plan's bound?"),
+    "host": (40, "How long is the host busy with a small product?"),
     "speed": (120, "How fast beside torch, CuPy and nvmath?"),
-    "override": (15, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
-    "override-0": (15, "What with NVIDIA_TF32_OVERRIDE=0?"),
-    "override-1": (15, "What with NVIDIA_TF32_OVERRIDE=1?"),
-    "rounding": (15, "How does FAST_TF32 round its operands?"),
-    "accumulation": (25, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
-    "epilogues": (20, "Which epilogues does cuBLASLt take for which types?"),
+    "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "splits": (40, "How exact and how fast are three products of 16 bits, six of bfloat16?"),
     "heuristics": (30, "How far is the first choice from the best of 32?"),
 }  # fmt: skip
-TESTS_S = 100
+#: The tests come before this measurement; seconds of one module of them, and of all.
+TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 150
+#: Tests of the kernels alone take longest and say least: they come last.
+LAST_TESTS, LAST_TESTS_S = "test_kernels", 100
+TESTS_QUESTION = "Which features work, by the tests that bear the marker?"
 #: Set to what stands behind a part's name, and to nothing elsewhere.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 Case = TypeVar("Case")
+
+
+def limits(tests: Iterable[str]) -> dict[str, float]:
+    """Return the seconds of each part, those of these modules of tests included, in the order in which they run."""
+    found: dict[str, float] = {}
+    first = [name for name in tests if name != LAST_TESTS]
+    for name, (seconds, _) in MEASUREMENTS.items():
+        if name == TESTS_BEFORE:
+            found |= dict.fromkeys(first, TESTS_S)
+        found[name] = seconds
+    return found | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
+
+
+def question(name: str) -> str:
+    """Return what a part asks."""
+    return MEASUREMENTS[name][1] if name in MEASUREMENTS else TESTS_QUESTION
 
 
 @dataclass(frozen=True)
@@ -138,9 +165,10 @@ def execute(
 ) -> dict[str, Any]:
     """Run a part in a process and return its result, whatever becomes of it.
 
-    After `limit_s` the process is killed, with all that it started. `reader` returns what the part left behind
-    (`complete`, `facts`, `rows`), or raises ValueError if that is nothing. The result adds `elapsed_s`, the exit status
-    (`exit`, None if it had to be stopped), `error` (empty if all is well), and the end of the output where it is not.
+    After `limit_s`, or if this process is interrupted, it is killed, with all that it started. `reader` returns what
+    the part left behind (`complete`, `facts`, `rows`), or raises if that is nothing. The result adds `elapsed_s`, the
+    exit status (`exit`, None if it had to be stopped), `error` (empty if all is well), and the end of the output where
+    it is not.
     """
     begin = time.monotonic()
     with log.open("wb") as output:
@@ -149,9 +177,7 @@ def execute(
             env=dict(environment), start_new_session=True,
         )  # fmt: skip
         try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
+            status = _wait(process, begin + limit_s)
         finally:
             # What it started may outlive it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -159,18 +185,30 @@ def execute(
             process.kill()
             process.wait()
     result = {**not_run(""), "exit": status, "elapsed_s": round(time.monotonic() - begin, 2)}
-    errors = [f"stopped after {limit_s:.0f} s"] if status is None else []
+    errors = []
+    if status is None:
+        errors.append("interrupted" if INTERRUPTED.is_set() else f"stopped after {limit_s:.0f} s")
     try:
         result |= reader()
         if not result["complete"] and status is not None:
             errors.append("it ended before it was done")
     except ValueError as problem:
         errors.append(str(problem))
+    except Exception as problem:  # noqa: BLE001 - whatever a part leaves behind, the report goes on
+        errors.append(f"what it wrote cannot be read: {short(problem)}")
     if errors and status:
         errors.insert(0, f"exit status {status}")
     text = log.read_text(encoding="utf-8", errors="replace")
     output = [line[:300] for line in text.splitlines()[-_KEPT_LINES:]] if errors else []
     return {**result, "error": "; ".join(errors), "output": output}
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return the exit status; None if the time is over before, or the report is to end."""
+    while not INTERRUPTED.is_set() and time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_PATIENCE_S, deadline - time.monotonic()))
+    return process.poll()
 
 
 def state(result: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu import libraries as own
+from gpu.parts import short
 from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.libraries import libraries
@@ -36,7 +37,7 @@ def upload(array: Any) -> int:
     array = np.ascontiguousarray(array)
     address = runtime.allocate(max(array.nbytes, 1))
     runtime.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
-    runtime.synchronize_stream(STREAM)
+    runtime.call("cudaStreamSynchronize", STREAM)
     return address
 
 
@@ -44,7 +45,7 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a copy in host memory."""
     array = np.empty(shape, dtype)
     runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
-    runtime.synchronize_stream(STREAM)
+    runtime.call("cudaStreamSynchronize", STREAM)
     return array
 
 
@@ -63,7 +64,8 @@ class LtProduct:
     """`d = epilogue(alpha a b + beta c + bias)` for row-major matrices, computed as the column-major transpose.
 
     Operands are NumPy arrays, types of ml_dtypes included; `scales` are FP8's factors of a and b, in memory of the
-    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it.
+    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it; `two_layouts` describes c and d by two
+    descriptors of the same contents.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class LtProduct:
         bias: Any = None,
         scales: Sequence[float] = (),
         inner_contiguous: bool = False,
+        two_layouts: bool = False,
     ) -> None:
         (m, k), n = a.shape, b.shape[1]
         self.shape = (m, n)
@@ -94,14 +97,19 @@ class LtProduct:
         # In cuBLASLt's order: its first operand is b.
         for name, scale in zip(("B_SCALE_POINTER", "A_SCALE_POINTER"), scales, strict=False):
             attributes[name] = upload(np.array([scale], np.float32))
-        operation = bindings.matmul_descriptor(COMPUTE[compute], _cuda(scale_dtype), attributes)
+        operation = bindings.create(
+            "matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes
+        )
         rows, cols = (k, n) if inner_contiguous else (n, k)
         result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
+        second = (
+            bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0)) if two_layouts else result
+        )
         self.product = bindings.MatmulDescriptors(
             operation,
             bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
             bindings.matrix_layout(_cuda(a.dtype.name), k, m, k, (1, 0)),
-            result,
+            second,
             result,
         )
 
@@ -140,14 +148,23 @@ class LtProduct:
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
         return download(self._d, self.shape, self.out_dtype)
 
+    def run_in_place(self, algorithm: Algorithm, c: Any) -> Any:
+        """Return `a b + c`, where d lies in the place of c."""
+        runtime.copy_async(self._d, upload(c), self.nbytes, STREAM)
+        self.bound(algorithm, beta=1.0)()
+        return download(self._d, self.shape, self.out_dtype)
+
 
 def _cuda(name: str) -> int:
     return dtype_from_name(name).cuda_data_type
 
 
 def told(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what cuBLASLt tells of an algorithm."""
-    info = bindings.describe_algorithm(algorithm)
+    """Return what cuBLASLt tells of an algorithm; what was computed by it counts even where that fails."""
+    try:
+        info = bindings.describe_algorithm(algorithm)
+    except Exception as error:  # noqa: BLE001 - the row says what it was
+        return {"told_error": short(error)}
     names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
     found = {name: getattr(info, name) for name in names}
     return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -139,18 +140,35 @@ def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
         found["lowprec tf32"] = Variant(tf32)
         found["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
         return found
-    cupy, advanced = (libraries.optional(n) for n in ("cupy", "nvmath.linalg.advanced"))
-    if cupy is not None:
-        found["cupy"] = _cupy(cupy, kind, operands)
-    if advanced is not None:
-        wishes = {}
-        if kind.compute:
-            wishes = {"compute_type": advanced.MatmulComputeType[kind.compute]}
-        found["nvmath"] = Variant(bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes))))
+    for name, make in (("cupy", _cupy), ("nvmath", _nvmath)):
+        with contextlib.suppress(ImportError):
+            found[name] = _made(functools.partial(make, kind, operands))
     return found
 
 
-def _cupy(cupy: Any, kind: Kind, operands: Operands) -> Variant:
+def _made(make: Callable[[], Variant]) -> Variant:
+    """Return a variant; one that cannot be made fails as it is timed, and is told with the others that do."""
+    try:
+        return make()
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
+        why = error
+
+    def fail(_: int) -> None:
+        raise why
+
+    return Variant(fail)
+
+
+def _nvmath(kind: Kind, operands: Operands) -> Variant:
+    advanced = importlib.import_module("nvmath.linalg.advanced")
+    wishes = {"compute_type": advanced.MatmulComputeType[kind.compute]} if kind.compute else {}
+    return Variant(operands.bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes))))
+
+
+def _cupy(kind: Kind, operands: Operands) -> Variant:
+    cupy = importlib.import_module("cupy")
     shared: list[list[Any]] = []
 
     def call(number: int) -> Any:

@@ -14,8 +14,8 @@ import timing
 
 import lowprec
 from gpu import clock
-from gpu.parts import Options, Part
-from gpu.speed import relative_error
+from gpu.parts import Options, Part, short
+from gpu.speed import relative_error, sets_of
 
 #: By scheme: element type, bits that each further term is shifted by, and which terms are multiplied, smallest first.
 SCHEMES: dict[str, tuple[str, int, tuple[tuple[int, int], ...]]] = {
@@ -77,44 +77,51 @@ def multiply(torch: Any, way: Way, first: list[Any], second: list[Any]) -> Any:
 
 
 def measure(
-    torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock
+    torch: Any, scheme: str, n: int, distribution: str, options: Options, ticks: clock.Clock
 ) -> list[dict[str, Any]]:
-    """Return one row per way for square operands: the error; for normal numbers the speed, too."""
+    """Return one row per way of a scheme for square operands: the error; for normal numbers the speed, too."""
     generator = torch.Generator(ticks.device).manual_seed(options.seed)
     draw = torch.randn if distribution == "normal" else torch.rand
-    a, b = (draw((n, n), generator=generator, device=ticks.device) for _ in range(2))
-
-    def terms(scheme: str) -> list[list[Any]]:
-        return [split(torch, x, scheme) for x in (a, b)]
-
-    def whole(way: Way) -> Any:
-        return multiply(torch, way, *terms(way.scheme))
-
-    def fp32(_: int = 0) -> Any:
-        return lowprec.matmul(a, b, math_mode="fp32")
-
-    ways = [
-        Way(*x) for x in product(SCHEMES, CHUNKS[:1] if options.quick else CHUNKS, (False, True))
+    sets = sets_of(n, 4) if ticks.device == "cuda" and distribution == "normal" else 1
+    pairs = [
+        [draw((n, n), generator=generator, device=ticks.device) for _ in range(2)]
+        for _ in range(sets)
     ]
+
+    def terms(scheme: str, number: int = 0) -> list[list[Any]]:
+        return [split(torch, x, scheme) for x in pairs[number]]
+
+    def whole(way: Way, number: int = 0) -> Any:
+        return multiply(torch, way, *terms(way.scheme, number))
+
+    def fp32(number: int = 0) -> Any:
+        return lowprec.matmul(*pairs[number], math_mode="fp32")
+
+    chunks = CHUNKS[:1] if options.quick else CHUNKS
+    ways = [Way(scheme, *x) for x in product(chunks, (False, True))]
     found = clock.Contest()
     if distribution == "normal":
-        calls = {str(way): lambda _, way=way: whole(way) for way in ways}
-        calls |= {scheme: lambda _, scheme=scheme: terms(scheme) for scheme in SCHEMES}
-        variants = {name: clock.Variant(call) for name, call in {**calls, "fp32": fp32}.items()}
-        found = clock.contest(variants, ticks, sets=1, rounds=3, budget_s=0.0, seed=options.seed)
+        calls = {str(way): lambda number, way=way: whole(way, number) for way in ways}
+        calls |= {"splitting": lambda number: terms(scheme, number), "fp32": fp32}
+        variants = {name: clock.Variant(call) for name, call in calls.items()}
+        found = clock.contest(variants, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
     seconds = {name: timing.summary(taken)["median"] for name, taken in found.device_s.items()}
-    fp32_error = relative_error(torch, fp32(), a, b)
+    fp32_error = relative_error(torch, fp32(), *pairs[0])
     rows = []
     for way in ways:
         row = {**way._asdict(), "n": n, "distribution": distribution, "fp32_error": fp32_error}
         if str(way) in seconds:
             row["seconds"] = seconds[str(way)]
-            row["share_of_splitting"] = seconds[way.scheme] / seconds[str(way)]
-            row["speed_over_fp32"] = found.speed(str(way))["fp32"]
+            splitting = seconds.get("splitting")
+            row["share_of_splitting"] = splitting and splitting / seconds[str(way)]
+            row["speed_over_fp32"] = found.speed(str(way)).get("fp32")
         if why := found.errors.get(str(way)):
             rows.append({**row, "error": why})
-        else:
-            rows.append({**row, "relative_error": relative_error(torch, whole(way), a, b)})
+            continue
+        try:
+            rows.append({**row, "relative_error": relative_error(torch, whole(way), *pairs[0])})
+        except Exception as error:  # noqa: BLE001 - one way that fails is one row
+            rows.append({**row, "error": short(error)})
     return rows
 
 
@@ -124,8 +131,8 @@ def run(part: Part, options: Options) -> None:
 
     ticks = clock.EventClock(torch)
     sizes = SIZES[:1] if options.quick else SIZES
-    for n, distribution in part.in_time(product(sizes, DISTRIBUTIONS), options):
-        with part.attempt(n=n, distribution=distribution):
-            for row in measure(torch, n, distribution, options, ticks):
+    for n, distribution, scheme in part.in_time(product(sizes, DISTRIBUTIONS, SCHEMES), options):
+        with part.attempt(scheme=scheme, n=n, distribution=distribution):
+            for row in measure(torch, scheme, n, distribution, options, ticks):
                 part.row(**row)
         torch.cuda.empty_cache()

@@ -25,8 +25,7 @@ _STOPPED = "it was running when the tests were stopped"
 def modules() -> list[str]:
     """Return the names of the modules that show features; a part of the report each."""
     found = [p for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")]
-    # Those of the kernels alone take longest and say least.
-    return sorted((p.stem for p in found), key=lambda name: (name == "test_kernels", name))
+    return sorted(p.stem for p in found)
 
 
 def command(module: str, *, quick: bool) -> list[str]:

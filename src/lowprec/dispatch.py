@@ -11,11 +11,11 @@ import inspect
 from typing import Any
 
 from lowprec import policy, streams
-from lowprec.arrays import CPU, ArrayView, library_of
-from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
+from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
-from lowprec.executors import look_up
+from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
 from lowprec.tolerance import mode_within
@@ -47,7 +47,7 @@ def matmul(
     a : array, shape (..., m, k) or (k,)
         Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
         float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
-    b : array, shape (..., k, n) or (k,)
+    b : array or PreparedOperand, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
         float16 to float32.
     out : array, shape (..., m, n), optional
@@ -132,7 +132,7 @@ def matmul(
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
-        target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        target = _allocate(library, found, x.device, a)
     else:
         if request.needs_staging(x, y):
             execute = _out_of_place(resolved, x, y, request, target)
@@ -173,6 +173,17 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
     return road(a, b, **given)
 
 
+def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
+    """Return a new array for a result; where memory is short, once more without what lowprec keeps."""
+    try:
+        return library.allocate(found.out_shape, found.out_dtype, device, like)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return library.allocate(found.out_shape, found.out_dtype, device, like)
+
+
 def _out_of_place(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
 ) -> Executor:
@@ -182,8 +193,9 @@ def _out_of_place(
     staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
 
     def execute(arguments: Arguments) -> None:
-        result = backend.allocate(staged.out_shape, staged.out_dtype, device, arguments.stream)
-        staged.execute(arguments._replace(out=result))
-        backend.copy(result, target, arguments.stream)
+        shape, stream = staged.out_shape, arguments.stream
+        with backend.temporary(shape, staged.out_dtype, device, stream) as result:
+            staged.execute(arguments._replace(out=result))
+            backend.copy(result, target, stream)
 
     return execute

@@ -28,7 +28,7 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
     ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
-    ("numba", ("numba",), "compiles the kernels for tile units (AMX)"),
+    ("numba", ("numba",), "compiles lowprec's own kernels"),
     *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
 )
 
@@ -49,11 +49,12 @@ def info() -> dict[str, Any]:
         that a product may take) and ``instruction_sets``, where ``used`` is None if the libraries choose for
         themselves; of a GPU ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``,
         ``peak_tflops`` by format and ``workspace_bytes``. ``gpu``: whether GPUs are used, why not, and the versions
-        behind them. ``libraries`` with version and status (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's.
-        ``mode``: what is in force, who decided, the reasons. ``available_modes``. ``environment``: each variable with
-        its value, its effect and what it may hold. ``frameworks``: each switch for float32 products of each loaded
-        library, as it is now in this thread, with ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and
-        ``problem`` (why it cannot be read). ``warnings``: sentences.
+        behind them. ``libraries`` with version and status (``loaded``, ``installed``, ``missing``). ``blas``:
+        NumPy's, with ``core_type``, the processor that an OpenBLAS's kernels are for. ``mode``: what is in force, who
+        decided, the reasons. ``available_modes``. ``environment``: each variable with its value, its effect and what
+        it may hold. ``frameworks``: each switch for float32 products of each loaded library, as it is now in this
+        thread, with ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot
+        be read). ``warnings``: sentences.
 
     Examples
     --------

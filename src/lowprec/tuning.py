@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -141,13 +142,15 @@ def autotune(
         )
 
     stream = library.current_stream(x.device) or 0
-    target = request.out
-    if target is None:
-        target = backend.allocate(found.out_shape, found.out_dtype, x.device, stream)
-    arguments = request.arguments(x, y, target, stream)
-    if x.device.is_host:
-        measure(arguments)
-    else:
-        streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    with ExitStack() as stack:
+        target = request.out
+        if target is None:
+            result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
+            target = stack.enter_context(result)
+        arguments = request.arguments(x, y, target, stream)
+        if x.device.is_host:
+            measure(arguments)
+        else:
+            streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     able = found.plan.capabilities
     return AutotuneResult(title(found.plan), f"{able.device}: {able.name}", tuple(timed))

@@ -21,7 +21,7 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import buffers, cpuinfo, openblas, threads
+from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, threads
 from lowprec.backends.cpu.packed import job, packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
@@ -408,7 +408,8 @@ def test_a_fork_while_openblas_is_opened() -> None:
         child = os.fork()
         go_on.set()
         if child == 0:
-            os._exit(5 if openblas.openblas() is not None and inherited() == before else 6)
+            as_before = inherited() == before
+            os._exit(5 if as_before and openblas.openblas() is not None else 6)
         asking.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inherited() == before)
     """
@@ -426,6 +427,7 @@ def expired_limits() -> int:
     "call",
     [
         pytest.param(openblas.openblas.__wrapped__, id="openblas"),
+        pytest.param(casting.has_kernels.__wrapped__, id="casting"),
         pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads"),

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +29,7 @@ from lowprec.backends.cpu.packed.micro_kernels import (
     AMX_BF16,
     AVX512_BF16,
     AVX512_VNNI,
+    AVX_VNNI,
     MICRO_KERNELS,
     MicroKernel,
     is_available,
@@ -752,3 +757,48 @@ def test_concurrent_callers(rng: np.random.Generator) -> None:
     for worker in workers:
         worker.join()
     assert wrong == []
+
+
+# --- fewer instruction sets -------------------------------------------------------------------
+
+_WITHOUT_AVX512 = """
+import re
+import numpy as np
+from lowprec.backends.cpu import cpuinfo
+
+cpuinfo._cpuinfo = lambda: {"flags": "avx2 fma avx_vnni"}
+import lowprec
+
+rng = np.random.default_rng(0)
+for m, n, k in ((64, 64, 64), (33, 29, 70), (5, 37, 200), (300, 311, 1030)):
+    a, b = (rng.integers(-128, 128, s).astype(np.int8) for s in ((m, k), (k, n)))
+    assert lowprec.plan(a, b).kernel == "avx_vnni", lowprec.plan(a, b)
+    for x, y in ((a, b), (a, np.asfortranarray(b)), (np.asfortranarray(a), b)):
+        guarded = np.full((m + 2, n + 2), 7, np.int32)
+        lowprec.matmul(x, y, out=guarded[1:-1, 1:-1])
+        assert (guarded[1:-1, 1:-1] == a.astype(np.int64) @ b.astype(np.int64)).all()
+        guarded[1:-1, 1:-1] = 7
+        assert (guarded == 7).all()
+from lowprec.backends.cpu.packed import native
+code = "".join(kernel._library.get_asm_str() for kernel in native._keep_alive)
+assert "ymm" in code
+assert not re.findall("%(?:zmm|k)[0-9]", code)
+print("done")
+"""
+
+
+@needs(AVX_VNNI)
+def test_avx_vnni_without_avx512(tmp_path: Path) -> None:
+    """What packs and writes is compiled for a processor that has AVX2 at most."""
+    features = "+avx,+avx2,+fma,+avxvnni,+bmi,+bmi2,+popcnt,+lzcnt,+f16c,+sse4.2,+movbe"
+    env = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_AVX512],
+        env=env, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

@@ -10,23 +10,27 @@ import pytest
 import lowprec
 import machines
 import oracles
+from lowprec.architectures import Architecture
 from lowprec.backends.cpu import splitting
 from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning import selection
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 SCALED = [m for m in SCHEMES if "fp16" in m]
 ALL = [*SCHEMES, MathMode.FP64, MathMode.FP32_EMULATED]
 
+ARCHITECTURES = [str(architecture) for architecture in Architecture]
+
 TOP, LEAST = np.float32(3.4028235e38), np.float32(2.0**-149)
 
 
 def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> splitting.Split:
-    found = row(mode)
+    found, shape = row(mode), x.shape
     with contextlib.ExitStack() as stack:
         made = splitting.split(
-            x, x.dtype, found, found.operand_format, found.parts, scaled_over, stack
+            np.atleast_2d(x), x.dtype, found, found.operand_format, found.parts, scaled_over, stack
         )
-        return splitting.Split([part.copy() for part in made.parts], made.exponents)
+        return splitting.Split([part.reshape(shape).copy() for part in made.parts], made.exponents)
 
 
 def every_exponent(rng: np.random.Generator, each: int = 64) -> np.ndarray:
@@ -233,6 +237,20 @@ def test_fp64_rounds_after_the_epilogue(rng):
     assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp32").item() == 0
 
 
+@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])
+def test_fp64_rounds_to_a_narrow_result_once(name, digits):
+    """1 + 2^-11 + 2^-30: to float32 it is 1 + 2^-11, a tie of float16's, and would go to even."""
+    x, y = np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32), np.ones((2, 1), np.float32)
+    for sign in (1, -1):
+        found = lowprec.matmul(sign * x, y, out_dtype=name, math_mode="fp64")
+        assert float(found.item()) == sign * (1 + 2.0 ** (1 - digits))
+    for extreme in (np.inf, -np.inf, np.nan, 3e38, 1e-45, 0.0):
+        found = lowprec.matmul(np.float32([[extreme]]), y[:1], out_dtype=name, math_mode="fp64")
+        with np.errstate(over="ignore"):
+            want = np.float32([[extreme]]).astype(found.dtype)
+        np.testing.assert_array_equal(found.astype(np.float32), want.astype(np.float32))
+
+
 @pytest.mark.parametrize("mode", ["bf16x6", "fp16x3", "fp64"])
 def test_out_may_be_the_addend(mode, rng):
     a, b = operands(rng, np.float32, (9, 40), (40, 7))
@@ -291,6 +309,61 @@ def test_errors_are_within_rtol_on_every_rung(machine, bound, rng):
         for rtol in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
             found = lowprec.matmul(a, b, rtol=rtol, bound=bound)
             assert np.linalg.norm(found - exact) <= rtol * size
+
+
+#: Each takes a generator and a shape (count, ...), and returns that many matrices. Those of constants round all alike:
+#: their errors come closest to the guaranteed bound, and are not what the probable one assumes.
+RANDOM_MATRICES = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "positive": lambda rng, shape: rng.random(shape),
+    "wide": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.uniform(-30, 30, shape),
+    "log-uniform": lambda rng, shape: 2.0 ** rng.uniform(-8, 8, shape),
+    "cancelling": lambda rng, shape: rng.choice([-1, 1], shape) * (1 + 2.0**-12 * rng.random(shape)),
+    "constants": lambda rng, shape: np.broadcast_to(
+        1 + 2.0 ** rng.choice([-8, -11, -17], (shape[0], 1, 1)) * (1 - 0.1 * rng.random((shape[0], 1, 1))), shape
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", ["guaranteed", "probable"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        "this machine",
+        "hopper",
+        pytest.param("NumPy alone", marks=pytest.mark.sweep),
+        pytest.param(machines.SOFTWARE_TILES, marks=pytest.mark.sweep),
+        pytest.param("volta", marks=pytest.mark.sweep),
+    ],
+)
+def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monkeypatch):
+    """100 problems each of 100 shapes, by the loosest mode that promises enough: the cheap ones of every device.
+
+    The guaranteed bound always holds. The probable one may fail for one result in a thousand, and a result is 100
+    problems.
+    """
+    monkeypatch.setattr(selection, "expected_cost", lambda plan: -plan.bound.relative)
+    names = list(RANDOM_MATRICES)[: -1 if bound == "probable" else None]
+    failures, taken = 0, set()
+    emulated = (
+        contextlib.nullcontext() if machine not in ARCHITECTURES else lowprec.emulate(machine)
+    )
+    selection._select.cache_clear()
+    try:
+        with machines.on(machine), emulated:
+            for number in range(100):
+                m, n, k = (int(2 ** rng.uniform(0, top)) for top in (4, 4, 11))
+                draw = RANDOM_MATRICES[names[number % len(names)]]
+                a, b = (draw(rng, (100, *s)).astype(np.float32) for s in ((m, k), (k, n)))
+                rtol = 10.0 ** rng.uniform(-7, -2)
+                taken.add(lowprec.plan(a, b, rtol=rtol, bound=bound).mode)
+                error = lowprec.matmul(a, b, rtol=rtol, bound=bound) - a.astype(np.float64) @ b
+                size = np.linalg.norm(a, axis=(1, 2)) * np.linalg.norm(b, axis=(1, 2))
+                failures += np.any(np.linalg.norm(error, axis=(1, 2)) > rtol * size)
+    finally:
+        selection._select.cache_clear()
+    assert failures == 0
+    assert len(taken) >= 5
 
 
 def test_a_bound_without_rtol_is_a_mistake():

@@ -39,6 +39,10 @@ def test_the_public_name_is_the_function() -> None:
     assert lowprec.info is info
 
 
+#: What the kernels for AVX-512 need.
+AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
+
+
 def test_everything_is_ready_for_json() -> None:
     found = info()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -177,6 +181,49 @@ def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tiles["present"], tiles["used"]) == (True, False)
     assert any("numba is not installed" in w for w in found["warnings"])
     assert any("scipy-openblas64 is not installed" in w for w in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "core_type", "held", "says"),
+    [
+        (AVX512, "Haswell", None, "set OPENBLAS_CORETYPE=SkylakeX before"),
+        (AVX512, "Haswell", "Haswell", "OPENBLAS_CORETYPE=Haswell holds it there; unset it"),
+        (AVX512, "SkylakeX", None, None),
+        (AVX512, "Cooperlake", None, None),
+        (AVX512, None, None, None),
+        (frozenset({"avx2", "fma"}), "Haswell", None, None),
+        (frozenset(), "ARMV8", None, None),
+    ],
+)
+def test_a_blas_below_the_machine(
+    flags: frozenset[str],
+    core_type: str | None,
+    held: str | None,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(cpu_module, "_numpys_core_type", lambda: core_type)
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    if held is not None:
+        monkeypatch.setenv("OPENBLAS_CORETYPE", held)
+    found = info()
+    assert found["blas"]["core_type"] == core_type
+    warnings = [w for w in found["warnings"] if "NumPy's OpenBLAS has its kernels" in w]
+    assert len(warnings) == (says is not None)
+    if says is not None:
+        assert says in warnings[0]
+
+
+def test_the_kernels_of_numpys_blas_are_those_that_threadpoolctl_finds() -> None:
+    controlling = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
+    found = {
+        x["architecture"]
+        for x in controlling.threadpool_info()
+        if x["internal_api"] == "openblas" and "numpy" in x["filepath"]
+    }
+    core_type = info()["blas"]["core_type"]
+    assert found == set() if core_type is None else found == {core_type}
 
 
 def test_an_nvidia_driver_that_is_of_no_use(

@@ -20,6 +20,8 @@ from device_fixture import Gpu
 from lowprec import executors
 from lowprec.backends import cuda
 from lowprec.backends.cuda import compiling, disk
+from software_cuda.descriptors import SoftwareLtError
+from software_cuda.objects import INTERNAL_ERROR
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 TRUE = oracles.product(A, A)
@@ -266,6 +268,25 @@ def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     software.forgive()
     assert len(found.timed) >= 2
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+
+
+def test_where_no_candidate_runs_the_reason_is_told(
+    software: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that there is no algorithm, which would also send the product another way."""
+
+    def refuse(*_: object) -> None:
+        raise SoftwareLtError(INTERNAL_ERROR, "the device is ill")
+
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
+    monkeypatch.setattr(software.software.cublas_lt, "matmul", refuse, raising=False)
+    x = software.put(A)
+    ill = r"INTERNAL_ERROR \(14\): the device is ill"
+    with pytest.raises(lowprec.BackendError, match=ill):
+        lowprec.matmul(x, x)
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
+    with pytest.raises(lowprec.BackendError, match=ill):
+        lowprec.autotune(x, x)
 
 
 def test_a_failure_in_the_midst_leaves_the_old_choice(software: Gpu) -> None:

@@ -59,6 +59,7 @@ class Compiler:
         self.compiled: list[tuple[str, dict[str, Any]]] = []
         self.loaded: list[bytes] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.described: set[int] = set()
         self.refuses: tuple[bytes, ...] = ()
         self.error: str | None = None
         self.ProgramOptions = dict
@@ -87,6 +88,7 @@ class Compiler:
         addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
         arguments = [c_int64.from_address(x).value for x in addresses]
         self.launched.append((stream, tuple(extents), kernel, *arguments))
+        self.described.add(parameters)
         return (0,)
 
 
@@ -222,7 +224,7 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
 def test_each_architecture_has_its_own(core: Compiler) -> None:
     forget()
     kernel()
-    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core))
+    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 
@@ -249,7 +251,8 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
     assert (stream, name, extents) == (77, "pack_elements", (1, 1, 1, 256, 1, 1))
-    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, 5, 1, 5, 0, 0, 100]
+    steps = (4, 8, 8)  # elements from line to line, from matrix to matrix, and from part to part
+    assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, *steps, 5, 1, 5, 0, 0, 100]
 
 
 def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
@@ -263,6 +266,7 @@ def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> No
         factors = np.array(arguments[-4:]).view(np.float64)
         np.testing.assert_array_equal(factors, [0.5 * number, 0, 0, 2])
     assert core.launched[0][5:-4] == core.launched[1][5:-4]
+    assert len(core.described) == 1
 
 
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
@@ -308,6 +312,18 @@ def test_another_version_compiles_anew(
     assert len(core.compiled) == len(files(cache)) == 4
 
 
+@pytest.mark.parametrize(("status", "version"), [(0, "13.1"), (4, "")])
+def test_the_compilers_version_is_known_where_it_tells(
+    status: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else numbers that nothing was written to would stand for one."""
+    nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
+    compiling._nvrtc_version.cache_clear()
+    assert compiling._nvrtc_version() == version
+    compiling._nvrtc_version.cache_clear()
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
 def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path) -> None:
     forget()
@@ -334,6 +350,22 @@ def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Pa
     with pytest.warns(LowprecWarning, match="the driver does not load it: CUDA_ERROR_INVALID"):
         assert kernel(A=1) == ("epilogue", code)
     assert len(core.compiled) == 2
+
+
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(
+    core: Compiler, cache: Path
+) -> None:
+    forget()
+    _, code = kernel(A=1)
+    (path,) = files(cache)
+    path.unlink()
+    core.refuses = (code,)
+    forget()
+    with pytest.raises(
+        BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"
+    ):
+        kernel(A=1)
+    assert files(cache) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(

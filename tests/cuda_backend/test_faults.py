@@ -108,8 +108,9 @@ def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
             break
         failures += bool(said)
         check(f"after a fault in call {position}: {said}")
-    # Few calls are such that it makes no difference whether they worked.
-    assert failures >= (position - 1) * 2 // 3 > 1
+    # For some calls it makes no difference whether they worked: memory is asked for twice, and a device that is not
+    # told is made the current one.
+    assert failures >= (position - 1) * 2 // 5 > 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,8 +169,10 @@ def test_errors_name_the_product(software: Gpu) -> None:
 def test_too_little_memory(software: Gpu) -> None:
     start_anew()
     x, y = software.put(A), software.put(B)
+    name = "runtime.cudaMallocFromPoolAsync"
     with (
-        software.failing_call("runtime.cudaMalloc"),
+        software.failing_call(name),
+        software.failing_call(name),
         pytest.raises(MemoryError, match=r"cuda:0 has no .* MiB of memory left"),
     ):
         lowprec.matmul(x, y)

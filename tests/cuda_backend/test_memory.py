@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from lowprec.arrays import Device, device_memory
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.errors import BackendError, DeviceMemoryError
+from software_cuda.driver import DeviceDriver
 
 GPU, OTHER_GPU = Device(2, 0), Device(2, 1)
 LEGACY, FIRST, SECOND, CAPTURED = 1, 11, 12, 13
@@ -60,7 +62,12 @@ class Runtime:
     cudaError_t = Status
     cudaStreamCaptureStatus = CaptureStatus
     cudaStreamCaptureMode = CaptureMode
-    cudaDeviceAttr = types.SimpleNamespace(cudaDevAttrClockRate=13)
+    cudaDeviceAttr = types.SimpleNamespace(
+        cudaDevAttrClockRate=13, cudaDevAttrMemoryPoolsSupported=115
+    )
+    cudaMemAllocationType = types.SimpleNamespace(cudaMemAllocationTypePinned=1)
+    cudaMemLocationType = types.SimpleNamespace(cudaMemLocationTypeDevice=1)
+    cudaMemPoolAttr = types.SimpleNamespace(cudaMemPoolAttrReleaseThreshold=4)
     cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDefault=4)
     cudaEventDefault = 0
     cudaEventDisableTiming = 2
@@ -77,6 +84,13 @@ class Runtime:
         self.streams: list[tuple[int, int]] = []
         self.log: list[tuple[Any, ...]] = []
         self.fails: set[str] = set()
+        self.pools: list[int] = []
+        self.keeps: dict[int, int] = {}
+        self.has_pools = True
+        self.lock = threading.RLock()
+
+    def driver(self) -> DeviceDriver:
+        return DeviceDriver(self)
 
     def finish(self, stream: int) -> None:
         self.busy.discard(stream)
@@ -113,20 +127,57 @@ class Runtime:
         return Status.cudaSuccess, found
 
     def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Status, int]:
-        return Status.cudaSuccess, 1
+        return Status.cudaSuccess, int(attribute != 115 or self.has_pools)
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> tuple[Status, CaptureMode]:
         before, self.mode = self.mode, mode
         return Status.cudaSuccess, before
 
+    @staticmethod
+    def cudaMemPoolProps() -> Any:
+        return types.SimpleNamespace(location=types.SimpleNamespace())
+
+    def cudaMemPoolCreate(self, wanted: Any) -> tuple[Status, int]:
+        assert (wanted.allocType, wanted.location.type) == (1, 1)
+        self.pools.append(wanted.location.id)
+        return Status.cudaSuccess, len(self.pools)
+
+    def cudaMemPoolSetAttribute(self, pool: int, attribute: int, value: int) -> tuple[Status]:
+        assert attribute == 4
+        self.keeps[self.pools[pool - 1]] = value
+        return (Status.cudaSuccess,)
+
+    def cudaMemPoolTrimTo(self, pool: int, nbytes: int) -> tuple[Status]:
+        return self._status("cudaMemPoolTrimTo", self.pools[pool - 1], nbytes)
+
+    def cudaDeviceGraphMemTrim(self, device: int) -> tuple[Status]:
+        return self._status("cudaDeviceGraphMemTrim", device)
+
+    def cudaMallocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[Status, int]:
+        assert self.pools[pool - 1] == self.device
+        return self._allocate("cudaMallocFromPoolAsync", nbytes, stream)
+
+    def cudaFreeAsync(self, address: int, stream: int) -> tuple[Status]:
+        (status,) = self._status("cudaFreeAsync", address, stream)
+        if status == Status.cudaSuccess:
+            with self.lock:
+                device, _ = self.allocated.pop(address)
+            assert device == self.device
+        return (status,)
+
     def cudaMalloc(self, nbytes: int) -> tuple[Status, int]:
         assert self.mode is CaptureMode.cudaStreamCaptureModeRelaxed
-        used = sum(n for device, n in self.allocated.values() if device == self.device)
-        if used + nbytes > self.memory_bytes:
-            return Status.cudaErrorMemoryAllocation, 0
-        address, self.next_address = self.next_address, self.next_address + nbytes
-        self.allocated[address] = (self.device, nbytes)
-        self.log.append(("cudaMalloc", nbytes))
+        return self._allocate("cudaMalloc", nbytes)
+
+    def _allocate(self, name: str, nbytes: int, *stream: int) -> tuple[Status, int]:
+        assert nbytes
+        with self.lock:
+            used = sum(n for device, n in self.allocated.values() if device == self.device)
+            if used + nbytes > self.memory_bytes:
+                return Status.cudaErrorMemoryAllocation, 0
+            address, self.next_address = self.next_address, self.next_address + nbytes
+            self.allocated[address] = (self.device, nbytes)
+            self.log.append((name, nbytes, *stream))
         return Status.cudaSuccess, address
 
     def cudaFree(self, address: int) -> tuple[Status]:
@@ -179,14 +230,9 @@ class Runtime:
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
     stand_in = Runtime()
-    before = use(Libraries(None, None, stand_in, None))
+    before = use(Libraries(None, None, stand_in, None, stand_in.driver()))
     yield stand_in
     use(before)
-
-
-@pytest.fixture
-def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_LIMIT_BYTES", 1 * MIB)
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -199,100 +245,134 @@ def test_the_module_is_the_provider(runtime: Runtime) -> None:
     assert block.address in runtime.allocated
 
 
-def test_a_block_is_reused_on_its_own_stream_only(runtime: Runtime) -> None:
-    block = memory.allocate(1000, GPU, FIRST)
-    address = block.address
-    assert memory.allocate(1000, GPU, FIRST).address != address  # it is alive
-    del block
-    assert memory.allocate(1000, GPU, SECOND).address != address
-    again = memory.allocate(1024, GPU, FIRST)
-    assert again.address == address
-    assert memory.allocate(1024, GPU, FIRST).address != address
-    assert memory.allocate(1025, GPU, FIRST).address != address
+def test_temporary_memory_goes_back_in_the_order_of_its_stream(runtime: Runtime) -> None:
+    for n, stream in enumerate((LEGACY, FIRST, CAPTURED), 1):
+        with memory.temporary(1000 * n, 0, stream) as address:
+            assert address in runtime.allocated
+        assert runtime.log == [
+            ("cudaMallocFromPoolAsync", 1000 * n, stream),
+            ("cudaFreeAsync", address, stream),
+        ]
+        runtime.log.clear()
+    assert runtime.allocated == {}
+
+
+def test_what_fails_between_does_not_hide_behind_what_is_given_back(runtime: Runtime) -> None:
+    runtime.fails = {"cudaFreeAsync"}
+    with pytest.raises(ValueError, match="first"), memory.temporary(10, 0, FIRST):
+        raise ValueError("first")
+    with (
+        pytest.raises(BackendError, match="cudaFreeAsync failed"),
+        memory.temporary(10, 0, FIRST),
+    ):
+        pass
+    # Neither is lost.
+    assert len(runtime.allocated) == 2
+    memory.release()
+    assert runtime.allocated == {}
 
 
 def test_devices_do_not_share_memory(runtime: Runtime) -> None:
     first, second = (memory.allocate(10, device, LEGACY) for device in (GPU, OTHER_GPU))
     assert [runtime.allocated[x.address][0] for x in (first, second)] == [0, 1]
-    address = first.address
-    del first
-    assert memory.allocate(10, OTHER_GPU, LEGACY).address != address
     assert runtime.device == 0
+    assert runtime.pools == [0, 1]
 
 
 def test_no_bytes_have_an_address_too(runtime: Runtime) -> None:
-    assert memory.allocate(0, GPU, FIRST).address in runtime.allocated
+    block = memory.allocate(0, GPU, FIRST)
+    assert block.address in runtime.allocated
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 511, 512, 513, 4097, 1_000_000, MIB, MIB + 1, 3 << 30])
-def test_sizes_waste_little(nbytes: int) -> None:
-    size = memory._rounded(nbytes)
-    assert size % 512 == 0
-    assert nbytes <= size <= max(nbytes + 512, nbytes * 9 / 8)
-
-
-def test_few_sizes_serve_many(runtime: Runtime) -> None:
-    assert len({memory._rounded(n) for n in range(MIB + 1, 2 * MIB, 997)}) == 8
-
-
-@pytest.mark.usefixtures("small_limit")
-def test_what_is_unused_is_bounded_and_the_oldest_goes_first(runtime: Runtime) -> None:
-    blocks = [memory.allocate(n * 1024, GPU, FIRST) for n in (400, 500, 600)]
-    addresses = [x.address for x in blocks]
-    while blocks:
-        del blocks[0]
+def test_what_a_pool_keeps_is_bounded(runtime: Runtime) -> None:
     memory.allocate(10, GPU, FIRST)
-    assert [x in runtime.allocated for x in addresses] == [False, False, True]
+    runtime.memory_bytes = 64 << 30
+    memory.allocate(10, OTHER_GPU, FIRST)
+    assert runtime.keeps == {0: 128 * MIB, 1: 2 << 30}
 
 
 def test_memory_is_found_by_giving_back_what_is_unused(runtime: Runtime) -> None:
     held = memory.allocate(6 * MIB, GPU, FIRST)
     for stream in (FIRST, SECOND):
         memory.allocate(5 * MIB, GPU, stream)
-    assert memory.allocate(9 * MIB, GPU, FIRST).address in runtime.allocated
-    assert held.address in runtime.allocated
+    with memory.temporary(9 * MIB, 0, FIRST) as address:
+        assert runtime.allocated.keys() == {held.address, address}
     with pytest.raises(DeviceMemoryError, match=r"cuda:0 has no 12\.0 MiB of memory left"):
         memory.allocate(12 * MIB, GPU, FIRST)
 
 
-def test_shared_blocks_wait_for_the_whole_device(
+def test_arrays_that_died_wait_for_the_whole_device(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
-    seen = set()
-    for _ in range(3):
-        block = memory.allocate(MIB, GPU, FIRST)
-        block.share()
-        seen.add(block.address)
-        del block
-    assert len(seen) == 3
+    addresses = {memory.allocate(MIB, GPU, FIRST).address for _ in range(4)}
     assert runtime.count("cudaDeviceSynchronize") == 0
-    fourth = memory.allocate(MIB, GPU, FIRST)
-    assert fourth.address not in seen
-    fourth.share()
-    del fourth  # more than the limit: the next call waits, once, and all four are free
-    assert memory.allocate(10, GPU, SECOND)
-    assert runtime.count("cudaDeviceSynchronize") == 1
-    assert memory.allocate(MIB, GPU, FIRST).address in seen
-
-
-def test_shared_blocks_are_given_back_when_memory_runs_out(runtime: Runtime) -> None:
-    block = memory.allocate(10 * MIB, GPU, FIRST)
-    block.share()
-    del block
-    assert memory.allocate(12 * MIB, GPU, SECOND)
+    assert runtime.allocated.keys() == addresses
+    memory.allocate(10, GPU, SECOND)  # more than the limit: one wait for all four
     names = [entry[0] for entry in runtime.log]
-    assert names == ["cudaMalloc", "cudaDeviceSynchronize", "cudaFree", "cudaMalloc"]
+    assert names[4:] == ["cudaDeviceSynchronize", *["cudaFree"] * 4, "cudaMallocFromPoolAsync"]
+    assert not addresses & runtime.allocated.keys()
 
 
-def test_memory_of_a_graph_is_never_reused_nor_freed(runtime: Runtime) -> None:
-    memory.allocate(1000, GPU, CAPTURED)
-    (address,) = runtime.allocated
-    assert memory.allocate(1000, GPU, CAPTURED).address != address
-    assert memory.allocate(1000, GPU, FIRST).address != address
-    memory.release()
-    assert address in runtime.allocated
+def test_how_many_arrays_wait_is_bounded(runtime: Runtime) -> None:
+    for _ in range(memory._MAX_DEAD + 3):
+        memory.allocate(1, GPU, FIRST)
+    assert runtime.count("cudaDeviceSynchronize") == 1
     assert len(runtime.allocated) == 2
+
+
+def test_arrays_that_died_are_given_back_when_memory_runs_out(runtime: Runtime) -> None:
+    memory.allocate(10 * MIB, GPU, FIRST)
+    block = memory.allocate(12 * MIB, GPU, SECOND)
+    names = [entry[0] for entry in runtime.log]
+    assert names == [
+        "cudaMallocFromPoolAsync",
+        "cudaDeviceSynchronize",
+        "cudaFree",
+        "cudaMemPoolTrimTo",
+        "cudaDeviceGraphMemTrim",
+        "cudaMallocFromPoolAsync",
+    ]
+    assert list(runtime.allocated) == [block.address]
+
+
+def test_nothing_is_waited_for_while_capturing(runtime: Runtime) -> None:
+    """Waiting for the device would end the capture."""
+    with pytest.raises(DeviceMemoryError, match=r"no 20\.0 MiB"):
+        memory.temporary(20 * MIB, 0, CAPTURED)
+    assert runtime.log == []
+
+
+def test_arrays_that_died_wait_while_capturing(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the device would end the capture here, too."""
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", MIB)
+    blocks = [memory.allocate(MIB, GPU, FIRST) for _ in range(2)]
+    blocks.clear()
+    memory.allocate(10, GPU, CAPTURED)
+    assert runtime.count("cudaDeviceSynchronize") == 0
+    memory.allocate(10, GPU, FIRST)
+    assert runtime.count("cudaDeviceSynchronize") == 1
+
+
+def test_an_array_is_no_part_of_a_graph(runtime: Runtime) -> None:
+    block = memory.allocate(1000, GPU, CAPTURED)
+    assert runtime.log == [("cudaMalloc", 1000)]
+    del block
+    memory.release()
+    assert runtime.allocated == {}
+
+
+def test_a_device_without_pools(runtime: Runtime) -> None:
+    runtime.has_pools = False
+    with memory.temporary(1000, 0, FIRST) as address:
+        assert runtime.log == [("cudaMalloc", 1000)]
+    assert address in runtime.allocated  # the stream may be at work on it
+    with pytest.raises(BackendError, match="cudaDevAttrMemoryPoolsSupported is 0"):
+        memory.temporary(1000, 0, CAPTURED)
+    memory.release()
+    assert runtime.allocated == {}
 
 
 def test_release_gives_everything_back_but_living_blocks(runtime: Runtime) -> None:
@@ -300,20 +380,19 @@ def test_release_gives_everything_back_but_living_blocks(runtime: Runtime) -> No
     for device in (GPU, OTHER_GPU):
         memory.allocate(1000, device, SECOND)
         memory.order(FIRST, SECOND, device)
-    shared = memory.allocate(1000, GPU, FIRST)
-    shared.share()
-    del shared
     memory.release()
     assert list(runtime.allocated) == [held.address]
+    memory.reset()
     assert runtime.events == []
-    address = held.address
-    del held
-    assert memory.allocate(1000, GPU, FIRST).address == address
+    for device in (0, 1):
+        assert ("cudaMemPoolTrimTo", device, 0) in runtime.log
+        assert ("cudaDeviceGraphMemTrim", device) in runtime.log
 
 
 def test_blocks_of_another_runtime_stay_out(runtime: Runtime) -> None:
     block = memory.allocate(1000, GPU, FIRST)
-    before = use(Libraries(None, None, Runtime(), None))
+    other = Runtime()
+    before = use(Libraries(None, None, other, None, other.driver()))
     try:
         del block
         memory.allocate(1000, GPU, FIRST)
@@ -356,13 +435,14 @@ def test_a_block_may_die_inside_the_pools_lock(runtime: Runtime) -> None:
             self.itself = self
             self.block = memory.allocate(1000, GPU, FIRST)
 
-    pool = memory._pool(GPU)
+    pool = memory._pool(GPU.index)
     cycle = Cycle()
     address = cycle.block.address
     del cycle
-    with pool._lock:
+    with pool.lock:
         gc.collect()
-    assert memory.allocate(1000, GPU, FIRST).address == address
+    memory.release()
+    assert address not in runtime.allocated
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -486,7 +566,7 @@ def test_letting_go_may_come_back_to_the_pool(runtime: Runtime) -> None:
             free.append(not lock._is_owned())
 
     free: list[bool] = []
-    lock = memory._pool(GPU)._lock
+    lock = memory._pool(GPU.index).lock
     runtime.busy = {FIRST}
     memory.keep([Nested()], FIRST, GPU)
     runtime.finish(FIRST)
@@ -508,11 +588,12 @@ def test_the_end_of_the_process_is_quiet() -> None:
     """In its own process: blocks and owners that are alive at the end, some of them in cycles."""
     code = f"""
 import runpy, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use
 runtime = runpy.run_path({__file__!r})["Runtime"]()
-use(Libraries(None, None, runtime, None))
+use(Libraries(None, None, runtime, None, runtime.driver()))
 class Owner:
     def __del__(self): print("finalizing:", sys.is_finalizing(), flush=True)
 class Cycle: pass
@@ -529,15 +610,18 @@ memory.keep([Owner()], 11, Device(2, 0))
 def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     """In its own process: another thread lets go of operands, with the pool's lock, while the process is forked."""
     code = f"""
-import os, runpy, threading
+import os, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import software_cuda
 from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
-from lowprec.backends.cuda.libraries import Libraries, use
-use(Libraries(None, None, runpy.run_path({__file__!r})["Runtime"](), None))
-pool = memory._pool(Device(2, 0))
+software_cuda.install()
+device = Device(2, 0)
+memory.keep([object()], 1, device)
+(pool,) = memory._pools.values()
 taken, leave = threading.Event(), threading.Event()
 def hold():
-    with pool._lock:
+    with pool.lock:
         taken.set()
         leave.wait()
 thread = threading.Thread(target=hold)
@@ -545,7 +629,7 @@ thread.start()
 taken.wait()
 child = os.fork()
 if not child:
-    memory.allocate(10, Device(2, 0), 11)
+    memory.keep([object()], 1, device)
     os._exit(0)
 _, status = os.waitpid(child, 0)
 leave.set()

@@ -185,4 +185,16 @@ def test_tf32_without_tensor_cores_is_told(
     assert ("no tensor cores" in rows["units"]) is (flags & 0xFF == 1)
     if "note" in rows:
         assert "multiplies float32" in rows["note"]
-        assert rows["note"] in str(lowprec.plan(x, x, math_mode=mode))
+        assert rows["note"] in " ".join(str(lowprec.plan(x, x, math_mode=mode)).split())
+
+
+# -- C and D --------------------------------------------------------------------------------------
+
+
+def test_a_product_is_added_in_place(software: SoftwareGpu) -> None:
+    """C and D are one matrix, which cuBLASLt 13 takes by one descriptor alone."""
+    x, y, out = software.put(A), software.put(B), software.put(C)
+    assert lowprec.matmul(x, y, c=out, beta=2.0, out=out) is out
+    np.testing.assert_array_equal(software.get(out), TRUE + 2 * C)
+    assert "fallback" not in dict(lowprec.plan(x, y, c=out, beta=2.0, out=out).algorithm)
+    assert "cuLaunchKernel" not in " ".join(software.software.calls)

@@ -19,6 +19,7 @@ import pytest
 import lowprec
 from device_fixture import Gpu
 from lowprec.backends.cuda import bindings
+from lowprec.modes import available_modes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -71,6 +72,18 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
 
 
+def test_what_is_not_told_loses_no_result(
+    load: Load, rows: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> Any:
+        raise RuntimeError("attribute 15 has 4 bytes")
+
+    monkeypatch.setattr(load("gpu.raw").bindings, "describe_algorithm", broken)
+    found = rows("rounding")
+    assert {r["told_error"] for r in found} == {"RuntimeError: attribute 15 has 4 bytes"}
+    assert "to nearest, ties away from zero" in {r["rule"] for r in found}
+
+
 def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
     assert rules == {
@@ -96,6 +109,30 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     narrow = [r for r in split if r["reduction"] == "OUTPUT_TYPE" and r["out_dtype"] != "float32"]
     assert {r["exact"] for r in narrow} == {False}
     assert all(r["allowed"] == ["MASK"] for r in narrow)
+
+
+def test_extents(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    found = rows("extents")
+    assert not [r for r in found if r["ok"] is False]
+    tf32 = [r for r in found if r["question"] == "TF32 by extents"]
+    assert len(tf32) == 6
+    assert all(r["taken"] and r["tensor_cores"] for r in tf32)
+    eight = [r for r in found if r["question"] == "int8 by rows"]
+    assert {r["ok"] for r in eight if r["taken"]} == {True}
+    in_place = [r for r in found if r["question"] == "c in the place of d"]
+    assert {(r["descriptors"], r["ok"]) for r in in_place} >= {(1, True)}
+    assert len(in_place) == 6
+
+
+def test_a_wrong_sum_in_place_is_noticed(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = load("gpu.raw")
+    plain = raw.LtProduct.bound
+    monkeypatch.setattr(raw.LtProduct, "bound", lambda self, algorithm, **_: plain(self, algorithm))
+    part = load("gpu.parts").Part(tmp_path / "part.json")
+    load("gpu.extents")._in_place(part, "bfloat16", "float32", False, 0)
+    assert [r["ok"] for r in part.rows] == [False]
 
 
 def test_compute_types_and_handles(load: Load) -> None:
@@ -147,6 +184,7 @@ def test_accuracy(load: Load, software: Gpu) -> None:
     assert [r for r in found if r["ok"] is not True] == []
     kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
     assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds
+    assert {mode for _, mode, _ in kinds} == {None, *map(str, available_modes())}
     # The flags that the claims are about.
     by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
     assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)

@@ -147,13 +147,10 @@ def test_a_warm_product_is_captured(cuda: software.Software, cupy: Any, mode: st
         x, y, out = cupy.asarray(A), cupy.asarray(B), cupy.empty((16, 32), np.float32)
         lowprec.matmul(x, y, out=out, math_mode=mode)
         own.synchronize()
-        before = set(cuda.runtime.memory.live())
         cuda.runtime.begin_capture(own.ptr)
         lowprec.matmul(x, y, out=out, math_mode=mode)
         graph = cuda.runtime.end_capture(own.ptr)
         assert "matmul" in graph.labels
-        kept = set(cuda.runtime.memory.live()) - before
-        assert kept, "a graph has memory of its own, a workspace at least"
         for turn in range(3):
             changed = A + turn
             cuda.runtime.cudaMemcpyAsync(x.data.ptr, changed.ctypes.data, A.nbytes, 4, own.ptr)
@@ -163,7 +160,3 @@ def test_a_warm_product_is_captured(cuda: software.Software, cupy: Any, mode: st
         lowprec.matmul(cupy.asarray(A * 2), y, math_mode=mode)
         graph.replay()
         np.testing.assert_array_equal(cupy.asnumpy(out), (A + 2) @ B)
-    # It stays for good, as the graph may.
-    assert kept <= set(cuda.runtime.memory.live())
-    for block in kept:
-        cuda.runtime.memory.drop(block)

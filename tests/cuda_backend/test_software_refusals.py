@@ -364,9 +364,37 @@ def test_objects_that_are_none(cuda: Software) -> None:
             lt.matmul_desc_set_attribute(product.operation, attribute, number.ctypes.data, 8)
         with pytest.raises(lt.cuBLASLtError, match="a null pointer"):
             lt.matmul_desc_set_attribute(product.operation, attribute, 0, 4)
+        number[0], pointer = 77, number.ctypes.data
+        for unknown in (-1, 9, 63):
+            with pytest.raises(lt.cuBLASLtError, match=f"no attribute {unknown}$") as caught:
+                lt.matmul_desc_set_attribute(product.operation, unknown, pointer, 4)
+            assert caught.value.status == INVALID_VALUE
+            with pytest.raises(lt.cuBLASLtError, match=f"no attribute {unknown}$"):
+                lt.matmul_desc_get_attribute(product.operation, unknown, pointer, 4, 0)
+        for nbytes in (1, 8):  # a buffer that is too large is refused as well
+            with pytest.raises(lt.cuBLASLtError, match=f"has 4 bytes, not {nbytes}"):
+                lt.matmul_desc_get_attribute(product.operation, attribute, pointer, nbytes, 0)
+        lt.matmul_desc_get_attribute(product.operation, attribute, 0, 0, pointer)
+        assert number[0] == 4
         assert cuda.live()["handles"] == cuda.live()["descriptors"] == 1
         assert cuda.live()["layouts"] == 4
     assert not any(cuda.live().values())
+
+
+def test_the_configuration_of_64_zeros_is_zero(cuda: Software) -> None:
+    """As with the real library, which looks at the bytes when it is to multiply, or is asked for capabilities."""
+    lt, zeros = cuda.cublas_lt, np.zeros(64, np.uint8)
+    for member in lt.MatmulAlgoConfigAttribute:
+        number = np.full(1, 7, lt.get_matmul_algo_config_attribute_dtype(member))
+        lt.matmul_algo_config_get_attribute(
+            zeros.ctypes.data, member, number.ctypes.data, number.nbytes, 0
+        )
+        assert number[0] == 0
+    with pytest.raises(lt.cuBLASLtError, match="no algorithm of this library") as caught:
+        lt.matmul_algo_cap_get_attribute(
+            zeros.ctypes.data, lt.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS, number.ctypes.data, 8, 0
+        )  # fmt: skip
+    assert caught.value.status == INVALID_VALUE
 
 
 def test_a_handle_belongs_to_a_device(cuda: Software) -> None:

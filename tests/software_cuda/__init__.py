@@ -66,7 +66,7 @@ class Software:
         self.runtime = Runtime(self.recorder, devices, order)
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime, version)
-        self.core = Core(self.recorder, self.runtime)
+        self.core = Core(self.recorder, self.runtime, version // 10000)
         self.driver = Driver(self.recorder, self.core)
         self.libraries = Libraries(
             self.cublas_lt, self.cublas, self.runtime, self.core, self.driver

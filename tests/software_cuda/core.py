@@ -26,6 +26,8 @@ from cuda.bindings import driver as real_driver
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from numpy.typing import NDArray
 
+from software_cuda.driver import Contexts
+from software_cuda.machine import Status
 from software_cuda.recorder import Fault, Part, Recorder, function
 from software_cuda.runtime import Refusal, Runtime
 
@@ -50,8 +52,9 @@ def compiler() -> str | None:
 class Core(Part):
     """Stands for ``cuda.core``."""
 
-    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, recorder: Recorder, runtime: Runtime, cuda_major: int) -> None:
         super().__init__("core", real, recorder)
+        self.cuda_major = cuda_major
         self.__version__ = real.__version__
         self.runtime = runtime
         self.ProgramOptions = real.ProgramOptions
@@ -95,6 +98,8 @@ class Core(Part):
         """
         runtime = self.runtime
         with runtime.lock:
+            if runtime.context is None:  # the driver makes none, other than the runtime
+                raise Refusal(Status.cudaErrorDeviceUninitialized)
             runtime.check_sticky()
             found = runtime.stream(stream, current=True)
             device = found.device
@@ -102,14 +107,17 @@ class Core(Part):
             def run() -> None:
                 kernel.run(config, values, runtime, device)
 
-            runtime.enqueue(found, f"kernel {kernel.name}", run, 0.005)
+            cost_ms = 0.005
+            if kernel.name == "spin":
+                cost_ms = values[0].value / runtime.devices[device].clock_khz
+            runtime.enqueue(found, f"kernel {kernel.name}", run, cost_ms)
 
 
-class Driver(Part):
+class Driver(Contexts):
     """Stands for ``cuda.bindings.driver``."""
 
     def __init__(self, recorder: Recorder, core: Core) -> None:
-        super().__init__("driver", real_driver, recorder)
+        super().__init__(recorder, core.runtime)
         self._core = core
 
     def failed(self, function: str, status: Any) -> Any:
@@ -176,6 +184,10 @@ class _Program:
         if plan is not None:
             raise NVRTCError("NVRTC_ERROR_COMPILATION: compile was made to fail")
         assert target_type == "cubin"
+        if self._arch in ("sm_70", "sm_72") and core.cuda_major >= 13:
+            raise NVRTCError(
+                "NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)"
+            )
         library = _compiled(self._code)
         digest = hashlib.sha256(library).hexdigest()
         header = json.dumps({"arch": self._arch, "digest": digest}).encode()

@@ -16,6 +16,7 @@ from nvmath.bindings import cublasLt as real
 from software_cuda import tables
 from software_cuda.algorithms import Algorithm, fits_shape, made_for, relative_time, search
 from software_cuda.arithmetic import Call, strided
+from software_cuda.attributes import CONFIG, CONFIG_OFFSETS, attributes
 from software_cuda.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects, SoftwareLtError
 from software_cuda.memory import Memory
 from software_cuda.objects import (
@@ -24,6 +25,7 @@ from software_cuda.objects import (
     NOT_SUPPORTED,
     LtRefusal,
     Use,
+    known_attribute,
     read_host,
 )
 from software_cuda.problem import Matrix, Problem, problem, validate
@@ -130,22 +132,24 @@ class CublasLt(Objects):
             raise LtRefusal(NOT_SUPPORTED, f"the algorithm wants steps of {found.alignment} bytes")
         return found
 
-    def _read_algorithm(
-        self, values: dict[int, int], dtype_of: Any, attribute: int, rest: tuple[int, ...]
-    ) -> None:
-        if attribute not in values:
-            raise SoftwareLtError(NOT_SUPPORTED, f"attribute {attribute} is not modelled")
-        self.write(np.array(values[attribute], dtype_of(attribute)).tobytes(), *rest)
-
     @function
     def matmul_algo_config_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
-        dtype_of = real.get_matmul_algo_config_attribute_dtype
-        self._read_algorithm(_unpacked(algo).config(), dtype_of, attribute, rest)
+        """Read bytes of an algorithm, whatever these are."""
+        try:
+            data = read_host(algo, real.matmul_algo_dtype.itemsize)
+            row = known_attribute(attributes(CONFIG, self.version), attribute)
+        except LtRefusal as refusal:
+            raise SoftwareLtError(refusal.status, refusal.why) from None
+        start = CONFIG_OFFSETS[row.number]
+        self.write(data[start : start + row.nbytes], *rest)
 
     @function
     def matmul_algo_cap_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
-        dtype_of = real.get_matmul_algo_cap_attribute_dtype
-        self._read_algorithm(_unpacked(algo).capabilities(), dtype_of, attribute, rest)
+        values = _unpacked(algo).capabilities()
+        if attribute not in values:
+            raise SoftwareLtError(NOT_SUPPORTED, f"attribute {attribute} is not modelled")
+        dtype = real.get_matmul_algo_cap_attribute_dtype(attribute)
+        self.write(np.array(values[attribute], dtype).tobytes(), *rest)
 
     # -- the product ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.
 
 from __future__ import annotations
 
+import math
 import threading
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
@@ -65,9 +66,13 @@ class Cupy(ModuleType):
 
     def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
         """Return a new array on the current device; its memory is ordered on the current stream."""
+        self.runtime.make_context()
         device = self.runtime.device
-        memory = empty(self.runtime, shape, dtype, device, self.current().stream)
-        return self.ndarray(memory, device)
+        memory, nbytes = self.runtime.memory, math.prod(shape) * np.dtype(dtype).itemsize
+        if memory.used[device] + nbytes > memory.limits[device]:
+            raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
+        made = empty(self.runtime, shape, dtype, device, self.current().stream)
+        return self.ndarray(made, device)
 
     def asarray(self, values: Any) -> _Array:
         """Return a copy of host memory, row-major, written in the order of the current stream."""
@@ -80,6 +85,10 @@ class Cupy(ModuleType):
         """Return a copy in host memory, after the work of the current stream."""
         self.current(array.device.id).synchronize()
         return checked(self.runtime, array.memory, array.device.id).copy()
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's own."""
 
 
 class _Device:
@@ -107,13 +116,18 @@ class _Stream:
     cupy: Cupy
 
     def __init__(
-        self, *, null: bool = False, non_blocking: bool = True, device: int | None = None
+        self,
+        *,
+        null: bool = False,
+        ptds: bool = False,
+        non_blocking: bool = True,
+        device: int | None = None,
     ) -> None:
         runtime = self.cupy.runtime
         self.device_id = runtime.device if device is None else device
-        if null:
-            self.ptr = 0
-            self.stream = runtime.stream_of(self.device_id, 0)
+        if null or ptds:
+            self.ptr = 2 if ptds else 0  # per-thread default stream: another in each thread
+            self.stream = runtime.stream_of(self.device_id, self.ptr)
         else:
             self.stream = RuntimeStream(0, self.device_id, blocking=not non_blocking)
             runtime.scheduler.streams.append(self.stream)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublasLt as real
 
+from software_cuda.attributes import attributes
 from software_cuda.objects import (
     ALLOC_FAILED,
     INTERNAL_ERROR,
@@ -22,6 +23,7 @@ from software_cuda.objects import (
     Object,
     Registry,
     Use,
+    known_attribute,
     set_attribute,
     write_attribute,
 )
@@ -36,6 +38,11 @@ _STATUS_NAMES = {
 #: Bytes that a handle keeps on its device.
 _HANDLE_BYTES = 4096
 DESCRIPTOR, LAYOUT, PREFERENCE = "matmul descriptor", "matrix layout", "preference"
+_ATTRIBUTES_OF = {
+    DESCRIPTOR: "matmul_desc",
+    LAYOUT: "matrix_layout",
+    PREFERENCE: "matmul_preference",
+}
 
 
 class SoftwareLtError(real.cuBLASLtError):
@@ -73,6 +80,7 @@ class Objects(Part):
         super().__init__("cublas_lt", real, recorder)
         self.runtime = runtime
         self.version = version
+        self._known = {kind: attributes(name, version) for kind, name in _ATTRIBUTES_OF.items()}
         self.objects = Registry(recorder)
         self.tf32_forbidden: bool | None = None
         self._handle_memory: dict[int, int] = {}
@@ -137,18 +145,29 @@ class Objects(Part):
     # -- descriptors ------------------------------------------------------------------------------
 
     def _remove(self, number: int, kind: str) -> None:
+        if not number:  # as with free(NULL)
+            return
         self.get(number, kind)
         self.objects.remove(number, kind)
 
-    def _set(self, kind: str, dtype_of: Any, arguments: tuple[int, ...]) -> None:
+    def _set(self, kind: str, arguments: tuple[int, ...]) -> None:
         number, *rest = arguments
         found = self.get(number, kind)
         with Use(found, self.recorder):
             self.let_others_run()
             try:
-                set_attribute(found, dtype_of, *rest)
+                set_attribute(found, self._known[kind], *rest)
             except LtRefusal as refusal:
                 raise SoftwareLtError(refusal.status, refusal.why) from None
+
+    def _get(self, kind: str, arguments: tuple[int, ...]) -> None:
+        number, attribute, *rest = arguments
+        found = self.get(number, kind)
+        try:
+            row = known_attribute(self._known[kind], attribute)
+            write_attribute(found.attributes.get(row.number, row.first), *rest)
+        except LtRefusal as refusal:
+            raise SoftwareLtError(refusal.status, refusal.why) from None
 
     @function
     def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
@@ -164,16 +183,11 @@ class Objects(Part):
 
     @function
     def matmul_desc_set_attribute(self, *arguments: int) -> None:
-        self._set(DESCRIPTOR, real.get_matmul_desc_attribute_dtype, arguments)
+        self._set(DESCRIPTOR, arguments)
 
     @function
-    def matmul_desc_get_attribute(
-        self, number: int, attribute: int, buffer: int, nbytes: int, written: int
-    ) -> None:
-        found = self.get(number, DESCRIPTOR)
-        dtype = np.dtype(real.get_matmul_desc_attribute_dtype(attribute))
-        data = found.attributes.get(int(attribute), bytes(dtype.itemsize))
-        self.write(data, buffer, nbytes, written)
+    def matmul_desc_get_attribute(self, *arguments: int) -> None:
+        self._get(DESCRIPTOR, arguments)
 
     @function
     def matrix_layout_create(self, data_type: int, rows: int, cols: int, ld: int) -> int:
@@ -190,7 +204,11 @@ class Objects(Part):
 
     @function
     def matrix_layout_set_attribute(self, *arguments: int) -> None:
-        self._set(LAYOUT, real.get_matrix_layout_attribute_dtype, arguments)
+        self._set(LAYOUT, arguments)
+
+    @function
+    def matrix_layout_get_attribute(self, *arguments: int) -> None:
+        self._get(LAYOUT, arguments)
 
     @function
     def matmul_preference_create(self) -> int:
@@ -202,7 +220,11 @@ class Objects(Part):
 
     @function
     def matmul_preference_set_attribute(self, *arguments: int) -> None:
-        self._set(PREFERENCE, real.get_matmul_preference_attribute_dtype, arguments)
+        self._set(PREFERENCE, arguments)
+
+    @function
+    def matmul_preference_get_attribute(self, *arguments: int) -> None:
+        self._get(PREFERENCE, arguments)
 
     def write(self, data: bytes, buffer: int, nbytes: int, written: int) -> None:
         try:

@@ -34,7 +34,9 @@ class DeviceModel:
     ----------
     name : str
     capability : tuple of int
-    memory_bytes, multiprocessors, clock_khz : int
+    memory_bytes, multiprocessors, clock_khz, l2_bytes : int
+    has_pools : bool
+        Whether it allocates in the order of streams.
     """
 
     name: str = "Software H200"
@@ -42,6 +44,8 @@ class DeviceModel:
     memory_bytes: int = 1 << 30
     multiprocessors: int = 132
     clock_khz: int = 1_980_000
+    l2_bytes: int = 1 << 16
+    has_pools: bool = True
 
 
 class Refusal(Exception):
@@ -80,6 +84,7 @@ def api(
                             method(self, *arguments)
                         raise Refusal(plan.status or _FAILURES.get(name, Status.cudaErrorUnknown))
                     if not always:
+                        self.make_context()
                         self.check_sticky()
                     if unsafe:
                         self.check_unsafe(name)
@@ -99,6 +104,7 @@ def api(
 #: Errors that a test provokes without saying which.
 _FAILURES = {
     "cudaMalloc": Status.cudaErrorMemoryAllocation,
+    "cudaMallocFromPoolAsync": Status.cudaErrorMemoryAllocation,
     "cudaEventCreateWithFlags": Status.cudaErrorMemoryAllocation,
     "cudaStreamCreateWithFlags": Status.cudaErrorMemoryAllocation,
     "cudaGetDeviceCount": Status.cudaErrorNoDevice,
@@ -128,6 +134,8 @@ class Machine(Part):
         self.sticky: dict[int, Any] = {}
         self.captures: list[Capture] = []
         self.thread = threading.local()
+        #: Devices on which somebody made the primary context.
+        self.contexts: set[int] = set()
         self.handles = itertools.count(0x51000000, 0x40)
         self.streams: dict[int, Stream] = {}
         self._foreign: dict[int, Stream] = {}
@@ -143,8 +151,19 @@ class Machine(Part):
 
     @property
     def device(self) -> int:
-        """The current device of this thread."""
-        return getattr(self.thread, "device", 0)
+        """The current device of this thread: that of its context, else the one that it set, else the first."""
+        return self.context if self.context is not None else getattr(self.thread, "device", 0)
+
+    @property
+    def context(self) -> int | None:
+        """The device of this thread's context, None where it has none."""
+        found: int | None = getattr(self.thread, "context", None)
+        return found
+
+    def make_context(self) -> None:
+        """Give this thread the primary context of its device, as the runtime does where it needs one."""
+        self.thread.context = self.device
+        self.contexts.add(self.device)
 
     def check_sticky(self) -> None:
         """Refuse everything on a device whose memory was misused."""

@@ -28,11 +28,18 @@ class Allocation:
     Parameters
     ----------
     device, nbytes : int
+    owner : object
+        The pool or the capture that it comes from, None for memory of ``cudaMalloc``.
+
+    Attributes
+    ----------
+    alive : bool
+        Whether it may be used; not before its allocation has run, where that is a piece of work.
     """
 
-    __slots__ = ("address", "alive", "buffer", "device", "memory", "nbytes")
+    __slots__ = ("address", "alive", "buffer", "device", "memory", "nbytes", "owner")
 
-    def __init__(self, device: int, nbytes: int) -> None:
+    def __init__(self, device: int, nbytes: int, owner: object = None) -> None:
         self.buffer = np.empty(nbytes + ALIGNMENT + 2 * _MARGIN, np.uint8)
         begin = self.buffer.ctypes.data
         self.address = -(-(begin + _MARGIN) // ALIGNMENT) * ALIGNMENT
@@ -41,7 +48,8 @@ class Allocation:
         self.buffer.fill(POISON)
         self.device = device
         self.nbytes = nbytes
-        self.alive = True
+        self.owner = owner
+        self.alive = owner is None
 
 
 class Memory:
@@ -73,13 +81,16 @@ class Memory:
         """Return the address of new memory, 0 if there is not that much left."""
         if self.used[device] + nbytes > self.limits[device]:
             return 0
-        self._forget_old()
-        block = Allocation(device, nbytes)
         self.used[device] += nbytes
+        return self.add(Allocation(device, nbytes)).address
+
+    def add(self, block: Allocation) -> Allocation:
+        """Make an allocation known."""
+        self._forget_old()
         place = bisect_right(self._bases, block.address)
         self._bases.insert(place, block.address)
         self._blocks.insert(place, block)
-        return block.address
+        return block
 
     def free(self, address: int) -> bool:
         """Free an allocation by its first address; return whether there was one."""
@@ -91,10 +102,14 @@ class Memory:
 
     def drop(self, block: Allocation) -> None:
         """Free an allocation; a finaliser may do so in the midst of any other call."""
+        self.used[block.device] -= block.nbytes
+        self.end(block)
+        self._quarantine.append(block)
+
+    def end(self, block: Allocation) -> None:
+        """Have nobody use an allocation from now on."""
         block.alive = False
         block.memory.fill(POISON)
-        self.used[block.device] -= block.nbytes
-        self._quarantine.append(block)
 
     def _forget_old(self) -> None:
         kept = sum(x.nbytes for x in list(self._quarantine))
@@ -124,7 +139,9 @@ class Memory:
         if block is None:
             raise Fault(f"{what}: illegal address {address:#x}, where nothing is allocated")
         if not block.alive:
-            raise Fault(f"{what}: illegal address {address:#x}, whose memory was freed")
+            raise Fault(
+                f"{what}: illegal address {address:#x}, whose memory was freed, or not yet allocated"
+            )
         if device is not None and block.device != device:
             raise Fault(
                 f"{what}: address {address:#x} is on device {block.device}, not on {device}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from software_cuda.attributes import Attribute
 from software_cuda.recorder import Recorder
 
 # ``cublasStatus_t``.
@@ -133,19 +134,34 @@ def read_host(address: int, nbytes: int) -> bytes:
 
 
 def set_attribute(
-    target: Object, dtype_of: Callable[[int], Any], attribute: int, address: int, nbytes: int
+    target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int
 ) -> None:
-    """Read the value of an attribute, whose size must be right."""
-    size = np.dtype(dtype_of(attribute)).itemsize
-    if nbytes != size:
-        raise LtRefusal(INVALID_VALUE, f"attribute {attribute} has {size} bytes, not {nbytes}")
-    target.attributes[int(attribute)] = read_host(address, nbytes)
+    """Read the value of an attribute, which must be known and have this size."""
+    row = known_attribute(known, attribute)
+    if nbytes != row.nbytes:
+        raise LtRefusal(
+            INVALID_VALUE, f"attribute {attribute} has {row.nbytes} bytes, not {nbytes}"
+        )
+    data = read_host(address, nbytes)
+    if row.most is not None and int.from_bytes(data, "little") > row.most:
+        raise LtRefusal(INVALID_VALUE, f"attribute {attribute} is {row.most} at most")
+    target.attributes[int(attribute)] = data
+
+
+def known_attribute(known: Mapping[int, Attribute], attribute: int) -> Attribute:
+    """Return the row of an attribute; refuse one that the library does not know."""
+    found = known.get(int(attribute))
+    if found is None:
+        raise LtRefusal(INVALID_VALUE, f"there is no attribute {int(attribute)}")
+    return found
 
 
 def write_attribute(data: bytes, address: int, nbytes: int, written: int) -> None:
-    """Write the value of an attribute for the caller; size 0 asks only for the size."""
-    if nbytes and nbytes < len(data):
-        raise LtRefusal(INVALID_VALUE, f"{nbytes} bytes do not hold {len(data)}")
+    """Write the value of an attribute for the caller, who must know its size; size 0 asks for the size alone."""
+    if nbytes not in (0, len(data)):
+        raise LtRefusal(INVALID_VALUE, f"the attribute has {len(data)} bytes, not {nbytes}")
+    if not (address if nbytes else written):
+        raise LtRefusal(INVALID_VALUE, "a null pointer")
     if written:
         ctypes.c_size_t.from_address(written).value = len(data)
     if nbytes:

@@ -15,17 +15,17 @@ from software_cuda.machine import (
     GLOBAL,
     DeviceModel,
     Graph,
-    Machine,
     Refusal,
     Status,
     api,
 )
+from software_cuda.pools import Pools
 from software_cuda.streams import Event, Op, Stream, nothing
 
 __all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 
 
-class Runtime(Machine):
+class Runtime(Pools):
     """Stands for ``cuda.bindings.runtime``."""
 
     # -- devices ----------------------------------------------------------------------------------
@@ -41,9 +41,10 @@ class Runtime(Machine):
     @api(always=True)
     def cudaSetDevice(self, device: int) -> None:
         self.model(device)
-        self.thread.device = device
+        self.thread.device = self.thread.context = device
+        self.contexts.add(device)
 
-    @api(1)
+    @api(1, always=True)
     def cudaGetDeviceProperties(self, device: int) -> Any:
         model, found = self.model(device), real.cudaDeviceProp()
         found.name = model.name.encode().ljust(256, b"\0")
@@ -52,14 +53,16 @@ class Runtime(Machine):
         found.multiProcessorCount = model.multiprocessors
         return found
 
-    @api(1)
+    @api(1, always=True)
     def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> int:
         model, names = self.model(device), real.cudaDeviceAttr
         return {
             names.cudaDevAttrClockRate: model.clock_khz,
+            names.cudaDevAttrL2CacheSize: model.l2_bytes,
             names.cudaDevAttrMultiProcessorCount: model.multiprocessors,
             names.cudaDevAttrComputeCapabilityMajor: model.capability[0],
             names.cudaDevAttrComputeCapabilityMinor: model.capability[1],
+            names.cudaDevAttrMemoryPoolsSupported: int(model.has_pools),
         }[attribute]
 
     @api(1, always=True)
@@ -92,7 +95,7 @@ class Runtime(Machine):
 
     @api(unsafe=True)
     def cudaFree(self, address: int) -> None:
-        if not address:
+        if not address or self.free_of_pool(int(address)):
             return
         self.wait([op for x in self.scheduler.streams for op in x.queue])
         if not self.memory.free(int(address)):
@@ -189,7 +192,7 @@ class Runtime(Machine):
             return names.cudaStreamCaptureStatusInvalidated
         return names.cudaStreamCaptureStatusActive
 
-    @api(1)
+    @api(1, always=True)
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         before = getattr(self.thread, "mode", GLOBAL)
         self.thread.mode = int(mode)

@@ -115,6 +115,7 @@ class Capture:
         self.mode = mode
         self.thread = thread
         self.ops: list[Op] = []
+        self.allocated: set[int] = set()
         self.tails: dict[Stream, Op | None] = {origin: None}
         self.is_invalid = False
 

@@ -34,10 +34,6 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.zeros(max(nbytes, 1), np.uint8)
         self.address = self.bytes.ctypes.data
-        self.shared = False
-
-    def share(self) -> None:
-        self.shared = True
 
 
 class Memory:
@@ -181,7 +177,6 @@ def test_a_consumer_may_ask_not_to_wait(memory: Memory) -> None:
     array = device_array(sample(DType.FLOAT32))
     array.__dlpack__(stream=-1)
     assert memory.orders() == []
-    assert array._block.shared
 
 
 @pytest.mark.parametrize("stream", [0, -2, 1.5, "1", True])
@@ -189,7 +184,6 @@ def test_streams_that_dlpack_does_not_have_are_refused(memory: Memory, stream: A
     array = device_array(sample(DType.FLOAT32))
     with pytest.raises(BufferError, match="stream must be None, -1"):
         array.__dlpack__(stream=stream)
-    assert not array._block.shared
 
 
 def test_another_device_is_refused(memory: Memory) -> None:
@@ -215,8 +209,6 @@ def test_a_copy_is_made_on_the_producers_stream(memory: Memory) -> None:
     block = twin()
     assert block is not None
     assert block.bytes.tobytes() == values.tobytes()
-    assert block.shared
-    assert not array._block.shared
 
 
 def test_an_export_keeps_the_block_until_its_consumer_is_done(memory: Memory) -> None:

@@ -14,6 +14,7 @@ from cpu_units import MEDIUM_IS_FULL, NO_AMX
 from tensor_core_vectors import ABSENT
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
+NO_LIBRARY = "libcublasLt is not installed (nvidia-cublas, 400 MB and more)"
 TORCH_IS_MISSING = "torch is not installed"
 
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason=".ci is not part of this checkout")
@@ -56,6 +57,8 @@ def results(folder: Path, name: str, skips: dict[str, str]) -> str:
         ("numba is not installed", "numba is not installed", set(), False),
         (ABSENT, "numba is not installed", set(), True),
         (f"perhaps {ABSENT}", "numba is not installed", set(), False),
+        (NO_LIBRARY, "nvmath is not installed", set(), True),
+        (f"perhaps {NO_LIBRARY}", "nvmath is not installed", set(), False),
     ],
 )
 def test_what_is_skipped_everywhere(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -252,11 +253,15 @@ class HostBackend:
     def staging_dtype(self, dtype: DType) -> DType:
         return dtype
 
-    def allocate(self, shape: Any, dtype: DType, device: Device, stream: int) -> ArrayView:
+    @contextlib.contextmanager
+    def temporary(
+        self, shape: Any, dtype: DType, device: Device, stream: int
+    ) -> Iterator[ArrayView]:
         self.diary.note("allocate", stream)
         values = np.empty(shape, np.float32)
         strides = contiguous_strides(shape)
-        return ArrayView(dtype, shape, strides, device, values, False, values.ctypes.data)
+        yield ArrayView(dtype, shape, strides, device, values, False, values.ctypes.data)
+        self.diary.note("free", stream)
 
     def copy(self, source: ArrayView, out: ArrayView, stream: int) -> None:
         self.diary.note("copy", stream)
@@ -302,6 +307,7 @@ def test_matmul_into_an_operand_stays_on_its_stream(
         ("allocate", 11),
         ("execute", 11),
         ("copy", 11),
+        ("free", 11),
         ("order", 11, 22),
     ]
 

@@ -102,7 +102,6 @@ class DeviceArray(DLPackArray):
         )
 
     def _hand_over(self, consumer: int) -> None:
-        self._block.share()
         if consumer == _NO_STREAM:
             provider(self._device).synchronize(self._stream, self._device)
         elif consumer != _NO_SYNCHRONISATION:

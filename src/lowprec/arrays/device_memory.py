@@ -18,14 +18,11 @@ LEGACY_STREAM = 1
 
 
 class Block(Protocol):
-    """Memory of a device. It is given back when this object dies, and reused after the work of its stream."""
+    """Memory of a device. It is given back after this object died, once no stream may be at work on it."""
 
     @property
     def address(self) -> int:
         """Of the first byte; also where there are no bytes."""
-
-    def share(self) -> None:
-        """Tell that another library has the memory now: work on streams that lowprec does not know may use it."""
 
 
 class DeviceMemory(Protocol):

@@ -253,7 +253,7 @@ class DLPackArray:
 
     Read it with that library's ``from_dlpack``; in host memory also with ``numpy.asarray``. None of them copies.
     Unlike NumPy it exports bfloat16 and float8 under their true types. On a GPU the work that fills it may still be
-    running; the reader's stream waits for it, as DLPack has it.
+    running; the reader's stream waits for it, as DLPack has it, and for a reader that names none the host waits.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from lowprec.backends.execution import (
     Executor,
     Stopwatch,
 )
-from lowprec.backends.registry import backend_of, predicted
+from lowprec.backends.registry import backend_of, is_out_of_memory, predicted, release_memory
 
 __all__ = [
     "AlgorithmTiming",
@@ -20,5 +20,7 @@ __all__ = [
     "Executor",
     "Stopwatch",
     "backend_of",
+    "is_out_of_memory",
     "predicted",
+    "release_memory",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
@@ -101,10 +102,13 @@ class Backend(Protocol):
     def prepare(self, plan: GemmPlan) -> Executor:
         """Return the function that executes a plan."""
 
-    def allocate(
+    def temporary(
         self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
-    ) -> ArrayView:
-        """Return a new row-major array of the backend's own, for work on a stream."""
+    ) -> AbstractContextManager[ArrayView]:
+        """Return a new row-major array of the backend's own, for a ``with`` block that queues work on a stream."""
+
+    def release_memory(self) -> None:
+        """Give back the memory that is kept for later products."""
 
     def info(self) -> dict[str, Any]:
         """Return what ``lowprec.info`` shows, as plain values.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import cast
 
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
-from lowprec.errors import DeviceError
+from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
@@ -50,6 +51,38 @@ def predicted(device: str) -> Capabilities:
     from lowprec.backends.cuda import models  # with the first plan that asks
 
     return models.predicted(device)
+
+
+def release_memory() -> None:
+    """Give back the memory that lowprec keeps for later products: buffers of the CPU, pools of each GPU.
+
+    What is in use stays. The GPUs that lowprec has used are waited for, with all work that anybody has queued there,
+    so this must not be called while a stream of theirs is being captured into a graph. Where an allocation fails
+    inside lowprec it does the same and tries once more. What libraries cache themselves is theirs to give back
+    (``torch.cuda.empty_cache()``, for example).
+
+    Raises
+    ------
+    BackendError
+        If work that was queued on a GPU has failed.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> lowprec.release_memory()
+    """
+    for module in _MODULES.values():  # those that are loaded
+        release = getattr(sys.modules.get(module), "release_memory", None)
+        if release is not None:
+            release()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a library says that there is too little memory; not lowprec itself, which has tried twice then."""
+    if isinstance(error, DeviceMemoryError):
+        return False
+    # PyTorch and CuPy have a class of that name each.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _register_memory(device_type: int, module: str) -> None:

@@ -381,9 +381,9 @@ def _formula(rounding: _Rounding, how: _Sum) -> str:
         scaled = f" + 2^-39 sqrt({rounding.scaled_over})" if rounding.scaled_over else ""
         square = "^2" if rounding.operands == 2 else ""
         factors.append(f"(1 + 2^-{rounding.operand.precision}{scaled}){square}")
-    if how.depth.count:
+    if how.depth.total:
         growth = "sqrt(2) " if how.components == 2 else ""
-        factors.append(f"(1 + {growth}gamma_{how.depth.count})")
+        factors.append(f"(1 + {growth}gamma_{how.depth.total})")
     if rounding.out:
         factors.append(f"(1 + 2^-{rounding.out.precision})")
     if not factors:

@@ -27,7 +27,8 @@ class Pack:
     scaled: bool  # each source row is scaled by a power of two
     complex_as: ComplexAs  # how complex numbers become real ones
     reason: Reason
-    parts: int = 1  # of the operand, written one after another
+    parts: int = 1  # of the operand, side by side along the inner dimension, those of ``a`` the last part first
+    side_by_side: bool = False  # the inner dimension lies along the lines
 
     @property
     def count(self) -> int:
@@ -35,14 +36,31 @@ class Pack:
         return prod(self.batch_shape)
 
     @property
+    def line_stride(self) -> int:
+        """Elements from line to line."""
+        return self.leading_dimension * (self.parts if self.side_by_side else 1)
+
+    @property
+    def matrix_stride(self) -> int:
+        """Elements from matrix to matrix, all parts included."""
+        return self.parts * self.padded_rows * self.leading_dimension
+
+    @property
     def part_bytes(self) -> int:
-        """Bytes of each part."""
-        return self.count * self.padded_rows * self.leading_dimension * self.dtype.itemsize
+        """Bytes from part to part."""
+        lines = 1 if self.side_by_side else self.padded_rows
+        return lines * self.leading_dimension * self.dtype.itemsize
+
+    @property
+    def part_length(self) -> int:
+        """Numbers of the inner dimension from part to part."""
+        each = 1 if self.complex_as == "no" else 2
+        return self.leading_dimension // each if self.side_by_side else self.padded_rows
 
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return self.parts * self.part_bytes
+        return self.count * self.matrix_stride * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from enum import Enum, unique
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import FLOAT64, DType, NumberFormat
+from lowprec.formats import FLOAT32, FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
@@ -62,14 +62,18 @@ class KernelRow:
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
     concatenates: bool = False  # products of parts run as one, the parts side by side
+    matrix_vector: bool = False  # runs real products of a matrix and a vector only
+    rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
+    keeps_b: bool = False  # what it makes of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch
     minimum_elements_complex: int = 0
+    maximum_elements: int | None = None  # above these it does not pay either
     minimum_k: int = 0
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
@@ -106,7 +110,10 @@ class Capabilities:
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:
-            return kernel.cost_per_flop * float64_cost(self.compute_capability)
+            rates = dict(self.peak_tflops)
+            single, double = rates.get(FLOAT32.name), rates.get(fmt)
+            known = single / double if single and double else None
+            return kernel.cost_per_flop * (known or float64_cost(self.compute_capability))
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):
             return kernel.cost_per_flop
@@ -128,11 +135,12 @@ def choose_kernel(
     *,
     is_complex: bool = False,
     products: int = 1,
+    is_plain: bool = False,
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
-    ``products`` is the length of the schedule.
+    ``products`` is the length of the schedule, ``is_plain`` says whether one call of a BLAS is all there is to do.
 
     Examples
     --------
@@ -149,11 +157,19 @@ def choose_kernel(
     for row in capabilities.kernels:
         if row.formats is not None and fmt not in row.formats:
             continue
+        if row.matrix_vector and (is_complex or 1 not in (layout.m, layout.n)):
+            continue
+        if row.rewrites and (is_complex or is_plain):
+            continue
+        if row.maximum_elements is not None and _elements(layout) > row.maximum_elements:
+            continue
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products)
         if reason is not None:
             if chosen is None:
                 passed_over.append(reason)
         elif chosen is not None:
+            if not row.blas:
+                continue
             return KernelChoice(chosen, tuple(passed_over), fallback=row)
         elif row.fallback is None:
             return KernelChoice(row, tuple(passed_over))
@@ -164,6 +180,12 @@ def choose_kernel(
         f"no kernel for {capabilities.device} runs this product of {fmt} numbers{why}; choose another math mode or "
         "dtype"
     )
+
+
+def _elements(layout: GemmLayout) -> int:
+    """Return the elements of a, b and the result, of one product of a batch."""
+    m, n, k = layout.m, layout.n, layout.k
+    return m * k + k * n + m * n
 
 
 def _unsupported_reason(
@@ -178,11 +200,11 @@ def _unsupported_reason(
     Tile kernels pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass.
     """
     m, n, k = layout.m, layout.n, layout.k
+    elements = _elements(layout)
     if row.requires is not None and row.requires not in capabilities.features:
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    elements = m * k + k * n + m * n
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:
         return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)

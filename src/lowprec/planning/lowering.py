@@ -167,22 +167,24 @@ def _epilogue(problem: GemmProblem) -> str:
 
 def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
     stack = terms.layout.a if name == "a" else terms.layout.b
-    parts = 1 + max(p.a_part if name == "a" else p.b_part for p in terms.plan.schedule)
+    parts = terms.plan.split[name == "b"]
     reason = _reason_to_pack(terms, stack, name, parts)
     if reason is None:
         return _Operand(stack)
     pack = _pack(terms, stack, name, reason, parts)
     # Packed matrices are row-major; if they are transposes, the operand is column-major.
-    rows, cols, leading = pack.padded_rows, pack.cols, pack.leading_dimension
+    rows, cols, leading = pack.padded_rows, pack.cols, pack.line_stride
     if terms.k_contiguous:
         cols = leading
+    if pack.parts > 1:
+        rows = pack.rows
     order: Literal["row", "col"] = "col" if pack.transposed else "row"
     extents = (cols, rows) if pack.transposed else (rows, cols)
     steps = (1, leading) if pack.transposed else (leading, 1)
     batch = terms.layout.batch_shape
     strides = (0,) * len(batch)
     if pack.batch_shape:
-        strides = contiguous_strides(pack.batch_shape, pack.padded_rows * leading)
+        strides = contiguous_strides(pack.batch_shape, pack.matrix_stride)
     written = MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading)
     return _Operand(written, pack)
 
@@ -229,7 +231,8 @@ def _pack(
     keeps_dtype = terms.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else terms.data
     padded_rows = max(rows, terms.rows) if name == "a" and terms.k_contiguous else rows
-    if name == "b" and terms.k_contiguous:
+    side_by_side = parts > 1 and transposed is (name == "b")
+    if (name == "b" and terms.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
     # Powers of two are kept per product, so that scaled matrices are not shared.
     shared = not any(stack.batch_strides) and not scaled
@@ -237,7 +240,7 @@ def _pack(
     leading = _padded(cols, dtype_written)
     return Pack(
         dtype_written, transposed, rows, cols, leading, padded_rows, batch, scaled, complex_as, reason,
-        parts,
+        parts, side_by_side,
     )  # fmt: skip
 
 

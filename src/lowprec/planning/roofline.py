@@ -37,7 +37,7 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     rate = dict(able.peak_tflops).get(units)
     if call is None or not rate or not able.bytes_per_second:
         return None
-    flops = plan.flops * sum(x.k_stop - x.k_start for x in plan.schedule) / plan.layout.k
+    flops = plan.flops * sum(x.length for x in plan.schedule) / plan.layout.k
     read = rewritten = 0
     for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
         read += pack.nbytes if pack else spec.stored_bytes
@@ -46,7 +46,8 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
         rewritten += call.product_bytes + around
-        around = call.product_bytes
+        # What a product is added to is read and written.
+        around = call.product_bytes * (2 * len(plan.schedule) - 1)
     arithmetic = flops / (rate * 1e12)
     memory, rewriting = ((x / able.bytes_per_second) for x in (read + around, rewritten))
     where = f"{units} on tensor cores" if on_tensor_cores else f"{units} without tensor cores"

@@ -35,9 +35,9 @@ zero: what tensor cores cut counts in full.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import expm1, frexp, inf, log, sqrt
+from typing import NamedTuple
 
 from lowprec.formats import FLOAT32, NumberFormat
 from lowprec.modes import ModeRow, Pair
@@ -72,24 +72,24 @@ def confidence(sums: int) -> float:
     return sqrt(2 * log(2 * max(sums, 1) / FAILURE)) * (1 + 2.0**-23)
 
 
-@dataclass(frozen=True, slots=True)
-class Depth:
+class Depth(NamedTuple):
     """Roundings that a term of a sum goes through at most: to nearest, and cut by tensor cores in the same units."""
 
     nearest: int
     cut: int = 0
 
-    def __add__(self, more: int) -> Depth:
-        return replace(self, nearest=self.nearest + more)
+    def and_nearest(self, more: int) -> Depth:
+        """Return the depth with so many more roundings to nearest."""
+        return Depth(self.nearest + more, self.cut)
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """All of them, in units of a rounding to nearest."""
         return self.nearest + self.cut
 
     def worst(self, fmt: NumberFormat) -> float:
         """Return gamma of all."""
-        return gamma(self.count, fmt)
+        return gamma(self.total, fmt)
 
     def probable(self, fmt: NumberFormat, size: float) -> float:
         """Return what they add with ``size`` the lambda of :func:`confidence`; never more than the worst."""
@@ -113,10 +113,10 @@ def depths(
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         inexact = int(abs(frexp(product.factor)[0]) != 0.5)
-        depth = of_sum(product.length) + (added + inexact)
+        depth = of_sum(product.length).and_nearest(added + inexact)
         for pair in product.pairs:
             before = found.get(pair)
-            if before is None or before[0].count < depth.count:
+            if before is None or before[0].total < depth.total:
                 found[pair] = depth, product.factor
     return found
 
@@ -136,14 +136,13 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int], elements: int) -> i
     allowed = Depth(k).probable(FLOAT32, size)
     for chunk in (k, *CHUNKS):
         added = -(-k // chunk) - 1 if chunk else 0
-        depth = on_tensor_cores(min(chunk, k), fmt, capability) + added
+        depth = on_tensor_cores(min(chunk, k), fmt, capability).and_nearest(added)
         if depth.probable(FLOAT32, size) <= allowed:
             return chunk if chunk < k else None
     return CHUNKS[-1] if k > CHUNKS[-1] else None
 
 
-@dataclass(frozen=True, slots=True)
-class RelativeError:
+class RelativeError(NamedTuple):
     """Bounds of the relative error, and the expression of the first."""
 
     worst: float
@@ -151,8 +150,7 @@ class RelativeError:
     formula: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """Bounds of the parts of an operand, in its own units, and of what they leave."""
 
     weights: tuple[float, ...]
@@ -218,7 +216,7 @@ def split_error(
         weight = _weight(row, a, i) * _weight(row, b, j) * abs(factor) * growth
         worst += weight * depth.worst(accumulator)
         probable += weight * depth.probable(accumulator, size)
-    leading = found[0, 0][0].count
+    leading = found[0, 0][0].total
     formula = (
         f"{fixed:.3g} of the split, gamma_{leading} of the leading products' sums, the others' with their weights; "
         f"gamma_d = d u / (1 - d u), u = 2^-{accumulator.precision}"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import fp32_units
+from lowprec.backends.cpu import buffers, fp32_units
 from lowprec.backends.cpu.packed import executor as packed
 from lowprec.backends.cpu.packed import launch
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
@@ -45,9 +46,16 @@ def _nothing(_: Arguments) -> None:
     """Compute a result that has no elements."""
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> AbstractContextManager[ArrayView]:
     """Return a new row-major array in host memory."""
-    return NUMPY.allocate(shape, dtype, device, None)
+    return nullcontext(NUMPY.allocate(shape, dtype, device, None))
+
+
+def release_memory() -> None:
+    """Give the buffers of all threads that nobody uses back to the system."""
+    buffers.release_all()
 
 
 def staging_dtype(dtype: DType) -> DType:

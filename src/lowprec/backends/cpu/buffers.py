@@ -13,6 +13,7 @@ larger one.
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 
@@ -22,6 +23,9 @@ RETAINED_LIMIT_BYTES = 512 << 20
 _PAGE = 4096
 _SMALLEST = 64 << 10
 
+
+#: The free list of each thread, by its id.
+_lists: dict[int, weakref.ref[_FreeList]] = {}
 
 #: Bytes in the free list of each thread, by the list's id. Without a lock, which a fork or a signal handler could find
 #: taken: a thread writes its own entry, as a whole, and what an interrupt leaves wrong the next change puts right.
@@ -33,8 +37,9 @@ class _FreeList:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
+        _lists[id(self)] = weakref.ref(self)
         # Its own reference: when the interpreter ends, this module may be cleared before the list.
-        self._retained = _retained
+        self._retained, self._lists = _retained, _lists
 
     def take(self, nbytes: int) -> np.ndarray | None:
         """The smallest free buffer that holds `nbytes`, unless it is wastefully large."""
@@ -69,6 +74,7 @@ class _FreeList:
 
     def __del__(self) -> None:
         self._retained.pop(id(self), None)
+        self._lists.pop(id(self), None)
 
 
 class _Local(threading.local):
@@ -107,7 +113,11 @@ class borrow:
         self._free = _local.free
         array = self._free.take(self._nbytes)
         if array is None:
-            array = np.empty(_rounded(self._nbytes), np.uint8)
+            try:
+                array = np.empty(_rounded(self._nbytes), np.uint8)
+            except MemoryError:
+                release_all()
+                array = np.empty(_rounded(self._nbytes), np.uint8)
         self._array = array
         return -(-int(array.ctypes.data) // _PAGE) * _PAGE
 
@@ -121,5 +131,8 @@ def retained_bytes() -> int:
 
 
 def release_all() -> None:
-    """Give the calling thread's free buffers back to the system."""
-    _local.free.clear()
+    """Give the free buffers of all threads back to the system; their owners notice that a buffer is gone."""
+    for reference in list(_lists.values()):
+        found = reference()
+        if found is not None:
+            found.clear()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
+from lowprec.backends.cpu import casting
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
@@ -42,5 +43,6 @@ def features() -> frozenset[str]:
     found = {
         **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
         "openblas": openblas() is not None,
+        "numba": casting.has_kernels(),
     }
     return frozenset(name for name, present in found.items() if present)

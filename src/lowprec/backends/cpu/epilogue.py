@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.backends.cpu import casting
+from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
 _GELU_SLOPE = math.sqrt(2.0 / math.pi)
@@ -92,4 +94,6 @@ def apply(
         if activation is not None:
             _ACTIVATIONS[activation](product)
         if product is not out:
-            out[...] = product
+            # ml_dtypes rounds float64 to bfloat16 by way of float32, which would be a rounding more.
+            twice = product.dtype == np.float64 and out.dtype.itemsize == 2
+            casting.narrow(rounded_to_odd(product) if twice else product, out)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
-from lowprec.backends.cpu import threads
+from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.openblas import loaded_openblas
+from lowprec.backends.cpu.stacks import scratch
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
@@ -57,6 +58,12 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
+    if target.ndim == 2:
+        arrays = (a, b, target)
+        loaded_openblas().product(*map(stack_of, arrays))(*[x.ctypes.data for x in arrays])
+        if target is not out:
+            out[...] = target
+        return
     batch = target.shape[:-2]
     stacks = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
     product = loaded_openblas().product(*map(stack_of, stacks))
@@ -72,13 +79,20 @@ _INT8_CHUNK = 1024
 
 def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, with float32 products of short sums."""
-    out[...] = 0
-    for first in range(0, a.shape[-1], _INT8_CHUNK):
-        x = a[..., first : first + _INT8_CHUNK].astype(np.float32)
-        y = b[..., first : first + _INT8_CHUNK, :].astype(np.float32)
-        partial = np.empty(out.shape, np.float32)
-        multiply(x, y, partial)
-        out += partial.astype(np.int32)
+    float32 = np.dtype(np.float32)
+    with (
+        scratch(a.shape, float32) as x,
+        scratch(b.shape, float32) as y,
+        scratch(out.shape, float32) as z,
+    ):
+        casting.cast([(a, x), (b, y)], None)
+        for first in range(0, a.shape[-1], _INT8_CHUNK):
+            last = first + _INT8_CHUNK
+            multiply(x[..., first:last], y[..., first:last, :], z)
+            if first:
+                out += z.astype(np.int32)
+            else:
+                out[...] = z
 
 
 # -- one call of the library on the arrays as they are --------------------------------------------

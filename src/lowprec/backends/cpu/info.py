@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,17 @@ from lowprec.backends.cpu import cpuinfo, openblas, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
+from lowprec.errors import EnvironmentVariableError
+from lowprec.policy import environment
 
 
 def info() -> dict[str, Any]:
     """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
+    try:
+        hidden = cpuinfo.hidden_flags()
+    except EnvironmentVariableError:  # told with the variables; products raise it
+        device = {**_device(), "instruction_sets": []}
+        return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
     if no_tiles:
@@ -29,16 +37,17 @@ def info() -> dict[str, Any]:
             f'scipy-openblas64 {_why_not_openblas()} (pip install "lowprec[cpu]"): products that do not run on tile '
             "units are left to NumPy's BLAS"
         )
+    blas = _blas()
+    warnings += _blas_below_the_machine(blas["core_type"])
     return {
-        "devices": [_device()],
+        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden)}],
         "versions": {"scipy_openblas64": None if library is None else library.version},
-        "blas": _blas(),
+        "blas": blas,
         "warnings": warnings,
     }
 
 
 def _device() -> dict[str, Any]:
-    flags = cpuinfo.cpu_flags()
     try:
         affinity = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # the system cannot tell
@@ -49,16 +58,19 @@ def _device() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "affinity": affinity,
         "threads": threads.num_threads(),
-        "instruction_sets": [
-            {
-                "name": name,
-                "present": name in flags,
-                "used": used if name in flags else False,
-                "by": by,
-            }
-            for name, used, by in _instruction_sets()
-        ],
     }
+
+
+def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
+    flags = cpuinfo.cpu_flags()
+    rows = []
+    for name, used, by in _instruction_sets():
+        if name in hidden:
+            used, by = False, "hidden by LOWPREC_MAX_CPU_ISA"
+        elif name not in flags:
+            used = False
+        rows.append({"name": name, "present": name in flags | hidden, "used": used, "by": by})
+    return rows
 
 
 def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
@@ -80,10 +92,38 @@ def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
 
 
 def _blas() -> dict[str, Any]:
-    """Return which BLAS NumPy was built with."""
+    """Return which BLAS NumPy was built with and, of an OpenBLAS, for which processor its kernels are."""
     config: Any = np.show_config(mode="dicts")
     blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
-    return {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
+    found = {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
+    return {**found, "core_type": _numpys_core_type()}
+
+
+def _numpys_core_type() -> str | None:
+    for path in threads.openblas_paths():
+        function = threads.openblas_function(path, "openblas_get_corename")
+        if function is not None and "numpy" in path:
+            function.restype = ctypes.c_char_p
+            return str(function().decode())
+    return None
+
+
+def _blas_below_the_machine(core_type: str | None) -> list[str]:
+    """Return a warning where NumPy multiplies with lesser kernels than the processor deserves."""
+    best = openblas.core_type(cpuinfo.cpu_flags())
+    if best != openblas.AVX512 or core_type not in openblas.BELOW_AVX512:
+        return []
+    held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
+    cure = (
+        f"set OPENBLAS_CORETYPE={best} before Python starts"
+        if held is None
+        else f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to {best}, before Python starts"
+    )
+    warning = (
+        f"NumPy's OpenBLAS has its kernels for {core_type} on a processor with AVX-512, so numpy.matmul takes up to "
+        f"twice as long as it could (lowprec's own copy is not affected): {cure}"
+    )
+    return [warning]
 
 
 def _why_not_openblas() -> str:

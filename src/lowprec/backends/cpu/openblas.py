@@ -54,17 +54,26 @@ _FUNCTIONS: dict[str, tuple[str, Any]] = {
 #: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
 _COMPLEX_FACTORS = {name: np.array([1, 0], name) for name in ("complex64", "complex128")}
 
-#: Up to this many multiplications OpenBLAS uses one thread whatever it was told.
-_NEVER_PARALLEL = 1 << 18
+#: Up to this many multiplications OpenBLAS uses one thread whatever it was told, with matrices and with a vector.
+_NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 18, 1 << 13
 
 #: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
 
+#: Kernels for AVX-512, and those that an OpenBLAS may have instead on a processor of later years.
+AVX512, BELOW_AVX512 = (
+    "SkylakeX",
+    ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai"),
+)
+
 #: What the processors had for which the kernels of that name were written.
 _CORE_TYPES = (
-    ("SkylakeX", frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
+    (AVX512, frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
     ("Haswell", frozenset({"avx2", "fma"})),
 )
+
+#: What is loaded where the processor has better kernels that are not to be used.
+_BELOW_AVX2 = "Nehalem"
 
 Product = Callable[[int, int, int], None]
 
@@ -183,11 +192,19 @@ class OpenBlas:
         function = self._gemv[dtype.label]
         one, zero = self._factors[dtype.label]
         order = _ENUM(_ROW_MAJOR if a.order == "row" else _COLUMN_MAJOR)
-        no_trans, all_k, lda = _ENUM(_NO_TRANS), _INT(k), _INT(a.leading_dimension or 1)
+        no_trans, all_m, all_k = _ENUM(_NO_TRANS), _INT(m), _INT(k)
+        lda = _INT(a.leading_dimension or 1)
         # The strides of a single element may be anything.
         step_b, step_out = _INT(b.row_stride if k > 1 else 1), _INT(out.row_stride if m > 1 else 1)
         a_row, out_row = a.row_stride * dtype.itemsize, out.row_stride * dtype.itemsize
-        cut = rows_for_shape(m, k)
+
+        def single(a: int, b: int, out: int) -> None:
+            function(order, no_trans, all_m, all_k, one, a, lda, b, step_b, zero, out, step_out)
+
+        if m * k <= _NEVER_PARALLEL_VECTOR:
+            return single
+
+        cut = rows_for_shape(m, k, by_rows=a.order == "row")
 
         def pieces(a: int, b: int, out: int) -> None:
             self.use_one_thread()
@@ -200,10 +217,7 @@ class OpenBlas:
                         zero, out + i * out_row, step_out,
                     )  # fmt: skip
 
-            if len(cut) == 1:
-                work()
-            else:
-                threads.run(work, min(threads.num_threads(), len(cut)))
+            threads.run(work, min(threads.num_threads(), len(cut)))
 
         return pieces
 
@@ -305,6 +319,8 @@ def _load(path: str) -> OpenBlas | None:
     threads.ignore_library(path)
     variables = {"OPENBLAS_NUM_THREADS": "1"}
     best = core_type(cpuinfo.cpu_flags())
+    if best is None and cpuinfo.hidden_flags():
+        best = _BELOW_AVX2
     if best is not None:
         variables["OPENBLAS_CORETYPE"] = best
     with c_environment.seen_by_c(variables):

@@ -16,11 +16,11 @@ _GRAIN = 48
 #: Multiplications that pay for packing one more panel's operands, where the shapes alone decide.
 _PANEL_WORK = 250_000_000
 
-#: Elements of the matrix that one call multiplies with a vector: 1 MiB and more.
-_VECTOR_WORK = 1 << 18
+#: Elements of the matrix that one call multiplies with a vector.
+_VECTOR_WORK = 1 << 20
 
-#: Fewest rows of such a piece: where columns are contiguous, this is how far one reaches.
-_VECTOR_ROWS = 512
+#: Fewest rows of such a piece, by whether rows are contiguous: where columns are, it is how far one reaches.
+_VECTOR_ROWS = {True: 4, False: 1024}
 
 #: First row, rows, first column, columns.
 Panel = tuple[int, int, int, int]
@@ -44,10 +44,28 @@ def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
     return _cut(m, n, k, min(wanted, work // SMALLEST_PANEL))
 
 
-def rows_for_shape(m: int, k: int) -> list[tuple[int, int]]:
-    """Cut the rows of an m x k matrix that a vector is multiplied with, as (first, length)."""
-    rows = max(_VECTOR_ROWS, -(-_VECTOR_WORK // max(1, k)))
+def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
+    """Cut the rows of an m x k matrix that a vector is multiplied with, as (first, length).
+
+    ``by_rows`` says whether the rows are contiguous.
+    """
+    rows = max(_VECTOR_ROWS[by_rows], 4 * (_VECTOR_WORK // max(1, 4 * k)))
     return [(first, min(rows, m - first)) for first in range(0, m, rows)]
+
+
+#: Rows from which a matrix with contiguous columns is cut across them, and the most pieces of columns of another.
+_LONG_COLUMNS, _COLUMN_PIECES = 1 << 16, 16
+
+
+def columns_for_shape(m: int, k: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Cut rows and columns of an m x k matrix with contiguous columns, each piece as (first, length).
+
+    Pieces of columns are passed through in sequence, but leave sums to be added.
+    """
+    if m >= _LONG_COLUMNS:
+        return [(i, min(_LONG_COLUMNS, m - i)) for i in range(0, m, _LONG_COLUMNS)], [(0, k)]
+    columns = max(4, _VECTOR_WORK // m, -(-k // _COLUMN_PIECES))
+    return [(0, m)], [(j, min(columns, k - j)) for j in range(0, k, columns)]
 
 
 def _cut(m: int, n: int, k: int, count: int) -> list[Panel]:

@@ -62,6 +62,23 @@ def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> 
     return math.copysign(float(rounded), value)
 
 
+def rounded_to_odd(x: Any) -> Any:
+    """Return float64 as float32 such that rounding the result to fewer digits rounds ``x`` once.
+
+    What is no float32 becomes the neighbour whose last digit is odd: it lies on the side of every tie where ``x`` does.
+
+    Examples
+    --------
+    >>> rounded_to_odd(np.float64([1.0, 1 + 2.0**-30])) - 1 == [0, 2.0**-23]
+    array([ True,  True])
+    """
+    nearest = np.asarray(x, np.float32)
+    bits = nearest.view(np.uint32)
+    inexact = np.isfinite(x) & (nearest != x)
+    beyond = inexact & (np.abs(nearest) > np.abs(x))
+    return ((bits - beyond) | inexact).view(np.float32)
+
+
 def _round_tf32_block(source: Any, out: Any) -> None:
     bits = out.view(np.uint32)
     np.add(source.view(np.uint32), np.uint32(0x1000), out=bits)

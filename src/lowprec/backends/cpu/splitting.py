@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu import casting
 from lowprec.backends.cpu.stacks import scratch
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow
@@ -56,7 +56,7 @@ def split(
     exponents = None
     if scaled_over is not None:
         x, exponents = _scaled(x, dtype, scaled_over, stack)
-    parts = [rounded(x, dtype, fmt, stack)]
+    parts = rounded((x,), dtype, fmt, stack)
     if count == 1:
         return Split(parts, exponents)
     rest = stack.enter_context(scratch(x.shape, dtype))
@@ -67,27 +67,33 @@ def split(
             rest -= parts[-1]
             if row.part_exponent:
                 rest *= factor
-            parts.append(rounded(rest, dtype, fmt, stack))
+            parts += rounded((rest,), dtype, fmt, stack)
         if count > row.parts:
             np.add(parts[0], parts[1], out=rest)
-            parts.append(rounded(rest, dtype, fmt, stack))
+            parts += rounded((rest,), dtype, fmt, stack)
     return Split(parts, exponents)
 
 
 def rounded(
-    x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None, stack: contextlib.ExitStack
-) -> Any:
-    """Return ``x`` in ``dtype``, its components rounded to ``fmt``; ``x`` itself where nothing changes."""
-    if x.dtype == dtype and fmt is None:
-        return x
-    out = stack.enter_context(scratch(x.shape, dtype))
-    if x.dtype != dtype or not x.flags.c_contiguous:
-        out[...] = x
-        x = out
-    if fmt is not None:
-        source, target = _components(x), _components(out)
-        round_float32(source, fmt, target)
-    return out
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    stack: contextlib.ExitStack,
+) -> list[Any]:
+    """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    results, pairs = [], []
+    for x in arrays:
+        if x.dtype == dtype and fmt is None:
+            results.append(x)
+            continue
+        # In the order in which the source lies, so that both are passed through in sequence.
+        turned = abs(x.strides[-2]) < abs(x.strides[-1])
+        shape = x.swapaxes(-1, -2).shape if turned else x.shape
+        out = stack.enter_context(scratch(shape, dtype))
+        results.append(out.swapaxes(-1, -2) if turned else out)
+        pairs.append((x, results[-1]))
+    casting.cast(pairs, fmt)
+    return results
 
 
 def _components(x: Any) -> Any:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowprec.backends.cpu.gate import Gate, close
 from lowprec.backends.cpu.interrupts import raised_in
@@ -291,25 +291,37 @@ def ignore_library(path: str) -> None:
     _ignored.add(path)
 
 
-def _openblas_getter() -> Callable[[], int] | None:
-    """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
+def openblas_paths() -> list[str]:
+    """Where the OpenBLAS copies in this process lie, NumPy's before others'; without those to be ignored."""
     try:
         with open("/proc/self/maps", "rb") as file:
             lines = os.fsdecode(file.read()).splitlines()
     except OSError as error:
         if not raised_in(error, __name__):
             raise
-        return None
+        return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line} - _ignored
-    for path in sorted(paths, key=lambda path: ("numpy" not in path, path)):
-        library = _loaded(path)
-        for prefix in ("scipy_", ""):
-            for suffix in ("64_", ""):
-                name = f"{prefix}openblas_get_num_threads{suffix}"
-                getter = getattr(library, name, None) if library else None
-                if getter is not None:
-                    getter.restype = ctypes.c_int
-                    return getter  # type: ignore[no-any-return]
+    return sorted(paths, key=lambda path: ("numpy" not in path, path))
+
+
+def openblas_function(path: str, name: str) -> Any | None:
+    """A function of a copy of OpenBLAS in this process, without the prefix and the suffix that it was built with."""
+    library = _loaded(path)
+    for prefix in ("scipy_", ""):
+        for suffix in ("64_", ""):
+            function = getattr(library, f"{prefix}{name}{suffix}", None) if library else None
+            if function is not None:
+                return function
+    return None
+
+
+def _openblas_getter() -> Callable[[], int] | None:
+    """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
+    for path in openblas_paths():
+        getter = openblas_function(path, "openblas_get_num_threads")
+        if getter is not None:
+            getter.restype = ctypes.c_int
+            return getter  # type: ignore[no-any-return]
     return None
 
 

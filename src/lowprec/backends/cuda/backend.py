@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from math import prod
 
 from lowprec.arrays import ArrayView, Device
@@ -11,6 +12,7 @@ from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
     AlgorithmTiming,
@@ -96,7 +98,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 def stopwatch(arguments: Arguments) -> Stopwatch:
     """Start to take the time of a product by events on its stream."""
     with runtime.on_device(arguments.a.device.index):
-        return timing.stopwatch(arguments.a.device.index, arguments.stream)
+        return timing.EventStopwatch(arguments.a.device.index, arguments.stream)
 
 
 def tune(
@@ -104,7 +106,7 @@ def tune(
     arguments: Arguments,
     *,
     candidates: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
@@ -113,32 +115,40 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
-        measured = execute.tune(arguments, candidates, progress)
         return tuple(
             AlgorithmTiming(
                 x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
             )
-            for x in measured
+            for x in execute.tune(arguments, candidates, progress)
         )
 
 
+def release_memory() -> None:
+    """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
+    memory.release()
+
+
 def reset() -> None:
-    """Give back handles, workspaces, events and pooled memory; no product may be running.
+    """Give back handles, events and pooled memory, each also where another fails; no product may be running.
 
     Executors stay valid and create what they need at their next call.
     """
-    handles.reset()
-    timing.release()
-    memory.release()
-    autotune.forget()
     forget_refusals()
+    autotune.forget()
     present.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for give_back in (memory.reset, timing.release, handles.reset):
+            stack.callback(give_back)
 
 
-def allocate(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> ArrayView:
-    """Return a new row-major array in memory of lowprec's own, for work on a stream."""
-    block = memory.allocate(prod(shape) * dtype.itemsize, device, stream)
-    return ArrayView(dtype, shape, contiguous_strides(shape), device, block, False, block.address)
+@contextlib.contextmanager
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> Iterator[ArrayView]:
+    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
+        yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
 
 def staging_dtype(dtype: DType) -> DType:

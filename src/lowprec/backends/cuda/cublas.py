@@ -29,17 +29,21 @@ _at_start = 0
 
 
 def _create() -> int:
-    handle = bindings.create_cublas_handle()
+    handle = bindings.create_handle("cublas")
     try:
         if _at_start:
             bindings.set_math_mode(handle, _at_start)
     except BaseException:
-        bindings.destroy_cublas_handle(handle)
+        _destroy(handle)
         raise
     return handle
 
 
-_pool = HandlePool(_create, bindings.destroy_cublas_handle)
+def _destroy(handle: int) -> None:
+    bindings.destroy_handle(handle, "cublas")
+
+
+_pool = HandlePool(_create, _destroy)
 
 
 def cublas_handle(device: int | None = None) -> int:
@@ -73,7 +77,7 @@ def cublas_handle(device: int | None = None) -> int:
     ... except (lowprec.DeviceError, lowprec.BackendError):
     ...     handle = None  # there is no GPU here, or nothing to reach it by
     """
-    current = runtime.current_device()
+    current = max(runtime.current_device(), 0)  # the first one until the thread has chosen
     if device is not None and device != current:
         runtime.properties(device)
         raise DeviceError(
@@ -91,11 +95,9 @@ class CublasController:
     name = "cublas"
     module = "lowprec.backends.cuda.cublas"
     tier = Tier.PROCESS
-    switches: Mapping[str, str] = MappingProxyType(
-        {
-            "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
-        }
-    )
+    switches: Mapping[str, str] = MappingProxyType({
+        "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
+    })  # fmt: skip
     modes = tuple(_MATH)
 
     def save(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class CublasController:
         """Set each handle's math mode; the flag about reductions stays as it is."""
         global _at_start
         _at_start = _MATH[mode]
-        for handle in _pool.handles():
+        for handle in tuple(_pool.devices):
             flags = bindings.math_mode(handle) & _DISALLOW_REDUCED_PRECISION_REDUCTION
             bindings.set_math_mode(handle, _MATH[mode] | flags)
         return self.save()
@@ -115,12 +117,12 @@ class CublasController:
         """Put each handle's ``cublasMath_t`` back; one that was made inside the block gets that of new handles."""
         global _at_start
         _at_start = saved[_AT_START]
-        for handle in _pool.handles():
+        for handle in tuple(_pool.devices):
             bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
 
     def describe(self) -> dict[str, Any]:
         """Return each handle's ``cublasMath_t`` as it is."""
-        return {_name(handle): bindings.math_mode(handle) for handle in _pool.handles()}
+        return {_name(handle): bindings.math_mode(handle) for handle in tuple(_pool.devices)}
 
 
 def _name(handle: int) -> str:

@@ -6,22 +6,29 @@ at all: an invocation is made for each alignment that comes, and kept with the p
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
-from lowprec.backends.cuda import autotune, handles, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
+from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
+    NO_ROOM,
     Invocation,
+    Number,
     Operands,
+    Room,
     alignment_of,
     byte_offsets,
+    number,
 )
+from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
@@ -31,6 +38,9 @@ from lowprec.planning.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")
+
+#: Where ``a``, ``b`` and the product lie.
+Places: TypeAlias = tuple[int, int, int]
 
 #: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
@@ -48,13 +58,7 @@ _MOST_REFUSED = 4096
 
 
 class GemmExecutor:
-    """Executes a plan; safe to call from several threads at once.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-        For a GPU; its result has elements.
-    """
+    """Executes a plan for a GPU whose result has elements; safe to call from several threads at once."""
 
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
@@ -76,42 +80,37 @@ class GemmExecutor:
             self._run(device, arguments)
 
     def _run(self, device: int, arguments: Arguments) -> None:
-        lowered = self.lowered(arguments)
-        try:
+        def run(lowered: _LoweredPlan) -> None:
             self._last.invocation = lowered.run(device, arguments)
-        except UnsupportedError as error:
-            self._last.invocation = self._otherwise(
-                arguments, lambda x: x.run(device, arguments), error
-            )
-            lowered = self.lowered(arguments)
-        if lowered.is_plain:
-            self._plain = lowered
+            if lowered.is_plain:
+                self._plain = lowered
 
-    def _as_it_can(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        try:
-            return use(self.lowered(arguments))
-        except UnsupportedError as error:
-            return self._otherwise(arguments, use, error)
+        self._use(arguments, run)
 
-    def _otherwise(
-        self, arguments: Arguments, use: Callable[[_LoweredPlan], _T], refusal: UnsupportedError
-    ) -> _T:
-        """Use the plan in the first other way that cuBLASLt takes, which it has from now on; ``refusal`` if none."""
-        tried = [self.lowered(arguments).call]
-        for way in range(self._way + 1, len(_WAYS)):
+    def _use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
+        """Use the plan in the way in force, or in the first one after it that cuBLASLt takes, which is from now on."""
+        tried: list[CublasLtCall | None] = []
+        refusal: UnsupportedError | None = None
+        for way in range(self._way, len(_WAYS)):
             lowered = self.lowered(arguments, way)
             if lowered.call in tried:
                 continue
             tried.append(lowered.call)
             try:
                 found = use(lowered)
-            except UnsupportedError:
+            except UnsupportedError as error:
+                refusal = refusal or error
                 continue
-            self._way, self._refusal = way, str(refusal)
-            if len(_refused) >= _MOST_REFUSED:
-                _refused.clear()
-            _refused[self.plan] = (way, str(refusal))
+            if refusal is not None:
+                self._way, self._refusal = way, str(refusal)
+                if len(_refused) >= _MOST_REFUSED:
+                    _refused.clear()
+                _refused[self.plan] = (way, str(refusal))
             return found
+        assert refusal is not None
+        capability = self.plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
+        if capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000:
+            raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
         raise refusal
 
     @property
@@ -128,16 +127,13 @@ class GemmExecutor:
 
     def invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run, without running it; the device is current, and the plan has a call."""
-        return self._as_it_can(arguments, lambda x: x.first_invocation(arguments))
+        return self._use(arguments, lambda x: x.first_invocation(arguments))
 
     def tune(
-        self,
-        arguments: Arguments,
-        candidates: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+        self, arguments: Arguments, candidates: int, progress: Progress | None
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
-        return self._as_it_can(arguments, lambda x: x.tune(arguments, candidates, progress))
+        return self._use(arguments, lambda x: x.tune(arguments, candidates, progress))
 
     def lowered(self, arguments: Arguments, way: int | None = None) -> _LoweredPlan:
         """Return the plan as it is lowered for pointers such as these; in the way in force, or another."""
@@ -159,8 +155,8 @@ class _Term(NamedTuple):
     call: CublasLtCall
     first: int
     second: int
-    factor: float
-    kept: float
+    factor: Number
+    kept: Number
     #: By the alignment of the pointers; terms of one length share them.
     invocations: dict[int, Invocation]
 
@@ -179,137 +175,134 @@ class _LoweredPlan:
         #: None where cuBLASLt reads and writes the caller's arrays.
         self._staging: Staging | None = None
         self.last: Invocation | None = None
-        #: Whether operands, result and nothing else are what a call is about, at any alignment.
-        self.is_plain = False
+        #: Beside the staging, for a workspace.
+        self._room = 0
+        #: Whether the addresses of two operands and a result are all that varies, and whether they are the caller's.
+        self._is_alone = self.is_plain = False
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
         if call is None:
             return
         by_length: dict[int, dict[int, Invocation]] = {}
         for product in plan.schedule:
-            known = by_length.setdefault(product.k_stop - product.k_start, {})
+            known = by_length.setdefault(_length(call, product), {})
             self._terms.append(_term(call, plan.layout.k, product, known))
         #: All byte offsets, or-ed: the alignment that they leave.
         self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
         self._fuses_bias = "BIAS" in call.epilogue
         self._swapped = call.swapped
-        self.is_plain = (
-            self._staging is None
-            and call.c is None
+        self._is_alone = (
+            call.c is None
             and not self._fuses_bias
-            and not plan.problem.has_alpha
+            and not (plan.problem.has_alpha and not call.staged)
             and len(call.offsets) == 1
             and not reads_k_contiguous(plan.compute_dtype)
         )
+        self.is_plain = self._is_alone and self._staging is None
 
     def run_plain(self, device: int, arguments: Arguments) -> bool:
         """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
-        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
-        bits = ALIGNMENT_BYTES | a | b | d
-        invocation = self._terms[0].invocations.get(bits & -bits)
-        if invocation is None:
-            return False
-        self.last = invocation
-        first, second = (b, a) if self._swapped else (a, b)
-        invocation.run_plain(handles.handle(device), arguments.stream, first, second, d)
-        return True
+        places = _places(arguments)
+        return self._multiply_alone(device, arguments.stream, places, self._terms[0]) is not None
 
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
         staging = self._staging
         if staging is None:
-            a, b, out = arguments.a.address, arguments.b.address, arguments.out.address
-            return self._multiply(device, arguments, a, b, out, self._terms[0])
-        # The block goes back to the pool of its stream once the work is queued: later work there comes later.
-        block = memory.allocate(staging.nbytes, arguments.a.device, arguments.stream)
-        try:
-            a, b, d = staging.fill(block.address, arguments)
-            ran = None
+            return self._multiply(device, arguments, _places(arguments), self._terms[0])
+        room, ran = self._room, None
+        with memory.temporary(staging.nbytes + room, device, arguments.stream) as block:
+            places, after = staging.fill(block, arguments), block + staging.nbytes
             for term in self._terms:
-                ran = self._multiply(device, arguments, a, b, d, term)
-            staging.apply_epilogue(block.address, arguments, _alpha(arguments))
-            return ran
-        finally:
-            del block
+                ran = self._multiply(device, arguments, places, term, (after, room))
+                self._room = max(self._room, ran.algorithm.workspace_bytes)
+            staging.apply_epilogue(block, arguments, _alpha(arguments))
+        return ran
 
     def _multiply(
-        self, device: int, arguments: Arguments, a: int, b: int, d: int, term: _Term
+        self, device: int, arguments: Arguments, places: Places, term: _Term, room: Room = NO_ROOM
     ) -> Invocation:
         """Queue one product of the schedule."""
-        handle, stream = handles.handle(device), arguments.stream
-        operands = self._operands(arguments, a, b, d, term)
-        invocation = self._invocation(handle, stream, operands, term)
-        invocation.run(handle, stream, operands)
+        stream = arguments.stream
+        found = self._is_alone and self._multiply_alone(device, stream, places, term, room)
+        if found:
+            return found
+        handle, operands, invocation = self._prepared(arguments, places, term)
         self.last = invocation
+        invocation.run(handle, stream, operands, room)
+        return invocation
+
+    def _multiply_alone(
+        self, device: int, stream: int, places: Places, term: _Term, room: Room = NO_ROOM
+    ) -> Invocation | None:
+        """Queue a product of which nothing but its three addresses varies; None if it is the first of its alignment."""
+        a, b, d = places
+        first, second = (b, a) if self._swapped else (a, b)
+        first += term.first
+        second += term.second
+        bits = ALIGNMENT_BYTES | first | second | d
+        invocation = term.invocations.get(bits & -bits)
+        if invocation is None:
+            return None
+        self.last = invocation
+        handle = handles.handle(device)
+        invocation.queue(handle, stream, term.factor, term.kept, ((first, second, d, d),), room)
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run for the first product of the schedule."""
-        assert self.call is not None
+        call, (a, b, d) = self._terms[0].call, _places(arguments)
         # What will lie in memory of lowprec's own is aligned.
-        a = 0 if self.call.pack_a else arguments.a.address
-        b = 0 if self.call.pack_b else arguments.b.address
-        d = 0 if self.call.staged else arguments.out.address
-        operands = self._operands(arguments, a, b, d, self._terms[0])
-        handle = handles.handle(arguments.a.device.index)
-        return self._invocation(handle, arguments.stream, operands, self._terms[0])
+        places = (0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d)
+        return self._prepared(arguments, places, self._terms[0])[-1]
 
     def tune(
-        self,
-        arguments: Arguments,
-        candidates: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> tuple[autotune.Measured, ...]:
+        self, arguments: Arguments, candidates: int, progress: Progress | None
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        device, stream, term = arguments.a.device, arguments.stream, self._terms[0]
-        handle = handles.handle(device.index)
-        a, b, d = arguments.a.address, arguments.b.address, arguments.out.address
-        block = None
-        try:
+        device, stream, places = arguments.a.device.index, arguments.stream, _places(arguments)
+        with contextlib.ExitStack() as stack:
             if self._staging is not None:
-                block = memory.allocate(self._staging.nbytes, device, stream)
-                a, b, d = self._staging.fill(block.address, arguments)
-            operands = self._operands(arguments, a, b, d, term)
-            invocation = self._invocation(handle, stream, operands, term)
-            before = invocation.algorithm
+                block = memory.temporary(self._staging.nbytes, device, stream)
+                places = self._staging.fill(stack.enter_context(block), arguments)
+            handle, operands, invocation = self._prepared(arguments, places, self._terms[0])
+            chosen = invocation.algorithm
             try:
-                measured = autotune.tune(
-                    invocation, handle, stream, operands, candidates=candidates, progress=progress
-                )
+                measured = autotune.tune(invocation, handle, stream, operands, candidates, progress)
+                chosen = measured[0].algorithm
             finally:
-                invocation.use(before)
-        finally:
-            del block
-        if measured:
-            invocation.use(measured[0].algorithm)
+                invocation.use(chosen)
         return measured
 
-    def _operands(self, arguments: Arguments, a: int, b: int, d: int, term: _Term) -> Operands:
+    def _operands(self, arguments: Arguments, places: Places, term: _Term) -> Operands:
         """Return the addresses and factors of one product in cuBLASLt's order.
 
         The caller's factors are those of a staged product's epilogue.
         """
-        call = term.call
+        call, (a, b, d) = term.call, places
         scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
         if self._swapped:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a
         a += term.first
         b += term.second
         if call.staged:
-            return Operands(a, b, d, d, 0, scale_a, scale_b, term.factor, term.kept)
+            factor, kept = term.factor.value, term.kept.value
+            return Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
-    def _invocation(self, handle: int, stream: int, operands: Operands, term: _Term) -> Invocation:
-        """Return the prepared call for pointers of this alignment."""
-        alignment = alignment_of(
-            operands.first, operands.second, operands.c, operands.d, self._offset_bits
-        )
+    def _prepared(
+        self, arguments: Arguments, places: Places, term: _Term
+    ) -> tuple[int, Operands, Invocation]:
+        """Return the handle, the operands, and the prepared call for pointers of their alignment."""
+        plan, stream = self._plan, arguments.stream
+        handle = handles.handle(arguments.a.device.index)
+        operands = self._operands(arguments, places, term)
+        alignment = alignment_of(*operands[:4], self._offset_bits)
         found = term.invocations.get(alignment)
         if found is None:
-            plan = self._plan
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
                 term.call,
@@ -320,27 +313,43 @@ class _LoweredPlan:
                 lambda: f"{title(plan)}, {plan.compute_type}",
             )
             found = term.invocations.setdefault(alignment, made)
-        return found
+        return handle, operands, found
 
 
 def _term(
     whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]
 ) -> _Term:
     """Return a product of the schedule of a plan whose inner dimension is ``k``."""
+    pack_a, pack_b = whole.pack_a, whole.pack_b
+    # The parts of ``a`` lie in descending order.
     parts = [
-        part * (pack.part_bytes if pack else 0)
-        for part, pack in ((product.a_part, whole.pack_a), (product.b_part, whole.pack_b))
+        (pack_a.parts - 1 - product.a_part) * pack_a.part_bytes if pack_a else 0,
+        product.b_part * pack_b.part_bytes if pack_b else 0,
     ]
     first, second = reversed(parts) if whole.swapped else parts
-    call, before_first, before_second = whole.over(k, product.k_start, product.k_stop)
+    start = product.k_start
+    call, before_first, before_second = whole.over(k, start, start + _length(whole, product))
     return _Term(
         call,
         first + before_first * call.first.dtype.itemsize,
         second + before_second * call.second.dtype.itemsize,
-        product.factor,
-        float(product.accumulates),
+        number(product.factor, call.scale_dtype),
+        number(float(product.accumulates), call.scale_dtype),
         invocations,
     )
+
+
+def _length(whole: CublasLtCall, product: Product) -> int:
+    """Return how far along the inner dimension a product goes: over its parts, and what pads those between."""
+    length = product.k_stop - product.k_start
+    if product.terms > 1:
+        assert whole.pack_a is not None, "what has several parts is packed"
+        length += (product.terms - 1) * whole.pack_a.part_length
+    return length
+
+
+def _places(arguments: Arguments) -> Places:
+    return arguments.a.address, arguments.b.address, arguments.out.address
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:

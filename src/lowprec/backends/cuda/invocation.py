@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles
-from lowprec.backends.cuda.bindings import (
-    Algorithm,
-    AlgorithmInfo,
-    Descriptor,
-    MatmulDescriptors,
-)
+from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.errors import LowprecError, UnsupportedError
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
-from lowprec.planning.calls import CublasLtCall, LtMatrix
+from lowprec.planning.calls import CublasLtCall
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
+
+#: Address and bytes of memory that a product may have for its workspace; where it is too little, it takes some.
+Room: TypeAlias = tuple[int, int]
+NO_ROOM: Room = (0, 0)
+
+#: Attributes of the operation that hold addresses.
+_POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
 
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
@@ -46,55 +48,35 @@ class Operands(NamedTuple):
 
 
 def alignment_of(*addresses: int) -> int:
-    """Return the largest power of two, up to 256, of which all addresses are multiples.
-
-    Examples
-    --------
-    >>> alignment_of(512, 1024), alignment_of(512, 48), alignment_of(6)
-    (256, 16, 2)
-    """
+    """Return the largest power of two, up to 256, of which all addresses are multiples: of 512 and 48 it is 16."""
     bits = ALIGNMENT_BYTES
     for address in addresses:
         bits |= address
     return bits & -bits
 
 
-class _Number(NamedTuple):
+class Number(NamedTuple):
     """Alpha or beta in memory of the host, and its address."""
 
+    value: complex
     address: int
     memory: np.ndarray[Any, Any]
 
 
 @functools.lru_cache(maxsize=64)
-def _number(value: complex, dtype: DType) -> _Number:
+def number(value: complex, dtype: DType) -> Number:
     """Return a factor for a call; kept, as the same few come back."""
     memory = np.empty(1, NUMPY_DTYPES[dtype])
     memory[0] = value if dtype.is_complex else value.real
-    return _Number(memory.ctypes.data, memory)
+    return Number(value, memory.ctypes.data, memory)
 
 
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
-    Parameters
-    ----------
-    call : CublasLtCall
-    alignment_bytes : int
-        Of all pointers.
-    workspace_bytes : int
-        What an algorithm may use.
-    operands : Operands
-        Of the first call; the search looks at the pointers' alignment and reads nothing.
-    choose : callable
-        Returns the algorithm for this invocation, whose descriptors are made; None if there is none.
-    describe : callable
-        Returns the product in words, for errors.
-
-    Raises
-    ------
-    UnsupportedError
-        If this cuBLASLt has no algorithm for the product on this device.
+    ``operands`` are those of the first call; the search looks at their alignment and reads nothing. ``choose`` returns
+    the algorithm for this invocation, whose descriptors are made; None if there is none, an UnsupportedError then.
+    ``describe`` returns the product in words, for errors.
     """
 
     def __init__(
@@ -110,11 +92,11 @@ class Invocation:
         self.alignment_bytes = alignment_bytes
         self.workspace_bytes = workspace_bytes
         self._describe = describe
-        self._varies = any(_pointers_of(operands))
         self._offsets = byte_offsets(call)
-        self._one, self._zero = (_number(x, call.scale_dtype) for x in (1.0, 0.0))
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.descriptors = _descriptors(call, operands)
+            #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
+            self._idle = [(self.descriptors.operation, _pointers_of(operands))]
             try:
                 algorithm = choose(self)
                 if algorithm is None:
@@ -124,8 +106,6 @@ class Invocation:
             except BaseException:
                 self.descriptors.close()
                 raise
-        #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
-        self._idle = [(self.descriptors.operation, _pointers_of(operands))]
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
@@ -141,81 +121,73 @@ class Invocation:
         """What cuBLASLt tells of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: Operands) -> None:
+    def run(self, handle: int, stream: int, operands: Operands, room: Room = NO_ROOM) -> None:
         """Queue the product; alpha and beta are read before this returns."""
-        try:
-            if not self._varies:
-                self._queue(handle, stream, operands, self.descriptors.operation)
-                return
-            # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this
-            # call's own. If the call fails, the descriptor goes, and what is set in it need not be known.
-            pointers = _pointers_of(operands)
-            try:
-                operation, found = self._idle.pop()
-            except IndexError:
-                operation, found = _operation(self.call, operands), pointers
-            if found != pointers:
-                _set_pointers(operation, operands)
-            self._queue(handle, stream, operands, operation)
-            self._idle.append((operation, pointers))
-        except LowprecError:
-            raise
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
-
-    def run_plain(self, handle: int, stream: int, first: int, second: int, d: int) -> None:
-        """Queue the product with alpha = 1 and beta = 0, at offset 0."""
-        algorithm, workspace_bytes, _ = self._chosen
-        operation, first_layout, second_layout, c_layout, d_layout = self._pointers
-        workspace = handles.workspace(handle, stream, workspace_bytes) if workspace_bytes else 0
-        try:
-            libraries().cublas_lt.matmul(
-                handle,
-                operation,
-                self._one.address,
-                first,
-                first_layout,
-                second,
-                second_layout,
-                self._zero.address,
-                d,
-                c_layout,
-                d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
-
-    def _queue(self, handle: int, stream: int, operands: Operands, operation: Descriptor) -> None:
         scale_dtype = self.call.scale_dtype
-        alpha, beta = _number(operands.alpha, scale_dtype), _number(operands.beta, scale_dtype)
-        algorithm, workspace_bytes, _ = self._chosen
-        workspace = handles.workspace(handle, stream, workspace_bytes)
-        _, first_layout, second_layout, c_layout, d_layout = self._pointers
+        alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
+        a, b, c, d = operands[:4]
+        places = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
+        # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this call's
+        # own. If the call fails, the descriptor goes, and what is set in it need not be known.
+        pointers = _pointers_of(operands)
+        try:
+            operation, found = self._idle.pop()
+        except IndexError:
+            with bindings.translated(lambda: f"run {self._describe()}"):
+                operation, found = _operation(self.call, operands), pointers
+        if found != pointers:
+            with bindings.translated(lambda: f"run {self._describe()}"):
+                for name, address in zip(_POINTERS, pointers, strict=True):
+                    if address:
+                        bindings.set_attribute("matmul_desc", operation.pointer, name, address)
+        self.queue(handle, stream, alpha, beta, places, room, operation.pointer)
+        self._idle.append((operation, pointers))
+
+    def queue(
+        self,
+        handle: int,
+        stream: int,
+        alpha: Number,
+        beta: Number,
+        places: Sequence[tuple[int, int, int, int]],
+        room: Room = NO_ROOM,
+        operation: int = 0,
+    ) -> None:
+        """Queue calls for these addresses of the first, the second, c and d.
+
+        ``operation`` is a descriptor of the caller's own; 0 where no pointers are part of it.
+        """
+        algorithm, needed_bytes, _ = self._chosen
+        workspace, nbytes = room
+        if nbytes < needed_bytes:
+            with handles.workspace(handle, stream, needed_bytes) as own:
+                room = (own, needed_bytes)
+                self.queue(handle, stream, alpha, beta, places, room, operation)
+            return
+        of_all, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul
-        for first, second, c, d in self._offsets:
-            matmul(
-                handle,
-                operation.pointer,
-                alpha.address,
-                operands.first + first,
-                first_layout,
-                operands.second + second,
-                second_layout,
-                beta.address,
-                operands.c + c,
-                c_layout,
-                operands.d + d,
-                d_layout,
-                algorithm,
-                workspace,
-                workspace_bytes,
-                stream,
-            )
+        try:
+            for first, second, c, d in places:
+                matmul(
+                    handle,
+                    operation or of_all,
+                    alpha.address,
+                    first,
+                    first_layout,
+                    second,
+                    second_layout,
+                    beta.address,
+                    c,
+                    c_layout,
+                    d,
+                    d_layout,
+                    algorithm,
+                    workspace,
+                    nbytes,
+                    stream,
+                )
+        except Exception as error:
+            raise bindings.translate(error, f"run {self._describe()}") from error
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
         """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""
@@ -237,15 +209,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
-    made = bindings.matmul_descriptor(
-        call.compute_type.value, call.scale_dtype.cuda_data_type, attributes
-    )
-    try:
-        _set_pointers(made, operands)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    attributes |= {name: x for name, x in zip(_POINTERS, _pointers_of(operands), strict=True) if x}
+    types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
+    return bindings.create("matmul_desc", types, attributes)
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
@@ -253,39 +219,25 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     made: list[Descriptor] = []
     try:
         made.append(_operation(call, operands))
-        for matrix in (call.first, call.second, call.d):
-            made.append(_layout(matrix, call.batch_count))
-        operation, first, second, d = made
         # Without an addend D stands for C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
-        c = d if call.c in (None, call.d) else _layout(call.c, call.batch_count)
+        c = None if call.c in (None, call.d) else call.c
+        for x in (call.first, call.second, call.d, *([c] if c else ())):
+            batch = (call.batch_count, x.batch_stride)
+            data_type = x.dtype.cuda_data_type
+            made.append(
+                bindings.matrix_layout(data_type, x.rows, x.cols, x.leading_dimension, batch)
+            )
     except BaseException:
         for descriptor in made:
             descriptor.close()
         raise
-    return MatmulDescriptors(operation, first, second, c, d)
-
-
-def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
-    return bindings.matrix_layout(
-        matrix.dtype.cuda_data_type,
-        matrix.rows,
-        matrix.cols,
-        matrix.leading_dimension,
-        (batch_count, matrix.batch_stride),
-    )
+    operation, first, second, d = made[:4]
+    return MatmulDescriptors(operation, first, second, made[-1], d)
 
 
 def _pointers_of(operands: Operands) -> tuple[int, int, int]:
-    """Return the pointers that are part of the descriptor, 0 for none."""
+    """Return the pointers that are attributes of the operation, 0 for none."""
     return operands.bias, operands.scale_first, operands.scale_second
-
-
-def _set_pointers(operation: Descriptor, operands: Operands) -> None:
-    """Write the pointers that are part of the descriptor."""
-    names = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
-    for name, address in zip(names, _pointers_of(operands), strict=True):
-        if address:
-            bindings.set_attribute("matmul_desc", operation.pointer, name, address)
 
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:

@@ -17,6 +17,7 @@ CUBLASLT = KernelRow(
     cost_per_element=100.0,
     cost_per_byte=13.0,
     summation=Summation.TENSOR_CORES,
+    concatenates=True,
     is_cublaslt=True,
     cuts_tf32=True,
     scales_float16=True,

@@ -11,17 +11,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.batching import (
-    LaunchBatch,
-    are_multiples,
-    in_sequence,
-    launch_batches,
-)
+from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
 from lowprec.planning.batches import Dimension, coalesce
@@ -45,40 +40,36 @@ _SPAN = 512
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What is written: batch after batch, each of ``padded_rows`` lines of ``leading_dimension`` elements.
+    """What is written: batch after batch, each of ``padded_rows`` lines of ``leading_dimension`` elements and part.
 
     Row r and column c of the source go to line r and element c, the padding is zero. Numbers are rounded to nearest,
     ties to even; NaN stays NaN, infinities stay, what is too large becomes one. Planning asks only for element types
     of which there is a kernel.
-
-    Parameters
-    ----------
-    source : MatrixStack
-    dtype : DType
-        Of what is written.
-    leading_dimension, padded_rows : int
-        At least the columns and rows that are written.
-    scaled : bool
-        Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
-        magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
-        of zeros.
-    complex_as : {"no", "pairs", "rotated"}
-        "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds
-        (re, -im) and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
-    part : int
-        Which part of each number is written: 0 is the number rounded, each later one what the parts before leave,
-        multiplied by 2^part_exponent for each, rounded.
-    part_exponent : int
     """
 
     source: MatrixStack
+    #: Of what is written.
     dtype: DType
     leading_dimension: int
     padded_rows: int
+    #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
+    #: magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
+    #: of zeros.
     scaled: bool = False
+    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds (re, -im)
+    #: and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
     complex_as: ComplexAs = "no"
-    part: int = 0
+    #: How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied
+    #: by 2^part_exponent, rounded; where ``summed``, the last part is the sum of the two before it, rounded.
+    parts: int = 1
     part_exponent: int = 0
+    summed: bool = False
+    #: Whether float32 numbers are rounded to TF32, ties away from zero.
+    as_tf32: bool = False
+    #: Whether the parts of a line follow each other, line by line; else those of a matrix do, matrix by matrix.
+    side_by_side: bool = False
+    #: Whether the last part comes first.
+    descending: bool = False
 
     @property
     def lines_per_row(self) -> int:
@@ -114,7 +105,7 @@ def _shape(packing: Packing) -> _Shape:
         for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
     ]
     # What is written is regular throughout: without padding the source alone decides which dimensions are one.
-    if out_rows == rows:
+    if out_rows == rows and packing.parts == 1:
         dimensions = coalesce([*dimensions, (rows, (row_stride,))])
         if out_cols == cols and not packing.scaled and packing.complex_as != "rotated":
             dimensions = coalesce([*dimensions, (cols, (col_stride,))])
@@ -127,17 +118,12 @@ def _shape(packing: Packing) -> _Shape:
     return _Shape(coalesce(dimensions), rows, cols, row_stride, col_stride, out_rows, out_cols)
 
 
+@cached
 def prepare_packing(packing: Packing, device: int) -> Packer:
     """Return the function that queues a packing on a stream of a device, which is the current one then.
 
     Kernels are compiled at its first call.
     """
-    return _packer(libraries().core, packing, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _packer(core: Any, packing: Packing, device: int) -> Packer:
-    """Look up or make a packer; the library is a part of the key, so that tests may exchange it."""
     shape, source = _shape(packing), packing.source
     empty = not shape.out_rows * shape.out_cols
     batches = () if empty else launch_batches(shape.batch, 1)
@@ -151,7 +137,7 @@ def _packer(core: Any, packing: Packing, device: int) -> Packer:
 
 def _clear_exponents(nbytes: int, source: int, target: int, exponents: int, stream: int) -> None:
     if nbytes:
-        runtime.set_zero_async(exponents, nbytes, stream)
+        runtime.call("cudaMemsetAsync", exponents, 0, nbytes, stream)
 
 
 class _PackingLaunch:
@@ -162,9 +148,16 @@ class _PackingLaunch:
         self._source_bytes = packing.source.dtype.itemsize
         self._out_bytes = packing.dtype.itemsize * packing.parts_per_number
         lines = shape.out_rows * packing.lines_per_row
+        parts, beside = packing.parts, packing.side_by_side
+        line_stride = shape.out_cols * (parts if beside else 1)
+        batch_stride = shape.out_cols * parts * lines
+        part_step = shape.out_cols * (1 if beside else lines)
+        first_part = part_step * (parts - 1) if packing.descending else 0
+        #: In what is written, in source elements: between lines, matrices and parts.
+        self._steps = (line_stride, batch_stride, -part_step if packing.descending else part_step)
         self._offsets = (
             batch.offsets[0] * self._source_bytes,
-            batch.before * lines * shape.out_cols * self._out_bytes,
+            (batch.before * batch_stride + first_part) * self._out_bytes,
             batch.before * shape.rows * _EXPONENT_BYTES,
         )
         self._lines = lines * batch.count
@@ -178,17 +171,18 @@ class _PackingLaunch:
             self._by_lines()
 
     def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
-        source_offset, target_offset, exponents_offset = self._offsets
-        source, target = source + source_offset, target + target_offset
-        exponents += exponents_offset
+        source += self._offsets[0]
+        target += self._offsets[1]
+        exponents += self._offsets[2]
         if self.maxima is not None:
             self.maxima(stream, source, exponents)
-        launch = self._any
-        if self._fast is not None and not (
-            source & self._source_mask or target & self._target_mask
-        ):
-            launch = self._fast
-        launch(stream, *(source, target, exponents)[: self._addresses])
+        launch = self._fast
+        if launch is None or source & self._source_mask or target & self._target_mask:
+            launch = self._any
+        if self._takes_exponents:
+            launch(stream, source, target, exponents)
+        else:
+            launch(stream, source, target)
 
     def _launch(
         self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
@@ -201,17 +195,19 @@ class _PackingLaunch:
             "PAIRS": int(packing.complex_as != "no"),
             "ROTATED": int(packing.complex_as == "rotated"),
             "SCALED": int(packing.scaled),
-            "PART": packing.part,
+            "PARTS": packing.parts,
             "PART_FACTOR": 1 << packing.part_exponent,
+            "SUMMED": int(packing.summed),
+            "TF32": int(packing.as_tf32),
             f"KERNEL_{name}": 1,
         }
         blocks = pick_blocks(wanted, self._device)
-        out = () if name == "pack_maxima" else (shape.out_rows, shape.out_cols)
+        out = () if name == "pack_maxima" else (shape.out_rows, shape.out_cols, *self._steps)
         constants = (
             *(shape.rows, shape.cols, shape.row_stride, shape.col_stride, *out),
             *(batch.count, *batch.extents, *batch.strides[0], *last),
         )
-        addresses = 2 if name == "pack_maxima" else self._addresses
+        addresses = 2 + (self._takes_exponents and name != "pack_maxima")
         return Launch(
             name, "pack.cu", definitions, self._device, blocks, block, addresses, constants
         )
@@ -224,10 +220,10 @@ class _PackingLaunch:
         regular = shape.col_stride == 1 and are_multiples(
             _VECTOR_BYTES, self._source_bytes, strides
         )
-        if self._lines > 1:
+        if self._lines * self._packing.parts > 1:
             regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
         self._source_mask = self._target_mask = _VECTOR_BYTES - 1
-        self._addresses = 3 if self._packing.scaled else 2
+        self._takes_exponents = self._packing.scaled
         if self._packing.scaled:
             groups = -(-shape.out_cols // vector)
             across = min(_THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
@@ -241,10 +237,9 @@ class _PackingLaunch:
             groups = batch.count * shape.out_rows * -(-shape.out_cols // elements)
             return -(-groups // _THREADS)
 
+        fast = ("pack_groups", wanted_of(vector), (_THREADS,), ())
         self._any = self._launch("pack_elements", wanted_of(1), (_THREADS,), ())
-        self._fast = None
-        if regular:
-            self._fast = self._launch("pack_groups", wanted_of(vector), (_THREADS,), ())
+        self._fast = self._launch(*fast) if regular else None
 
     def _by_tiles(self) -> None:
         """Adjacent threads read adjacent rows and write adjacent columns."""
@@ -262,7 +257,7 @@ class _PackingLaunch:
         width = _TILE * target_word // self._out_bytes
         wanted = batch.count * -(-shape.out_rows // height) * -(-shape.out_cols // width)
         self._source_mask, self._target_mask = source_word - 1, target_word - 1
-        self._addresses = 3
+        self._takes_exponents = True
         self._any = self._launch("pack_tiles", wanted, _TILE_BLOCK, (0,))
         self._fast = self._launch("pack_tiles", wanted, _TILE_BLOCK, (1,)) if regular else None
         if self._packing.scaled:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, prepare_epilogue
+from lowprec.backends.cuda.mending import Mender, Mending, prepare_mending
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
@@ -22,15 +22,8 @@ _ALIGNMENT_BYTES = 256
 class Staging:
     """How the operands of a plan are packed and its product is written, described once for all calls.
 
-    One block of temporary memory has room for all: the packed operands, their exponents, the product.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-    call : CublasLtCall or None
-        None where the inner dimension is 0, and the product with it.
-    device : int
-        The current one.
+    One block of temporary memory has room for all: the packed operands, their exponents, the product. The device is the
+    current one; there is no call where the inner dimension is 0, and the product with it.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
@@ -58,15 +51,19 @@ class Staging:
             for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
                 if pack is not None:
                     self._operands[i] = start = self._room(pack.nbytes)
-                    for x in packings(plan, stack, pack):
-                        launch = prepare_packing(x, device)
-                        part = start + x.part * pack.part_bytes
-                        self._packings.append((i, launch, part, self._exponents[i]))
+                    launch = prepare_packing(packing(plan, stack, pack, descending=i == 0), device)
+                    self._packings.append((i, launch, start, self._exponents[i]))
             if call.staged:
                 self._product = self._room(call.product_bytes)
         self._write: EpilogueLauncher | None = None
+        #: Of products of parts: what is not finite is computed again.
+        self._mend: Mender | None = None
         if self._product is not None:
-            self._write = prepare_epilogue(epilogue(plan, call), device)
+            spec = epilogue(plan, call)
+            self._write = prepare_epilogue(spec, device)
+            if max(plan.split) > 1:
+                mending = Mending(spec.product_dtype, spec.leading_dimension, layout.a, layout.b)
+                self._mend = prepare_mending(mending, device)
 
     def _room(self, nbytes: int) -> int:
         """Return where in the block so many bytes lie."""
@@ -83,7 +80,7 @@ class Staging:
         """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
-            runtime.set_zero_async(block + start, nbytes, stream)
+            runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
         a, b = operands = (arguments.a.address, arguments.b.address)
         for i, pack, start, exponents in self._packings:
             pack(operands[i], block + start, block + exponents, stream)
@@ -98,6 +95,9 @@ class Staging:
         """Queue the writing of the result, where the product is staged; the operands' scales are in ``alpha``."""
         if self._write is None or self._product is None:
             return
+        if self._mend is not None:
+            a, b = arguments.a.address, arguments.b.address
+            self._mend(block + self._product, a, b, arguments.stream)
         self._write(
             block + self._product,
             arguments.out.address,
@@ -111,22 +111,26 @@ class Staging:
         )
 
 
-def packings(plan: GemmPlan, stack: MatrixStack, pack: Pack) -> Iterator[Packing]:
-    """Yield how the parts of an operand are packed, one after another."""
+def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:
+    """Return how an operand is packed, with its parts; those of ``a`` in descending order."""
     source = stack.transposed if pack.transposed else stack
     if not pack.batch_shape:
         source = replace(source, batch_shape=(), batch_strides=())
-    for part in range(pack.parts):
-        yield Packing(
-            source,
-            pack.dtype,
-            pack.leading_dimension,
-            pack.padded_rows,
-            pack.scaled,
-            pack.complex_as,
-            part,
-            row(plan.scheme).part_exponent if part else 0,
-        )
+    scheme, split = row(plan.scheme), pack.parts > 1
+    return Packing(
+        source,
+        pack.dtype,
+        pack.leading_dimension,
+        pack.padded_rows,
+        pack.scaled,
+        pack.complex_as,
+        pack.parts,
+        scheme.part_exponent if split else 0,
+        summed=pack.parts > scheme.parts,
+        as_tf32=split and scheme.uses_tf32,
+        side_by_side=pack.side_by_side,
+        descending=split and descending,
+    )
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:

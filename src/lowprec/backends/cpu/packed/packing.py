@@ -44,9 +44,11 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
@@ -54,6 +56,7 @@ from lowprec.backends.cpu.packed.native import (
     I8,
     I16,
     I32,
+    I64,
     compile_kernel,
     inline_asm,
     load,
@@ -258,7 +261,7 @@ def _transpose(typing_context, source, target):
 
 
 def _pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
-    """Copy some lanes of some steps to a block of 32 x step, contiguous along k, zero elsewhere."""
+    """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
 
 
 @overload(_pad, prefer_literal=True)
@@ -268,14 +271,61 @@ def _pad_overload(index, source, lane_stride, k_stride, first_lane, end_lane, st
     kind = {1: "i8", 2: "u16", 4: "u32"}[item]
 
     def pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
-        for offset in range(0, 32 * step * item, 8):
-            store(target + offset, 0, "i64")
         for lane in range(first_lane, end_lane):
             from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):
                 store(to + i * item, load(from_ + i * k_stride, kind), kind)
 
     return pad
+
+
+@intrinsic
+def _copy_line(typing_context, source, target, count):
+    """Copy so many bytes, 64 at most, and fill up to 64 with zeros; nothing else is read."""
+
+    def generate(context, builder, signature, args):
+        line, bits = ir.VectorType(I8, 64), ir.VectorType(ir.IntType(1), 64)
+        from_, to = (pointer(builder, address, line) for address in args[:2])
+        ones, whole = ir.Constant(I64, -1), ir.Constant(I64, 64)
+        mask = builder.lshr(ones, builder.sub(whole, args[2]))
+        operands = [
+            from_,
+            ir.Constant(I32, 1),
+            builder.bitcast(mask, bits),
+            ir.Constant(line, None),
+        ]
+        signature = ir.FunctionType(line, [x.type for x in operands])
+        name = "llvm.masked.load.v64i8.p0v64i8"
+        function = cgutils.get_or_insert_function(builder.module, signature, name)
+        builder.store(builder.call(function, operands), to, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
+@njit
+def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
+    """Copy rows of contiguous bytes; what is between them in the target becomes zero, or is zero already."""
+    for row in range(rows):
+        from_, to = source + row * stride, target + row * target_stride
+        for at in range(0, row_bytes, 64):
+            _copy_line(from_ + at, to + at, min(64, row_bytes - at))
+
+
+@intrinsic
+def _clear_line(typing_context, target):
+    def generate(context, builder, signature, args):
+        line = ir.VectorType(I8, 64)
+        builder.store(ir.Constant(line, None), pointer(builder, args[0], line), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@njit
+def _clear(target, count):
+    for offset in range(0, count, 64):
+        _clear_line(target + offset)
 
 
 def _along(index, source, lane_stride, target, is_b, tiles):
@@ -334,7 +384,7 @@ def _across_overload(index, source, k_stride, target, is_b, tiles):
 def _pack_function(index: int) -> Any:
     scheme = _BY_INDEX[index]
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
-    fingerprint = FINGERPRINT
+    fingerprint, has_masks = FINGERPRINT, "avx512bw" in cpu_flags()
 
     # fmt: off
     def pack(
@@ -361,8 +411,23 @@ def _pack_function(index: int) -> Any:
                         flags |= _across(index, from_, k_stride, to, is_b, tiles)
                     else:
                         first, end, k_here = max(0, -lane0), min(32, lanes - lane0), min(step, k - k0)
-                        _pad(index, from_, lane_stride, k_stride, first, end, k_here, scratch)
-                        flags |= _along(index, scratch, step * item, to, is_b, tiles)
+                        _clear(scratch, 32 * step * item)
+                        if has_masks and k_stride == item:
+                            _pad_rows(
+                                from_ + first * lane_stride, lane_stride, end - first, k_here * item,
+                                scratch + first * step * item, step * item,
+                            )
+                        elif has_masks and lane_stride == item:
+                            _pad_rows(
+                                from_ + first * item, k_stride, k_here, (end - first) * item,
+                                scratch + first * item, 32 * item,
+                            )
+                        else:
+                            _pad(index, from_, lane_stride, k_stride, first, end, k_here, scratch)
+                        if has_masks and k_stride != item and lane_stride == item:
+                            flags |= _across(index, scratch, 32 * item, to, is_b, tiles)
+                        else:
+                            flags |= _along(index, scratch, step * item, to, is_b, tiles)
         return flags
 
     return pack

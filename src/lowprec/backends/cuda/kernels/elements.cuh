@@ -114,6 +114,25 @@ template <class T> struct Convert<Complex<T>, Complex<T> > {
     static __device__ inline Complex<T> of(Complex<T> x) { return x; }
 };
 
+// A double as the float next to it on the side of zero, or the one after, whichever is odd: rounding that to a type of
+// fewer digits gives what rounding the double once would.
+__device__ inline float rounded_to_odd(double x)
+{
+    float nearest = (float)x;
+    if (x - x != 0 || nearest == x) return nearest;
+    unsigned int bits = same_bits<unsigned int>(nearest);
+    if (x > 0 ? nearest > x : nearest < x) --bits;
+    return same_bits<float>(bits | 1u);
+}
+
+template <> struct Convert<double, Half> {
+    static __device__ inline Half of(double x) { return Convert<float, Half>::of(rounded_to_odd(x)); }
+};
+
+template <> struct Convert<double, Brain> {
+    static __device__ inline Brain of(double x) { return Convert<float, Brain>::of(rounded_to_odd(x)); }
+};
+
 template <> struct Convert<Byte, int> {
     static __device__ inline int of(Byte x) { return (signed char)x; }
 };

@@ -2,10 +2,12 @@
 //
 // Given before this text: SOURCE and TARGET, element types of elements.cuh; PAIRS, whether a source element becomes two
 // target elements (real and imaginary part); ROTATED, whether each row becomes two, (re, -im) and (im, re); SCALED,
-// whether rows are multiplied by 2^exponent; PART, which part of each number is written, and PART_FACTOR, by which what
-// the part before leaves is multiplied; KERNEL_<name>.
+// whether rows are multiplied by 2^exponent; PARTS, how many parts of each number are written, and PART_FACTOR, by which
+// what the part before leaves is multiplied; SUMMED, whether the last of them is the sum of the two before; TF32, whether
+// float32 numbers are rounded to TF32; KERNEL_<name>.
 //
-// Extents of what is written (out_rows, out_cols) count source elements, with padding; padding is zero.
+// Extents of what is written (out_rows, out_cols) and distances in it (line_stride, batch_stride, part_step) count source
+// elements, with padding; padding is zero. `out` is where the first part begins; the others may lie before it.
 
 typedef SOURCE Source;
 typedef TARGET Target;
@@ -31,33 +33,52 @@ struct Scale {
         : first(power_of_two(exponent / 2)), second(power_of_two(exponent - exponent / 2)) {}
 };
 
-#if PART
-// What the parts before this one leave of a number; each difference is exact.
-__device__ inline float rest(float x)
+#if SCALED || PARTS > 1 || TF32
+// A number rounded as a part is.
+__device__ inline float rounded(float x)
 {
-#pragma unroll
-    for (int part = 0; part < PART; ++part) {
-        Target rounded;
-        round_to(rounded, x);
-        x = (x - widen(rounded)) * PART_FACTOR;
-    }
-    return x;
-}
+#if TF32
+    unsigned int bits = same_bits<unsigned int>(x);
+    if ((bits & 0x7fffffffu) >= 0x7f800000u) return x;
+    return same_bits<float>((bits + 0x1000u) & 0xffffe000u);  // ties away from zero, as cvt.rna.tf32.f32
 #else
-__device__ inline float rest(float x) { return x; }
+    Target result;
+    round_to(result, x);
+    return widen(result);
+#endif
+}
+
+// A part of a number, before it is rounded: what the parts before leave, each difference being exact. Of what is not
+// finite, or becomes infinite, the second part is NaN or the opposite infinity: sums with both parts are NaN.
+__device__ inline float part_of(float x, int part)
+{
+#if SUMMED
+    if (part == PARTS - 1) {
+        float high = rounded(x);
+        return high + rounded((x - high) * PART_FACTOR);
+    }
+#endif
+#pragma unroll
+    for (int before = 0; before < part; ++before) x = (x - rounded(x)) * PART_FACTOR;
+    return TF32 ? rounded(x) : x;
+}
+
+template <class T> struct FromParts {
+    static __device__ inline T of(Complex<float> x) { return Convert<float, T>::of(x.re); }
+};
+
+template <class T> struct FromParts<Complex<T> > {
+    static __device__ inline Complex<T> of(Complex<float> x) { return Convert<Complex<float>, Complex<T> >::of(x); }
+};
 #endif
 
-__device__ inline Out converted(Source x, Scale scale)
+__device__ inline Out converted(Source x, Scale scale, int part)
 {
-#if SCALED || PART
+#if SCALED || PARTS > 1 || TF32
     Complex<float> value;
-    value.re = rest((float)real(x) * scale.first * scale.second);
-    value.im = rest((float)imaginary(x) * scale.first * scale.second);
-#if PAIRS
-    return Convert<Complex<float>, Out>::of(value);
-#else
-    return Convert<float, Out>::of(value.re);
-#endif
+    value.re = part_of((float)real(x) * scale.first * scale.second, part);
+    value.im = part_of((float)imaginary(x) * scale.first * scale.second, part);
+    return FromParts<Out>::of(value);
 #else
     return Convert<Source, Out>::of(x);
 #endif
@@ -86,7 +107,7 @@ __device__ inline Out on_line(Out x, int line)
 }
 
 template <int N> __device__ inline void store_row(
-    const Group<Out, N>& values, Out* row, long long first, long long out_cols, bool aligned)
+    const Group<Out, N>& values, Out* row, long long first, long long out_cols, long long line_stride, bool aligned)
 {
 #pragma unroll
     for (int line = 0; line < lines_per_row; ++line) {
@@ -94,24 +115,35 @@ template <int N> __device__ inline void store_row(
 #pragma unroll
         for (int i = 0; i < N; ++i) shown.items[i] = on_line(values.items[i], line);
         if (aligned && first + N <= out_cols)
-            shown.store(row + line * out_cols + first);
+            shown.store(row + line * line_stride + first);
         else
-            shown.store(row + line * out_cols, first, out_cols, 1);
+            shown.store(row + line * line_stride, first, out_cols, 1);
     }
 }
 
-template <int N> __device__ inline Group<Out, N> converted_group(
-    const Source* row, long long first, long long cols, long long col_stride, bool aligned, Scale scale)
+template <int N> __device__ inline Group<Source, N> loaded_group(
+    const Source* row, long long first, long long cols, long long col_stride, bool aligned)
 {
     Group<Source, N> loaded;
     if (aligned && first + N <= cols)
         loaded.load(row + first);
     else
         loaded.load(row, first, cols, col_stride);
-    Group<Out, N> result;
+    return loaded;
+}
+
+// All parts of a group of numbers.
+template <int N> __device__ inline void store_parts(
+    const Group<Source, N>& loaded, Scale scale, Out* row, long long first, long long out_cols, long long line_stride,
+    long long part_step, bool aligned)
+{
 #pragma unroll
-    for (int i = 0; i < N; ++i) result.items[i] = converted(loaded.items[i], scale);
-    return result;
+    for (int part = 0; part < PARTS; ++part) {
+        Group<Out, N> values;
+#pragma unroll
+        for (int i = 0; i < N; ++i) values.items[i] = converted(loaded.items[i], scale, part);
+        store_row(values, row + part * part_step, first, out_cols, line_stride, aligned);
+    }
 }
 
 // -- a thread per group of columns ---------------------------------------------------------------
@@ -119,8 +151,8 @@ template <int N> __device__ inline Group<Out, N> converted_group(
 #if defined(KERNEL_pack_groups) || defined(KERNEL_pack_elements)
 template <int N, bool ALIGNED> __device__ inline void pack_groups_of(
     const Source* source, Out* out, long long rows, long long cols, long long row_stride, long long col_stride,
-    long long out_rows, long long out_cols, long long count, long long extent1, long long extent2,
-    long long stride0, long long stride1, long long stride2)
+    long long out_rows, long long out_cols, long long line_stride, long long batch_stride, long long part_step,
+    long long count, long long extent1, long long extent2, long long stride0, long long stride1, long long stride2)
 {
     long long groups = (out_cols + N - 1) / N, total = count * out_rows * groups;
     long long step = (long long)gridDim.x * blockDim.x;
@@ -132,8 +164,9 @@ template <int N, bool ALIGNED> __device__ inline void pack_groups_of(
         const Source* from = source + row * row_stride;
         if (count > 1) from += batch_offset(line.quotient, extent1, extent2, stride0, stride1, stride2);
         long long length = row < rows ? cols : 0;
-        Group<Out, N> values = converted_group<N>(from, first, length, ALIGNED ? 1 : col_stride, ALIGNED, Scale(0));
-        store_row(values, out + group.quotient * lines_per_row * out_cols, first, out_cols, ALIGNED);
+        Group<Source, N> loaded = loaded_group<N>(from, first, length, ALIGNED ? 1 : col_stride, ALIGNED);
+        Out* to = out + line.quotient * batch_stride + row * lines_per_row * line_stride;
+        store_parts(loaded, Scale(0), to, first, out_cols, line_stride, part_step, ALIGNED);
     }
 }
 #endif
@@ -142,11 +175,11 @@ template <int N, bool ALIGNED> __device__ inline void pack_groups_of(
 // Columns contiguous on both sides, every row aligned to 16 bytes.
 extern "C" __global__ void pack_groups(
     const Source* source, Out* out, long long rows, long long cols, long long row_stride, long long col_stride,
-    long long out_rows, long long out_cols, long long count, long long extent1, long long extent2,
-    long long stride0, long long stride1, long long stride2)
+    long long out_rows, long long out_cols, long long line_stride, long long batch_stride, long long part_step,
+    long long count, long long extent1, long long extent2, long long stride0, long long stride1, long long stride2)
 {
-    pack_groups_of<vector_length, true>(source, out, rows, cols, row_stride, col_stride, out_rows, out_cols, count,
-                                        extent1, extent2, stride0, stride1, stride2);
+    pack_groups_of<vector_length, true>(source, out, rows, cols, row_stride, col_stride, out_rows, out_cols,
+                                        line_stride, batch_stride, part_step, count, extent1, extent2, stride0, stride1, stride2);
 }
 #endif
 
@@ -154,11 +187,11 @@ extern "C" __global__ void pack_groups(
 // Any strides.
 extern "C" __global__ void pack_elements(
     const Source* source, Out* out, long long rows, long long cols, long long row_stride, long long col_stride,
-    long long out_rows, long long out_cols, long long count, long long extent1, long long extent2,
-    long long stride0, long long stride1, long long stride2)
+    long long out_rows, long long out_cols, long long line_stride, long long batch_stride, long long part_step,
+    long long count, long long extent1, long long extent2, long long stride0, long long stride1, long long stride2)
 {
-    pack_groups_of<1, false>(source, out, rows, cols, row_stride, col_stride, out_rows, out_cols, count,
-                             extent1, extent2, stride0, stride1, stride2);
+    pack_groups_of<1, false>(source, out, rows, cols, row_stride, col_stride, out_rows, out_cols, line_stride,
+                             batch_stride, part_step, count, extent1, extent2, stride0, stride1, stride2);
 }
 #endif
 
@@ -191,7 +224,8 @@ __device__ inline int row_exponent(unsigned int magnitude) { return magnitude ? 
 // conversion, which finds the row in the cache.
 extern "C" __global__ void pack_rows(
     const Source* source, Out* out, int* exponents, long long rows, long long cols, long long row_stride,
-    long long col_stride, long long out_rows, long long out_cols, long long count, long long extent1,
+    long long col_stride, long long out_rows, long long out_cols, long long line_stride, long long batch_stride,
+    long long part_step, long long count, long long extent1,
     long long extent2, long long stride0, long long stride1, long long stride2, long long aligned)
 {
     constexpr int N = vector_length;
@@ -230,9 +264,10 @@ extern "C" __global__ void pack_rows(
         if (number >= lines) continue;
         if (threadIdx.x == 0 && row < rows) exponents[line.quotient * rows + row] = exponent;
         Scale scale(exponent);
-        Out* to = out + number * lines_per_row * out_cols;
+        Out* to = out + line.quotient * batch_stride + row * lines_per_row * line_stride;
         for (long long first = (long long)threadIdx.x * N; first < out_cols; first += (long long)blockDim.x * N)
-            store_row(converted_group<N>(from, first, length, col_stride, aligned, scale), to, first, out_cols, aligned);
+            store_parts(loaded_group<N>(from, first, length, col_stride, aligned), scale, to, first, out_cols,
+                        line_stride, part_step, aligned);
     }
 }
 #endif
@@ -298,7 +333,8 @@ static constexpr int tile_rows = 32 * rows_per_word, tile_cols = 32 * cols_per_w
 
 extern "C" __global__ void pack_tiles(
     const Source* source, Out* out, unsigned int* exponents, long long rows, long long cols, long long row_stride,
-    long long col_stride, long long out_rows, long long out_cols, long long count, long long extent1,
+    long long col_stride, long long out_rows, long long out_cols, long long line_stride, long long batch_stride,
+    long long part_step, long long count, long long extent1,
     long long extent2, long long stride0, long long stride1, long long stride2, long long aligned)
 {
     // One word more per row: the words of a column are in different banks.
@@ -324,34 +360,37 @@ extern "C" __global__ void pack_tiles(
             }
 #endif
         }
+        // Part after part through the same tile; what is read again is in the cache.
+        for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-        for (int pass = 0; pass < 4; ++pass) {
-            int word = pass * 8 + threadIdx.y;
-            Group<Source, rows_per_word> loaded[cols_per_word];
+            for (int pass = 0; pass < 4; ++pass) {
+                int word = pass * 8 + threadIdx.y;
+                Group<Source, rows_per_word> loaded[cols_per_word];
 #pragma unroll
-            for (int j = 0; j < cols_per_word; ++j) {
-                long long col = left + word * cols_per_word + j;
-                if (aligned && col < cols && row + rows_per_word <= rows)
-                    loaded[j].load(from + col * col_stride + row);
-                else
-                    loaded[j].load(from + col * col_stride, row, col < cols ? rows : 0, row_stride);
+                for (int j = 0; j < cols_per_word; ++j) {
+                    long long col = left + word * cols_per_word + j;
+                    if (aligned && col < cols && row + rows_per_word <= rows)
+                        loaded[j].load(from + col * col_stride + row);
+                    else
+                        loaded[j].load(from + col * col_stride, row, col < cols ? rows : 0, row_stride);
+                }
+#pragma unroll
+                for (int i = 0; i < rows_per_word; ++i) {
+                    Group<Out, cols_per_word> shown;
+#pragma unroll
+                    for (int j = 0; j < cols_per_word; ++j)
+                        shown.items[j] = converted(loaded[j].items[i], Scale(exponent[i]), part);
+                    tile[threadIdx.x * rows_per_word + i][word] = shown;
+                }
             }
-#pragma unroll
-            for (int i = 0; i < rows_per_word; ++i) {
-                Group<Out, cols_per_word> shown;
-#pragma unroll
-                for (int j = 0; j < cols_per_word; ++j)
-                    shown.items[j] = converted(loaded[j].items[i], Scale(exponent[i]));
-                tile[threadIdx.x * rows_per_word + i][word] = shown;
-            }
+            __syncthreads();
+            Out* to = out + matrix * batch_stride + top * lines_per_row * line_stride + part * part_step;
+            long long height = out_rows - top < tile_rows ? out_rows - top : tile_rows;
+            for (int i = threadIdx.y; i < height; i += 8)
+                store_row(tile[i][threadIdx.x], to + (long long)i * lines_per_row * line_stride,
+                          left + threadIdx.x * cols_per_word, out_cols, line_stride, aligned);
+            __syncthreads();
         }
-        __syncthreads();
-        Out* to = out + (matrix * out_rows + top) * lines_per_row * out_cols;
-        long long height = out_rows - top < tile_rows ? out_rows - top : tile_rows;
-        for (int i = threadIdx.y; i < height; i += 8)
-            store_row(tile[i][threadIdx.x], to + (long long)i * lines_per_row * out_cols,
-                      left + threadIdx.x * cols_per_word, out_cols, aligned);
-        __syncthreads();
     }
 }
 #endif

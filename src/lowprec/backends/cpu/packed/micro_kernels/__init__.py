@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.cpuinfo import cpu_flags, system_flags
 from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
@@ -38,7 +38,7 @@ class MicroKernel:
     emit : str
         Function from the parts of A and of B to the address of the micro-kernel, as ``"module:function"``.
     block_bytes : int
-        Packed A of a task: half of the second-level cache.
+        Packed A of a task: half of the second-level cache of processors with AMX, three quarters of that of others.
     inner_bytes : int
         A piece of a strip of B that stays in the first-level cache.
     shared_from : int
@@ -77,8 +77,7 @@ AVX512_BF16 = MicroKernel(
     frozenset({"avx512_bf16"}) | _AVX512,
     "bfloat16",
     f"{_HERE}.avx512_bf16:micro_kernel",
-    block_bytes=512 << 10,
-    inner_bytes=16 << 10,
+    block_bytes=768 << 10,
     shared_from=1 << 25,
 )
 AVX512_VNNI = MicroKernel(
@@ -87,13 +86,24 @@ AVX512_VNNI = MicroKernel(
     frozenset({"avx512_vnni"}) | _AVX512,
     "int8",
     f"{_HERE}.avx512_vnni:micro_kernel",
-    block_bytes=512 << 10,
-    inner_bytes=16 << 10,
+    block_bytes=768 << 10,
     shared_from=1 << 26,
     offset_a=128,
 )
 
-MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI)
+#: Of processors that have no AVX-512.
+AVX_VNNI = MicroKernel(
+    "avx_vnni",
+    "int8 vector units (AVX-VNNI)",
+    frozenset({"avx2", "fma", "avx_vnni"}),
+    "int8",
+    f"{_HERE}.avx_vnni:micro_kernel",
+    block_bytes=768 << 10,
+    shared_from=1 << 25,
+    offset_a=128,
+)
+
+MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI)
 
 
 def _request_permission() -> bool:
@@ -113,6 +123,8 @@ def obstacle(kernel: MicroKernel) -> str:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"the {kernel.unit} are used on Linux on x86-64 only"
     absent = sorted(kernel.cpu_flags - cpu_flags())
+    if absent and kernel.cpu_flags <= system_flags():
+        return f"LOWPREC_MAX_CPU_ISA hides the {kernel.unit} of this CPU"
     if absent:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
     # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product

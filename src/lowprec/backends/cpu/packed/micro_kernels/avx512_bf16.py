@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from lowprec.backends.cpu.packed.job import MICRO_ARITY
-from lowprec.backends.cpu.packed.micro_kernels.vectors import micro_kernel_intrinsic
+from lowprec.backends.cpu.packed.micro_kernels.vectors import AVX512, micro_kernel_intrinsic
 from lowprec.backends.cpu.packed.native import FINGERPRINT, compile_kernel
 
-_micro = micro_kernel_intrinsic("vdpbf16ps")
+_micro = micro_kernel_intrinsic(AVX512, "vdpbf16ps")
 
 
 @cache

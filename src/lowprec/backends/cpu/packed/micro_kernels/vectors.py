@@ -1,19 +1,20 @@
 """Assembly of micro-kernels on vector units: a dword of A for all columns, multiplied by a row of a tile of B.
 
 An instruction multiplies dwords, pairs of bfloat16 or fours of int8, lane by lane, and adds the products to 32-bit
-lanes. A row of a tile of B is a dword of k for 16 columns, so it is one register; a tile of A has the dwords of one of
-its rows beside each other, and each is broadcast. The 32 rows of a block are treated in groups, whose accumulators
-stay in registers for all steps of a call.
+lanes. A row of a tile of B is a dword of k for 16 columns; a tile of A has the dwords of one of its rows beside each
+other, and each is broadcast. A block of 32 x 32 is treated in groups of a few rows and two registers of columns, whose
+accumulators stay in registers for all steps of a call.
 
 *int8*: the instruction multiplies an unsigned by a signed number, so A is packed as a + 128, and 128 times the sums of
-the columns of B is taken off. The first group sums them on the way, with two more multiplications for each row of B by
-a constant; the groups after it begin with what it found. All is modulo 2^32, so the result is exact wherever it fits
-into int32.
+the columns of B is taken off. The first group of rows sums them on the way, with two more multiplications for each row
+of B by a constant; the groups after it begin with what it found. All is modulo 2^32, so the result is exact wherever it
+fits into int32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -23,101 +24,154 @@ from numba.extending import intrinsic
 from lowprec.backends.cpu.packed.job import PREFETCH_LINES
 from lowprec.backends.cpu.packed.native import inline_asm
 
-# %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
-_B = ("%zmm28", "%zmm29")
-_A = ("%zmm30", "%zmm31")
-_SUMS = ("%zmm26", "%zmm27")  # of the columns of B, times the offset
-_OFFSET = "%zmm25"
-#: Rows of the groups: 22 accumulators hide the latency, and leave registers for the rest.
-_GROUPS = ((0, 10), (10, 21), (21, 32))
+
+@dataclass(frozen=True)
+class Registers:
+    """How the registers of an instruction set are used, and the words for what is done with them.
+
+    Parameters
+    ----------
+    name : str
+        ``"zmm"`` or ``"ymm"``; accumulators are the first of them.
+    b, a, sums : tuple of int
+        Two for a row of B, two that take turns for the dwords of A, two for the sums of B's columns.
+    offset : int
+        For what was added to A, in the first group.
+    columns : tuple of tuple of int
+        Where the two registers of a group's columns are in a block of B, and of accumulators, in bytes.
+    rows : tuple of int
+        Of the groups. The accumulators should hide the latency of the instruction.
+    move, zero : str
+    """
+
+    name: str
+    b: tuple[int, int]
+    a: tuple[int, int]
+    sums: tuple[int, int]
+    offset: int
+    columns: tuple[tuple[int, int], ...]
+    rows: tuple[int, ...]
+    move: str
+    zero: str
+
+    def __getitem__(self, number: int) -> str:
+        return f"%{self.name}{number}"
 
 
-def _accumulators(first: int, end: int) -> list[tuple[str, str]]:
-    """Registers of the accumulators of a group, and where they are in memory."""
-    return [
-        (f"%zmm{2 * (i - first) + t}", f"{(i >> 4) * 2048 + t * 1024 + (i & 15) * 64}(%r8)")
-        for i in range(first, end)
-        for t in range(2)
-    ]
+AVX512 = Registers(
+    "zmm", (28, 29), (30, 31), (26, 27), 25, ((0, 1024),), (10, 11, 11), "vmovdqa64", "vpxord"
+)
+AVX2 = Registers(
+    "ymm", (12, 13), (14, 15), (10, 11), 9, ((0, 32), (1024, 1056)), (4, 5, 5, 5, 5, 5, 3),
+    "vmovdqa", "vpxor",
+)  # fmt: skip
 
 
-def _step_text(multiply: str, first: int, end: int, *, sums: bool) -> list[str]:
-    """One step of k of a group: 16 dwords."""
-    lines = []
-    for dword in range(16):
-        lines += [f"vmovdqa64 {1024 * t + 64 * dword}(%rcx), {_B[t]}" for t in range(2)]
-        if first == 0 and dword % (16 // PREFETCH_LINES) == 0:
-            lines.append(f"prefetcht1 {64 * (dword * PREFETCH_LINES // 16)}(%rdx)")
-        if sums:
-            lines += [f"{multiply} {_B[t]}, {_OFFSET}, {_SUMS[t]}" for t in range(2)]
-        for i in range(first, end):
-            a = _A[i & 1]
-            lines.append(f"vpbroadcastd {(i >> 4) * 1024 + (i & 15) * 64 + 4 * dword}(%rax), {a}")
-            lines += [f"{multiply} {_B[t]}, {a}, %zmm{2 * (i - first) + t}" for t in range(2)]
-    return lines
+@dataclass(frozen=True)
+class _Group:
+    """Some rows and two registers of columns of a block."""
+
+    registers: Registers
+    multiply: str
+    offset: int
+    first: int
+    end: int
+    columns: tuple[int, int]
+
+    @property
+    def sums_columns(self) -> bool:
+        return bool(self.offset) and self.first == 0
+
+    @property
+    def accumulators(self) -> list[tuple[str, str]]:
+        """Registers, and where they are in memory."""
+        return [
+            (
+                self.registers[2 * (i - self.first) + t],
+                f"{(i >> 4) * 2048 + (i & 15) * 64 + self.columns[t]}(%r8)",
+            )
+            for i in range(self.first, self.end)
+            for t in range(2)
+        ]
+
+    def step(self) -> list[str]:
+        """One step of k: 16 dwords."""
+        r, lines = self.registers, []
+        b, sums = [r[x] for x in r.b], [r[x] for x in r.sums]
+        for dword in range(16):
+            lines += [f"{r.move} {self.columns[t] + 64 * dword}(%rcx), {b[t]}" for t in range(2)]
+            if self.prefetches and dword % (16 // PREFETCH_LINES) == 0:
+                lines.append(f"prefetcht1 {64 * (dword * PREFETCH_LINES // 16)}(%rdx)")
+            if self.sums_columns:
+                lines += [f"{self.multiply} {b[t]}, {r[r.offset]}, {sums[t]}" for t in range(2)]
+            for i in range(self.first, self.end):
+                a, at = r[r.a[i & 1]], (i >> 4) * 1024 + (i & 15) * 64 + 4 * dword
+                lines.append(f"vpbroadcastd {at}(%rax), {a}")
+                lines += [
+                    f"{self.multiply} {b[t]}, {a}, {r[2 * (i - self.first) + t]}" for t in range(2)
+                ]
+        return lines
+
+    @property
+    def prefetches(self) -> bool:
+        return self.first == 0 and self.columns[0] == 0
+
+    def text(self) -> list[str]:
+        r = self.registers
+        lines = ["movq $1, %rcx", "movq $3, %r9", "testq $4, $4", "jz 2f"]
+        lines += [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
+        lines += ["jmp 3f", "2:"]
+        lines += [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
+        lines.append("3:")
+        sums = [r[x] for x in r.sums]
+        take_off = [f"vpsubd {sums[i & 1]}, {x}, {x}" for i, (x, _) in enumerate(self.accumulators)]
+        if self.sums_columns:
+            lines += [f"movl $${self.offset * 0x01010101}, %eax", f"vmovd %eax, %xmm{r.offset}"]
+            lines.append(f"vpbroadcastd %xmm{r.offset}, {r[r.offset]}")
+            lines += [f"{r.zero} {x}, {x}, {x}" for x in sums]
+        elif self.offset:
+            lines += take_off
+        lines += ["movq $0, %rax", "4:", *self.step(), "addq $$2048, %rax", "addq $$2048, %rcx"]
+        if self.prefetches:
+            lines.append(f"addq $${64 * PREFETCH_LINES}, %rdx")
+        lines += ["subq $$1, %r9", "jnz 4b"]
+        if self.sums_columns:
+            lines += take_off
+        return lines + [f"{r.move} {register}, {memory}" for register, memory in self.accumulators]
 
 
-def _group_text(multiply: str, first: int, end: int, *, offset: int) -> list[str]:
-    accumulators = _accumulators(first, end)
-    lines = ["movq $0, %rax", "movq $1, %rcx", "movq $3, %r9"]
-    lines += ["testq $4, $4", "jz 2f"]
-    lines += [f"vmovdqa64 {memory}, {register}" for register, memory in accumulators]
-    lines += ["jmp 3f", "2:"]
-    lines += [f"vpxord {register}, {register}, {register}" for register, _ in accumulators]
-    lines.append("3:")
-    take_off = [
-        f"vpsubd {_SUMS[i & 1]}, {register}, {register}"
-        for i, (register, _) in enumerate(accumulators)
-    ]
-    if offset and first == 0:
-        lines += [f"movl $${offset * 0x01010101}, %eax", f"vpbroadcastd %eax, {_OFFSET}"]
-        lines += [f"vpxord {x}, {x}, {x}" for x in _SUMS] + ["movq $0, %rax"]
-    elif offset:
-        lines += take_off
-    lines += ["4:", *_step_text(multiply, first, end, sums=bool(offset and first == 0))]
-    lines += ["addq $$2048, %rax", "addq $$2048, %rcx"]
-    if first == 0:
-        lines.append(f"addq $${64 * PREFETCH_LINES}, %rdx")
-    lines += ["subq $$1, %r9", "jnz 4b"]
-    if offset and first == 0:
-        lines += take_off
-    return lines + [f"vmovdqa64 {register}, {memory}" for register, memory in accumulators]
-
-
-def micro_kernel_text(multiply: str, *, offset: int = 0) -> str:
+def micro_kernel_text(registers: Registers, multiply: str, *, offset: int = 0) -> str:
     """Assembly of a micro-kernel.
 
     Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
     accumulators hold, $5 where the next piece of B is. ``multiply`` is the instruction, ``offset`` what was added to A.
     """
+    # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
     lines = ["movq $2, %r8", "movq $5, %rdx"]
-    for first, end in _GROUPS:
-        lines += _group_text(multiply, first, end, offset=offset)
+    for columns in registers.columns:
+        first = 0
+        for rows in registers.rows:
+            group = _Group(registers, multiply, offset, first, first + rows, columns)
+            lines += group.text()
+            first += rows
     return "\n".join([*lines, "vzeroupper"])
 
 
-_CLOBBERS = ",".join(
-    f"~{{{name}}}"
-    for name in (
-        *("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr"),
-        *(f"zmm{i}" for i in range(32)),
-    )
-)
+def _emit(builder: Any, registers: Registers, text: str, args: Sequence[Any]) -> None:
+    general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
+    vectors = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
+    clobbers = ",".join(f"~{{{name}}}" for name in general + vectors)
+    inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args)
 
 
-def emit(builder: Any, text: str, args: Sequence[Any]) -> None:
-    """Put a micro-kernel in place."""
-    inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args)
-
-
-def micro_kernel_intrinsic(multiply: str, *, offset: int = 0) -> Any:
+def micro_kernel_intrinsic(registers: Registers, multiply: str, *, offset: int = 0) -> Any:
     """Return the micro-kernel as a function for numba."""
-    text = micro_kernel_text(multiply, offset=offset)
+    text = micro_kernel_text(registers, multiply, offset=offset)
 
     @intrinsic
     def micro(typing_context, a, b, acc, steps, add, following):
         def generate(context, builder, signature, args):
-            emit(builder, text, args)
+            _emit(builder, registers, text, args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6), generate

@@ -1,0 +1,199 @@
+"""float32 arrays from numbers of other storage types or precisions: by native kernels, or by NumPy without numba.
+
+The kernels read any strides and treat special values as :mod:`lowprec.backends.cpu.rounding` says; threads share the
+pieces of all arrays of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.formats import NumberFormat, dtype_from_name
+from lowprec.planning.bounds import holds
+from lowprec.policy import environment
+
+_KERNELS = "lowprec.backends.cpu.casting_kernels"
+
+#: Elements that a thread takes at a time.
+_PIECE = 1 << 17
+
+#: Elements below which NumPy is done before numba is imported, and below which it costs more to wake a thread.
+_PAYS_TO_IMPORT, _PAYS_TO_SHARE = 1 << 16, 1 << 19
+
+#: Elements below which NumPy's own conversion between dtypes is the fastest.
+_PAYS_TO_CALL = 1 << 12
+
+#: Scratch memory that each call of a kernel may use.
+SCRATCH_BYTES = 512
+
+Kernel = Callable[..., int]
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Whether numba is here to compile the kernels. It is not imported for that."""
+    try:
+        found = all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
+    except ValueError as error:  # a blocked module
+        if not raised_in(error, "importlib.util"):
+            raise
+        return False
+    return found and not environment.numba_is_off()
+
+
+def kernels() -> Any:
+    """Return the module of native kernels."""
+    return importlib.import_module(_KERNELS)
+
+
+@functools.cache
+def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
+    """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
+    stored = dtype_from_name(dtype).format
+    name = None if to is None or (stored and holds(to, stored)) else to.name
+    casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
+    return casts.index((dtype, name)) if (dtype, name) in casts else None
+
+
+@functools.cache
+def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
+    index = cast_index(dtype, to)
+    return None if index is None else kernels().cast_kernel(index)
+
+
+def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
+    """Write arrays as float32, rounded to a format.
+
+    Parameters
+    ----------
+    pairs : sequence of (numpy.ndarray, numpy.ndarray)
+        Sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its transpose
+        is. Complex numbers are rounded by component, into complex numbers.
+    to : NumberFormat or None
+        TF32, bfloat16 or float16; None where numbers stay what they are.
+    """
+    elements = sum([out.size for _, out in pairs])
+    pays = _pays(elements, to)
+    pieces: list[tuple[Any, ...]] = []
+    for source, out in pairs:
+        if not out.flags.c_contiguous:
+            source, out = source.swapaxes(-1, -2), out.swapaxes(-1, -2)
+        kernel = None
+        if pays:
+            source, out = _as_real(source, out)
+            if out.dtype == np.float32:
+                kernel = _cast_kernel(source.dtype.name, to)
+        if kernel is None:
+            _cast_by_numpy(source, out, to)
+        elif out.size:
+            pieces += [(kernel, *piece) for piece in _pieces(source, out)]
+    _run(pieces, elements)
+
+
+def narrow(source: Any, out: Any) -> None:
+    """Write an array to another of its shape, rounded to nearest even where that has 16 bits.
+
+    Parameters
+    ----------
+    source : numpy.ndarray
+        C-contiguous.
+    out : numpy.ndarray
+        Any dtype and strides; no overlap.
+    """
+    is_narrow = out.dtype.name in ("float16", "bfloat16") and source.dtype == np.float32
+    if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
+        out[...] = source
+        return
+    kernel = kernels().narrow_kernel(out.dtype.name)
+    # The same cut as for a cast the other way, which names what is strided first.
+    _run(
+        [
+            (kernel, target, address, row_stride, col_stride, rows, cols)
+            for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
+        ],
+        out.size,
+    )
+
+
+def _pays(elements: int, to: NumberFormat | None) -> bool:
+    """Whether the kernels are there, and compiled or worth it."""
+    if to is None and elements < _PAYS_TO_CALL:
+        return False
+    return has_kernels() and (_KERNELS in sys.modules or elements >= _PAYS_TO_IMPORT)
+
+
+def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
+    """Return complex arrays as arrays of their components, where strides allow it; others as they are."""
+    if out.dtype.kind != "c" or source.dtype != out.dtype or source.strides[-1] != source.itemsize:
+        return source, out
+    real = np.dtype(f"f{out.itemsize // 2}")
+    return source.view(real), out.view(real)
+
+
+def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
+    if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
+        with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
+            out[...] = source
+        source = out
+    if to is None:
+        return
+    # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
+    flat = [x.reshape(-1, copy=False).view(np.float32) for x in (source, out)]
+    round_float32(flat[0], to, flat[1])
+
+
+def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the arguments of a kernel, but for its scratch memory."""
+    item = source.itemsize
+    if source.flags.c_contiguous:
+        start, target = source.ctypes.data, out.ctypes.data
+        for first in range(0, out.size, _PIECE):
+            count = min(_PIECE, out.size - first)
+            yield start + first * item, 0, item, 1, count, target + 4 * first
+        return
+    cols = out.shape[-1]
+    rows = max(1, _PIECE // cols)
+    for matrix, result in _matrices(source, out):
+        row_stride, col_stride = matrix.strides
+        start, target = matrix.ctypes.data, result.ctypes.data
+        for first in range(0, len(result), rows):
+            count = min(rows, len(result) - first)
+            at = start + first * row_stride
+            yield at, row_stride, col_stride, count, cols, target + first * cols * 4
+
+
+def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield matrices that make up two arrays: one, if the leading dimensions of both can be taken for one."""
+    cols = out.shape[-1]
+    try:
+        yield source.reshape(-1, cols, copy=False), out.reshape(-1, cols, copy=False)
+    except ValueError:
+        for index in np.ndindex(source.shape[:-2]):
+            yield source[index], out[index]
+
+
+def _run(pieces: list[tuple[Any, ...]], elements: int) -> None:
+    if not pieces:
+        return
+    queue = iter(pieces)
+
+    def work() -> None:
+        with buffers.borrow(SCRATCH_BYTES) as scratch:
+            # Taking the next element of a list's iterator is atomic.
+            for kernel, *arguments in queue:
+                kernel(*arguments, scratch)
+
+    if elements < _PAYS_TO_SHARE:
+        work()
+    else:
+        threads.run(work, min(threads.num_threads(), len(pieces)))

@@ -1,0 +1,433 @@
+"""Native kernels that read numbers as they are stored and go on with float32, rounded as a mode says.
+
+``cast_kernel`` writes them, ``gemv_kernel`` multiplies a matrix with a vector as it reads the matrix. All is done in
+vectors of 16 numbers, in operations that every processor's vector units have; LLVM cuts the vectors to their width.
+Each rounding is the vector twin of :func:`lowprec.backends.cpu.rounding.round_scalar`.
+
+Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.packed.native import (
+    F32,
+    I8,
+    I16,
+    I32,
+    compile_kernel,
+    load,
+    pointer,
+    store,
+)
+
+#: What is read and how it is rounded, by the names of `lowprec.formats`; None where the format holds all that is
+#: stored. A kernel is made from the position here.
+CASTS = (
+    ("float32", "tf32"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("float32", None),
+    ("float16", None),
+    ("float16", "bfloat16"),
+    ("bfloat16", None),
+    ("bfloat16", "float16"),
+    ("int8", None),
+)
+
+_LANES = 16
+
+#: Bytes from what a loop reads to what it asks for. The arithmetic on the way fills the processor's window, so that it
+#: does not look far enough ahead by itself: on a Zen 5, 2 KiB make the loops that round 1.2 to 1.4 times as fast.
+_AHEAD = 2048
+_ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
+_KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
+
+_INFINITY, _SIGN = 0x7F800000, 0x80000000
+
+# numba's cache on disk looks at the file of a kernel alone.
+FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
+
+# --- vectors of bits of float32 ---------------------------------------------------------------
+
+
+def _splat(value: int) -> Any:
+    return native.vector(I32, [value] * _LANES)
+
+
+def _floats(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(bits, ir.VectorType(F32, _LANES))
+
+
+def _bits(builder: Any, floats: Any) -> Any:
+    return builder.bitcast(floats, ir.VectorType(I32, _LANES))
+
+
+def _float_splat(value: float) -> Any:
+    return ir.Constant(ir.VectorType(F32, _LANES), [value] * _LANES)
+
+
+def _widened_float16(builder: Any, x: Any) -> Any:
+    sign = builder.shl(builder.and_(x, _splat(0x8000)), _splat(16))
+    magnitude = builder.and_(x, _splat(0x7FFF))
+    high = builder.shl(magnitude, _splat(13))
+    normal = builder.add(high, _splat(112 << 23))  # the biases are 15 and 127
+    special = builder.or_(high, _splat(_INFINITY))
+    # Below the normal numbers a float16 counts units of 2^-24.
+    units = builder.uitofp(magnitude, ir.VectorType(F32, _LANES))
+    subnormal = _bits(builder, builder.fmul(units, _float_splat(2.0**-24)))
+    is_special = builder.icmp_unsigned(">=", magnitude, _splat(0x7C00))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x0400))
+    chosen = builder.select(is_special, special, normal)
+    return builder.or_(sign, builder.select(is_subnormal, subnormal, chosen))
+
+
+def _read(builder: Any, storage: str, address: Any) -> Any:
+    """Bits, as float32, of 16 numbers in sequence."""
+    x = builder.load(pointer(builder, address, ir.VectorType(_ELEMENTS[storage], _LANES)), align=1)
+    wide = ir.VectorType(I32, _LANES)
+    if storage == "int8":
+        return _bits(builder, builder.sitofp(x, ir.VectorType(F32, _LANES)))
+    if storage == "bfloat16":
+        return builder.shl(builder.zext(x, wide), _splat(16))
+    if storage == "float16":
+        return _widened_float16(builder, builder.zext(x, wide))
+    return x
+
+
+def _nearest_even(builder: Any, bits: Any, dropped: int) -> Any:
+    """Round away so many low bits, ties to even; a carry may go into the exponent, as it should."""
+    last = builder.and_(bits, _splat(1 << dropped))
+    is_even = builder.icmp_unsigned("==", last, _splat(0))
+    half = 1 << dropped - 1
+    added = builder.select(is_even, _splat(half - 1), _splat(half))
+    return builder.and_(builder.add(bits, added), _splat(-(1 << dropped) & 0xFFFFFFFF))
+
+
+def _rounded_float16(builder: Any, bits: Any) -> Any:
+    sign = builder.and_(bits, _splat(_SIGN))
+    magnitude = builder.and_(bits, _splat(_SIGN - 1))
+    normal = _nearest_even(builder, magnitude, 13)
+    overflows = builder.icmp_unsigned(">=", normal, _splat(0x47800000))  # 65536
+    normal = builder.select(overflows, _splat(_INFINITY), normal)
+    # Below 2^-14 numbers are 2^-24 apart, as float32 are from 0.5 on.
+    half = _float_splat(0.5)
+    sum_ = builder.fadd(_floats(builder, magnitude), half)
+    subnormal = _bits(builder, builder.fsub(sum_, half))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
+    return builder.or_(sign, builder.select(is_subnormal, subnormal, normal))
+
+
+def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
+    if rounding is None:
+        return bits
+    if rounding == "tf32":
+        half = builder.add(bits, _splat(0x1000))  # ties away, as cvt.rna.tf32.f32
+        result = builder.and_(half, _splat(0xFFFFE000))
+    elif rounding == "bfloat16":
+        result = _nearest_even(builder, bits, 16)
+    else:
+        result = _rounded_float16(builder, bits)
+    floats = _floats(builder, bits)
+    is_nan = builder.fcmp_unordered("uno", floats, floats)
+    return builder.select(is_nan, bits, result)
+
+
+def _cast(builder: Any, index: int, address: Any) -> Any:
+    storage, rounding = CASTS[index]
+    return _rounded(builder, rounding, _read(builder, storage, address))
+
+
+# --- writing them -----------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def _cast_run(typing_context, index, source, target):
+    """Cast 16 numbers in sequence."""
+    number = index.literal_value
+
+    def generate(context, builder, signature, args):
+        bits = _cast(builder, number, args[1])
+        builder.store(bits, pointer(builder, args[2], bits.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(index, types.intp, types.intp), generate
+
+
+def _cast_function(index: int) -> Any:
+    storage = CASTS[index][0]
+    kind = _KINDS[storage]
+    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    fingerprint = FINGERPRINT
+
+    def cast(source, row_stride, col_stride, rows, cols, target, scratch):
+        for row in range(rows):
+            from_, to = source + row * row_stride, target + row * cols * 4
+            first = 0
+            if col_stride == item:
+                first = cols - cols % 16
+                for col in range(0, first, 16):
+                    _cast_run(index, from_ + col * item, to + col * 4)
+            for col in range(first, cols, 16):
+                count = min(16, cols - col)
+                for i in range(count):
+                    store(scratch + i * item, load(from_ + (col + i) * col_stride, kind), kind)
+                _cast_run(index, scratch, scratch + 64)
+                for i in range(count):
+                    store(to + (col + i) * 4, load(scratch + 64 + i * 4, "u32"), "u32")
+        return fingerprint & 0
+
+    return cast
+
+
+@cache
+def cast_address(index: int) -> int:
+    """Return the address of :func:`cast_kernel`'s kernel."""
+    return compile_kernel(_cast_function(index), 7)
+
+
+@cache
+def cast_kernel(index: int) -> Any:
+    """Return the kernel of one of `CASTS`, to be called with seven integers.
+
+    Address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a row-major
+    float32 matrix without gaps; the address of 512 bytes of scratch memory.
+    """
+    return native.callable_at(cast_address(index), 7)
+
+
+# --- narrowing results ------------------------------------------------------------------------
+
+
+def _narrow_float16(builder: Any, bits: Any) -> Any:
+    """The 16 bits of a float16, in 32."""
+    magnitude = builder.and_(bits, _splat(_SIGN - 1))
+    normal = builder.lshr(_nearest_even(builder, magnitude, 13), _splat(13))
+    normal = builder.sub(normal, _splat(112 << 10))
+    overflows = builder.icmp_unsigned(">=", normal, _splat(0x7C00))
+    normal = builder.select(overflows, _splat(0x7C00), normal)
+    half = _float_splat(0.5)
+    units = _bits(builder, builder.fadd(_floats(builder, magnitude), half))
+    subnormal = builder.sub(units, _splat(0x3F000000))  # the bits of 0.5
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
+    result = builder.select(is_subnormal, subnormal, normal)
+    is_nan = builder.icmp_unsigned(">", magnitude, _splat(_INFINITY))
+    return builder.select(is_nan, _splat(0x7E00), result)
+
+
+def narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
+    """Round 16 float32, given by their bits, to nearest even: the bits of float16 or bfloat16."""
+    if is_float16:
+        sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
+        words = builder.or_(sign, _narrow_float16(builder, bits))
+    else:
+        floats = _floats(builder, bits)
+        is_nan = builder.fcmp_unordered("uno", floats, floats)
+        quiet = builder.or_(bits, _splat(0x00400000))
+        rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
+        words = builder.lshr(rounded, _splat(16))
+    return builder.trunc(words, ir.VectorType(I16, _LANES))
+
+
+@intrinsic(prefer_literal=True)
+def _narrow_run(typing_context, is_float16, source, target):
+    """Round 16 float32 in sequence to 16-bit numbers in sequence."""
+    to_float16 = bool(is_float16.literal_value)
+
+    def generate(context, builder, signature, args):
+        row = narrowed(builder, _read(builder, "float32", args[1]), is_float16=to_float16)
+        builder.store(row, pointer(builder, args[2], row.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(is_float16, types.intp, types.intp), generate
+
+
+def _narrow_function(is_float16: int) -> Any:
+    fingerprint = FINGERPRINT
+
+    def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
+        for row in range(rows):
+            from_, to = source + row * cols * 4, target + row * row_stride
+            first = 0
+            if col_stride == 2:
+                first = cols - cols % 16
+                for col in range(0, first, 16):
+                    _narrow_run(is_float16, from_ + col * 4, to + col * 2)
+            for col in range(first, cols, 16):
+                count = min(16, cols - col)
+                for i in range(count):
+                    store(scratch + i * 4, load(from_ + (col + i) * 4, "u32"), "u32")
+                _narrow_run(is_float16, scratch, scratch + 64)
+                for i in range(count):
+                    store(to + (col + i) * col_stride, load(scratch + 64 + i * 2, "u16"), "u16")
+        return fingerprint & 0
+
+    return narrow
+
+
+@cache
+def narrow_kernel(dtype: str) -> Any:
+    """Return the kernel that rounds to ``"float16"`` or ``"bfloat16"``, to be called with seven integers.
+
+    Address of a row-major float32 matrix without gaps; address, row stride and column stride of the result, in bytes;
+    rows and columns; the address of 512 bytes of scratch memory.
+    """
+    function = _narrow_function(int(dtype == "float16"))
+    return native.callable_at(compile_kernel(function, 7), 7)
+
+
+# --- multiplying them with a vector -----------------------------------------------------------
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c, in one operation where there is one: products of two rounded numbers are exact anyway."""
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for what the loop reads some steps later, more than the processor looks ahead by itself."""
+    place = pointer(builder, builder.add(address, address.type(_AHEAD)), I8)
+    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [place, I32(0), I32(3), I32(1)])
+
+
+@intrinsic(prefer_literal=True)
+def _dots(typing_context, index, count, source, steps, x, sums):
+    """Add to 16 sums the products of a row with x, ``count`` times 16 numbers at each step."""
+    number, vectors = index.literal_value, count.literal_value
+    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
+
+    def generate(context, builder, signature, args):
+        _, _, source, steps, x, sums = args
+        vector, word = ir.VectorType(F32, _LANES), source.type
+        place = pointer(builder, sums, vector)
+        # One sum would wait for itself at each step.
+        totals = [cgutils.alloca_once(builder, vector) for _ in range(vectors)]
+        for total in totals:
+            builder.store(_float_splat(0.0), total)
+        with cgutils.for_range(builder, steps, intp=word) as loop:
+            for i, total in enumerate(totals):
+                number_at = builder.add(
+                    builder.mul(loop.index, word(_LANES * vectors)), word(_LANES * i)
+                )
+                at = builder.add(x, builder.mul(number_at, word(4)))
+                factors = builder.load(pointer(builder, at, vector), align=1)
+                from_ = builder.add(source, builder.mul(number_at, word(item)))
+                if i * _LANES * item % 64 == 0:
+                    _prefetch(builder, from_)
+                value = _floats(builder, _cast(builder, number, from_))
+                builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
+        result = builder.load(place, align=1)
+        for total in totals:
+            result = builder.fadd(result, builder.load(total))
+        builder.store(result, place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(index, count, *[types.intp] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def _axpys(typing_context, index, cols, source, col_stride, steps, x, y):
+    """Add to y the products of ``cols`` columns with as many numbers at x, 16 rows at each step."""
+    number, count = index.literal_value, cols.literal_value
+    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
+
+    def generate(context, builder, signature, args):
+        _, _, source, col_stride, steps, x, y = args
+        vector, word = ir.VectorType(F32, _LANES), source.type
+        factors = []
+        for col in range(count):
+            factor = builder.load(pointer(builder, builder.add(x, word(4 * col)), F32), align=1)
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, I32(0))
+            factors.append(native.shuffle(builder, first, first, [0] * _LANES))
+        with cgutils.for_range(builder, steps, intp=word) as loop:
+            place = pointer(builder, builder.add(y, builder.mul(loop.index, word(64))), vector)
+            total = builder.load(place, align=1)
+            for col, factor in enumerate(factors):
+                from_ = builder.add(source, builder.mul(col_stride, word(col)))
+                from_ = builder.add(from_, builder.mul(loop.index, word(_LANES * item)))
+                _prefetch(builder, from_)
+                value = _floats(builder, _cast(builder, number, from_))
+                total = _multiply_add(builder, value, factor, total)
+            builder.store(total, place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(index, cols, *[types.intp] * 5), generate
+
+
+def _gemv_function(index: int) -> Any:
+    kind = _KINDS[CASTS[index][0]]
+    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    fingerprint = FINGERPRINT
+
+    def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
+        if col_stride == item:
+            longs, rest = cols // 128, cols % 16
+            shorts, at = (cols - longs * 128) // 16, longs * 128
+            for row in range(rows):
+                from_ = source + row * row_stride
+                for i in range(0, 64, 4):
+                    store(scratch + i, 0, "u32")
+                _dots(index, 8, from_, longs, x, scratch)
+                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch)
+                if rest:
+                    # The numbers that a whole step lacks are zeros, as those behind x are.
+                    for i in range(64, 128, 4):
+                        store(scratch + i, 0, "u32")
+                    for i in range(rest):
+                        number = load(from_ + (cols - rest + i) * item, kind)
+                        store(scratch + 64 + i * item, number, kind)
+                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch)
+                total = load(scratch, "f32")
+                for i in range(4, 64, 4):
+                    total += load(scratch + i, "f32")
+                store(y + row * y_stride, total, "f32")
+            return fingerprint & 0
+        steps, rest = rows // 16, rows % 16
+        for i in range(0, 4 * rows, 4):
+            store(y + i, 0, "u32")
+        col = 0
+        while col < cols:
+            count = 4 if col + 4 <= cols else 1
+            from_, tail = source + col * col_stride, steps * 16
+            if count == 4:
+                _axpys(index, 4, from_, col_stride, steps, x + col * 4, y)
+            else:
+                _axpys(index, 1, from_, col_stride, steps, x + col * 4, y)
+            if rest:
+                for i in range(rest):
+                    store(scratch + 256 + 4 * i, load(y + 4 * (tail + i), "u32"), "u32")
+                for c in range(count):
+                    at = from_ + c * col_stride + tail * item
+                    for i in range(rest):
+                        store(scratch + i * item, load(at + i * item, kind), kind)
+                    _axpys(index, 1, scratch, 0, 1, x + (col + c) * 4, scratch + 256)
+                for i in range(rest):
+                    store(y + 4 * (tail + i), load(scratch + 256 + 4 * i, "u32"), "u32")
+            col += count
+        return fingerprint & 0
+
+    return gemv
+
+
+@cache
+def gemv_kernel(index: int) -> Any:
+    """Return the kernel of one of `CASTS` that multiplies a matrix with a vector, to be called with nine integers.
+
+    Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
+    rows and columns; the address of a float32 vector that zeros fill up to a multiple of 16; address and stride in
+    bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of 512 bytes of
+    scratch memory.
+    """
+    return native.callable_at(compile_kernel(_gemv_function(index), 9), 9)

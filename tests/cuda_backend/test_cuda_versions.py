@@ -1,0 +1,77 @@
+"""Which CUDA serves a model of GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+import software_cuda
+from device_fixture import SoftwareGpu
+from lowprec import executors
+from lowprec.backends import cuda
+from lowprec.backends.cuda import compiling
+
+A = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float32)
+
+Install = Callable[..., SoftwareGpu]
+
+
+@pytest.fixture
+def install() -> Iterator[Install]:
+    """Stand a device of some model in, with some version of CUDA."""
+    made: list[Any] = []
+
+    def new(capability: tuple[int, int], version: int = 130100, **model: Any) -> SoftwareGpu:
+        found = software_cuda.install(1, version=version, capability=capability, **model)
+        made.append(found)
+        executors.forget()
+        compiling._kernels.clear()
+        return SoftwareGpu(found)
+
+    yield new
+    for found in made:
+        found.drain()
+        executors.forget()
+        cuda.reset()
+        software_cuda.uninstall()
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 2)], ids=str)
+def test_a_v100_needs_cuda_12(install: Install, capability: tuple[int, int]) -> None:
+    gpu = install(capability)
+    x = gpu.put(A)
+    with pytest.raises(
+        lowprec.BackendError, match=r"not compiled for sm_7[02](.|\n)*V100(.|\n)*lowprec\[cuda12\]"
+    ):
+        lowprec.matmul(x, x, math_mode="fp16")
+    with (
+        gpu.failing_call("matmul_algo_get_heuristic", status=8),
+        pytest.raises(lowprec.UnsupportedError, match=r"ARCH_MISMATCH(.|\n)*lowprec\[cuda12\]"),
+    ):
+        lowprec.matmul(x, x)
+
+
+def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
+    gpu = install((7, 0), version=120900)
+    x = gpu.put(A)
+    found = gpu.get(lowprec.matmul(x, x, math_mode="fp16"))
+    np.testing.assert_array_equal(found, oracles.product(A, A))
+
+
+def test_a_later_device_is_told_of_both(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    gpu = install((9, 0))
+    x = gpu.put(A)
+    with (
+        gpu.failing_call("core.compile"),
+        pytest.raises(lowprec.BackendError, match=r"\[cuda13\].*\[cuda12\]"),
+    ):
+        lowprec.matmul(x, x, math_mode="fp16")

@@ -1,0 +1,199 @@
+"""What a contest of algorithms measures: the device's time alone, of operands that no cache holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from device_fixture import SoftwareGpu
+from lowprec import executors
+from lowprec.backends import cuda
+from lowprec.backends.cuda import autotune, measuring, runtime
+from lowprec.backends.cuda.invocation import Invocation, Operands
+from software_cuda import machine
+
+A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
+
+
+@pytest.fixture(autouse=True)
+def cache(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    executors.forget()
+    cuda.reset()
+
+
+# -- the host -------------------------------------------------------------------------------------
+
+
+def test_a_slow_host_is_not_measured(
+    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    software.same_speed()
+    monkeypatch.setattr(machine, "_HOST_CALL_MS", 0.007)  # and products take 0.02
+    x = software.put(A)
+    found = lowprec.autotune(x, x).timed
+    assert len(found) > 4
+    for timed in found:
+        # The time between events is a float32.
+        assert timed.median_ms == pytest.approx(0.02 + 64**3 / 1e10, abs=1e-3)
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The cycles of each spinning kernel that is queued."""
+    cycles: list[int] = []
+
+    class Spied(measuring.Launch):
+        def __call__(self, stream: int, *varying: float) -> None:
+            cycles.append(int(varying[0]))
+            super().__call__(stream, *varying)
+
+    monkeypatch.setattr(measuring, "Launch", Spied)
+    return cycles
+
+
+def test_spinning_that_is_over_too_early_is_repeated_for_longer(
+    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cycles, told = spied(monkeypatch), iter([True, True, False])
+    monkeypatch.setattr(runtime, "event_is_done", lambda event: next(told, False))
+    x = software.put(A)
+    assert lowprec.autotune(x, x, candidates=1).timed
+    first, second, third, fourth, *rest = cycles
+    assert (first, third, fourth) == (0, 4 * second, 16 * second)
+    # The next measurement begins where this one ended, for each product that it queues.
+    assert all(later % fourth == 0 for later in rest)
+
+
+def test_spinning_has_an_end(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles = spied(monkeypatch)
+    monkeypatch.setattr(runtime, "event_is_done", lambda event: True)
+    x = software.put(A)
+    assert lowprec.autotune(x, x, candidates=1).timed
+    assert max(cycles) <= 4 * measuring._MOST_CYCLES * measuring._MAX_REPEATS
+    assert len(cycles) < 100
+
+
+def test_a_kernel_that_cannot_be_compiled_is_told(software: SoftwareGpu) -> None:
+    x = software.put(A)
+    lowprec.matmul(x, x)
+    from lowprec.backends.cuda import compiling
+
+    compiling._kernels.clear()
+    with (
+        software.failing_call("core.compile"),
+        pytest.raises(lowprec.BackendError, match="kernel spin was not compiled"),
+    ):
+        lowprec.autotune(x, x)
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def turns_of(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Callable[..., None]
+) -> None:
+    """Autotune, with a contest that only looks at the operands of its products."""
+
+    class Looks:
+        def __init__(
+            self, invocation: Invocation, handle: int, stream: int, turns: Any, *_: Any
+        ) -> None:
+            self.invocation, self.turns = invocation, turns
+
+        def results(self, found: Any, progress: Any) -> Any:
+            check(self.invocation, self.turns)
+            return (measuring.Measured(0, found[0], 1.0),)
+
+    monkeypatch.setattr(autotune, "Contest", Looks)
+    call()
+
+
+def bytes_of(software: SoftwareGpu, address: int, nbytes: int) -> bytes:
+    return software.software.runtime.memory.at(address, nbytes, 0, "test").tobytes()
+
+
+ARRAYS: dict[str, tuple[Any, ...]] = {
+    "square": (A, A, None),
+    "odd addresses": (A[1:, 3:35], A[3:35, 5:], None),
+    "backwards": (np.stack([A] * 3)[::-1], np.stack([A] * 3), None),
+    "an addend": (A, A, A),
+    "the same for every batch": (np.stack([A] * 3), np.broadcast_to(A, (3, 64, 64)), None),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_no_product_reads_what_one_before_has_read(
+    software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = ARRAYS[name]
+    x, y = software.put(a), software.put(b)
+    out = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    out = software.put(out[::-1] if a.ndim > 2 else out)
+    addend = {} if c is None else {"c": software.put(c), "beta": 2.0}
+    given: list[Operands] = []
+    seen: list[int] = []
+
+    def check(invocation: Invocation, turns: Any) -> None:
+        (before,) = given
+        names = [*before._fields[:2], *(["c"] if before.beta else []), "d"]
+        places, _ = measuring._places(invocation, before, tuple(names))
+        used: set[int] = set()
+        first = next(turns)
+        sets = [first, *itertools.takewhile(lambda x: x != first, turns)]
+        software.software.drain()
+        for operands in sets:
+            for field, place in places.items():
+                source, copy = getattr(before, field), getattr(operands, field)
+                assert copy % 256 == source % 256
+                spanned = range(copy + place.lowest, copy + place.lowest + place.nbytes)
+                assert used.isdisjoint(spanned)
+                used.update(spanned)
+                copied = bytes_of(software, spanned.start, place.nbytes)
+                if field != "d":
+                    assert copied == bytes_of(software, source + place.lowest, place.nbytes)
+            assert before.beta or operands.c == operands.d
+        seen.append(len(used))
+
+    rotated = measuring.rotated
+
+    def noted(invocation: Invocation, operands: Operands, *rest: Any) -> Any:
+        given.append(operands)
+        return rotated(invocation, operands, *rest)
+
+    monkeypatch.setattr(autotune, "rotated", noted)
+    turns_of(monkeypatch, lambda: lowprec.autotune(x, y, out=out, **addend), check)
+    # A set is rounded up to the alignment of each array.
+    assert seen[0] > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
+
+
+@pytest.mark.parametrize("why", ["large", "too little memory"])
+def test_operands_that_are_not_copied(
+    software: SoftwareGpu, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "large":
+        monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
+    else:
+        allocate = measuring.memory.temporary
+
+        def only_small(nbytes: int, *rest: Any) -> Any:
+            if nbytes > 1 << 17:
+                raise lowprec.DeviceMemoryError("there is no more")
+            return allocate(nbytes, *rest)
+
+        monkeypatch.setattr(measuring.memory, "temporary", only_small)
+    x = software.put(A)
+    seen = []
+
+    def check(invocation: Invocation, turns: Any) -> None:
+        seen.extend(itertools.islice(turns, 3))
+
+    turns_of(monkeypatch, lambda: lowprec.autotune(x, x), check)
+    assert {(o.first, o.second) for o in seen} == {(x.address, x.address)}
+    assert len({o.d for o in seen}) == 1
+    assert seen[0].d != x.address

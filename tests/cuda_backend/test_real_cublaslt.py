@@ -1,0 +1,228 @@
+"""The software cuBLASLt beside the real library, in everything that this answers without a driver.
+
+The library's wheels have some hundred megabytes, which is too much for every run of the tests. Where it is installed
+(``pip install nvidia-cublas``), or lies where the system looks for libraries, the comparison runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import software_cuda
+from device_fixture import SoftwareGpu
+from lowprec import executors
+from lowprec.backends import cuda
+from lowprec.modes import available_modes
+from software_cuda import DeviceModel, Software, tables
+from software_cuda.algorithms import candidates
+from software_cuda.asking import Asked, check, of_types, prepared
+from software_cuda.attributes import VERSIONS, attributes
+from software_cuda.cublaslt import CublasLt
+from software_cuda.descriptors import _STATUS_NAMES, DESCRIPTOR, LAYOUT
+from software_cuda.problem import problem
+from software_cuda.real_cublaslt import Compared, Real, answer, path, software_status
+
+KINDS = ("matmul_desc", "matrix_layout", "matmul_preference")
+ARGUMENTS: dict[str, tuple[int, ...]] = {
+    "matmul_desc": (68, tables.R_32F),
+    "matrix_layout": (tables.R_16BF, 4, 5, 6),
+    "matmul_preference": (),
+}
+SIZES = (0, 1, 2, 4, 8, 16, 256)
+
+
+@pytest.fixture(scope="module")
+def real() -> Real:
+    found = path()
+    if found is None:
+        pytest.skip("libcublasLt is not installed (nvidia-cublas, 400 MB and more)")
+    library = Real(found)
+    if library.version < VERSIONS[0]:
+        pytest.skip(
+            f"libcublasLt is not installed in a version that the software knows: {library.version}"
+        )
+    return library
+
+
+@pytest.fixture
+def both(real: Real, monkeypatch: pytest.MonkeyPatch) -> Software:
+    """The software CUDA, whose cuBLASLt is compared with the real one."""
+    monkeypatch.setattr(Compared, "real_library", real, raising=False)
+    monkeypatch.setattr(software_cuda, "CublasLt", Compared)
+    return Software([DeviceModel()], "lazy", 0)
+
+
+def numbers(kind: str, version: int) -> list[int]:
+    """Numbers of attributes to ask for: also unknown ones, where it is known which those are."""
+    known = attributes(kind, version)
+    return list(range(-1, 64)) if version in VERSIONS else sorted(known)
+
+
+def test_a_version_that_was_asked_is_not_a_guess() -> None:
+    """What holds for a version holds from there to the next; nothing begins or ends in between."""
+    for kind in (*KINDS, "matmul_algo_config"):
+        for version in VERSIONS:
+            assert attributes(kind, version) == attributes(kind, version + 1)
+        assert attributes(kind, VERSIONS[-1] + 10_000) == attributes(kind, VERSIONS[-1])
+
+
+def test_names_of_statuses(real: Real) -> None:
+    for status, name in _STATUS_NAMES.items():
+        assert real.status_name(status) == f"CUBLAS_STATUS_{name}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [None, 0x0807060504030201, 0xFFFFFFFFFFFFFFFF], ids=str)
+def test_every_attribute(both: Software, real: Real, kind: str, value: int | None) -> None:
+    """Known and unknown ones, set or new, with every size: the same status, the same bytes."""
+    lt: Any = both.cublas_lt
+    create, destroy, getter = (
+        getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "get_attribute")
+    )
+    setter = getattr(CublasLt, f"{kind}_set_attribute")
+    data = (ctypes.c_uint64 * 32)(*[value or 0] * 32)
+    for number, nbytes in itertools.product(numbers(kind, real.version), SIZES):
+        made = create(*ARGUMENTS[kind])
+        twin = lt.twin(made)
+        what = f"{kind} {number} with {nbytes} bytes"
+        if value is not None:
+            given = number, ctypes.addressof(data), nbytes
+            assert software_status(setter, lt, made, *given) == real.set(kind, twin, *given), what
+        found = answer(software_status, getter, made, number, nbytes=nbytes)
+        assert found == answer(real.get, kind, twin, number, nbytes=nbytes), what
+        destroy(made)
+    assert both.faults == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_pointers(both: Software, real: Real, kind: str) -> None:
+    lt: Any = both.cublas_lt
+    made = getattr(lt, f"{kind}_create")(*ARGUMENTS[kind])
+    twin, (x, *_) = lt.twin(made), attributes(kind, real.version).values()
+    value, written = (ctypes.c_uint64 * 2)(), ctypes.c_size_t()
+    data, size = ctypes.addressof(value), ctypes.addressof(written)
+    setter, getter = (getattr(CublasLt, f"{kind}_{y}_attribute") for y in ("set", "get"))
+    assert real.set(kind, twin, x.number, 0, x.nbytes) == 7
+    assert software_status(setter, lt, made, x.number, 0, x.nbytes) == 7
+    for given in ((0, x.nbytes, size), (data, x.nbytes, 0), (data, 0, 0), (0, 0, 0), (0, 0, size)):
+        status = real.get(kind, twin, x.number, *given)
+        assert software_status(getter, lt, made, x.number, *given) == status, given
+    getattr(lt, f"{kind}_destroy")(made)
+    assert real.destroy(kind, 0) == 0
+    getattr(CublasLt, f"{kind}_destroy")(lt, 0)
+    assert both.faults == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("matmul_desc", (999, 0)), ("matmul_desc", (68, 999)), ("matmul_desc", (-1, -1)),
+        ("matrix_layout", (0, 0, 0, 0)), ("matrix_layout", (999, 1, 1, 1)), ("matrix_layout", (0, 4, 5, 2)),
+        ("matrix_layout", (0, 4, 5, -6)),
+    ],
+)  # fmt: skip
+def test_what_is_nonsense_is_made_all_the_same(
+    both: Software, kind: str, arguments: tuple[int, ...]
+) -> None:
+    """The libraries look at it when they are to multiply."""
+    lt = both.cublas_lt
+    getattr(lt, f"{kind}_destroy")(getattr(lt, f"{kind}_create")(*arguments))
+    assert lt.compared > 1
+    assert both.faults == []
+
+
+# -- the test matrix ------------------------------------------------------------------------------
+
+
+def test_descriptors_of_every_combination_of_types(both: Software) -> None:
+    both.cublas_lt.workspaces_race = False
+    for row in tables.ROWS:
+        for compute in sorted(row.compute):
+            check(both, of_types(row, compute, m=16, n=16, k=16))
+    for op_a, op_b, batch in itertools.product((0, 1), (0, 1), (1, 3)):
+        check(both, Asked(op_a=op_a, op_b=op_b, batch=batch, gap=(4, 8, 12, 12)))
+    for epilogue in (2, 4, 6, 32, 36):
+        check(both, Asked(epilogue=epilogue))
+    assert both.cublas_lt.compared > 1000
+    assert both.faults == []
+
+
+def test_configurations_of_algorithms(both: Software, real: Real) -> None:
+    """The software's algorithms lie in their 64 bytes as the library's do, and 64 zeros are read as zeros."""
+    lt = both.cublas_lt
+    with prepared(both, Asked()) as product:
+        objects = both.cublas_lt.objects
+        layouts = tuple(objects.get(x, LAYOUT) for x in product.layouts)
+        asked = problem(objects.get(product.operation, DESCRIPTOR), layouts)
+    offered = [x.pack() for x in candidates(asked, "a device", tf32_forbidden=False)]
+    assert len(offered) > 5
+    assert len({x[:20] for x in offered}) > 5
+    for data in (*offered, bytes(64)):
+        algorithm = (ctypes.c_uint8 * 64).from_buffer_copy(data)
+        pointer = ctypes.addressof(algorithm)
+        getter = lt.matmul_algo_config_get_attribute
+        for number, nbytes in itertools.product(numbers("matmul_algo_config", real.version), SIZES):
+            found = answer(software_status, getter, pointer, number, nbytes=nbytes)
+            wanted = answer(real.get, "matmul_algo_config", pointer, number, nbytes=nbytes)
+            assert found == wanted, f"{data.hex()}: {number} with {nbytes} bytes"
+    zeros = (ctypes.c_uint8 * 64)()
+    pointer = ctypes.addressof(zeros)
+    for number in range(24):
+        getter = lt.matmul_algo_cap_get_attribute
+        found = answer(software_status, getter, pointer, number, nbytes=4)
+        assert found == answer(real.get, "matmul_algo_cap", pointer, number, nbytes=4)
+
+
+TYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int8")
+
+
+def test_descriptors_of_lowprecs_own_products(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mode and type, transposed, in batches, with epilogues: what lowprec asks for is what the library takes."""
+    monkeypatch.setattr(Compared, "real_library", real, raising=False)
+    monkeypatch.setattr(software_cuda, "CublasLt", Compared)
+    found = software_cuda.install()
+    executors.forget()
+    try:
+        _multiply_everything(SoftwareGpu(found))
+        lt: Any = found.cublas_lt
+        found.drain()
+    finally:
+        executors.forget()
+        cuda.reset()
+        software_cuda.uninstall()
+    assert found.faults == []
+    assert lt.compared > 1000
+
+
+def _multiply_everything(gpu: SoftwareGpu) -> None:
+    rng = np.random.default_rng(0)
+    for name in TYPES:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        x = rng.integers(-3, 4, (16, 32)).astype(dtype)
+        y = rng.integers(-3, 4, (32, 16)).astype(dtype)
+        a, b = gpu.put(x), gpu.put(y)
+        modes = available_modes() if name in ("float32", "complex64") else ["fp32"]
+        for mode in modes:
+            try:
+                lowprec.matmul(a, b, math_mode=mode)
+            except lowprec.UnsupportedError:
+                continue
+            lowprec.matmul(gpu.transpose(b), gpu.transpose(a), math_mode=mode)
+            stacks = (gpu.put(np.stack([z] * 3)) for z in (x, y))
+            lowprec.matmul(*stacks, math_mode=mode)
+        if name == "int8":
+            continue
+        addends = {"c": gpu.put((x @ y).astype(dtype)), "beta": 0.5}
+        lowprec.matmul(a, b, **addends)
+        lowprec.matmul(a, b, out=gpu.put(np.zeros((16, 16), dtype)))
+        if name in ("float32", "float16", "bfloat16"):
+            bias = gpu.put(y[0])
+            for activation in (None, "relu", "gelu"):
+                lowprec.matmul(a, b, bias=bias, activation=activation)

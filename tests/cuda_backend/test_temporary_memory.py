@@ -1,0 +1,254 @@
+"""Temporary memory and contexts of whole products: whose they are, what a graph keeps, what is given back and when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from device_fixture import SoftwareGpu
+from lowprec.arrays import Device
+from lowprec.backends import cuda
+from lowprec.backends.cuda import memory
+from software_cuda.cupy import Cupy
+
+
+def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+N = 96
+A, B = draw(0, N, N), draw(1, N, N)
+TRUE = oracles.product(A, B)
+
+#: Of the modes: operands as they lie, rewritten, rewritten with exponents.
+MODES = ["fp32", "bf16", "fp16"]
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Return what a new thread finds."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+# -- streams of threads ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_thread_has_a_default_stream_of_its_own(
+    software: SoftwareGpu, cupy: Cupy, mode: str
+) -> None:
+    """Stream 2 is another in each thread: what one thread's work has used, the other's may not have yet."""
+    software.software.runtime.scheduler.use("all")
+    lowprec.matmul(cupy.asarray(A), cupy.asarray(B), math_mode=mode)  # compiles
+    software.software.drain()
+
+    def work(number: int) -> Any:
+        with cupy.cuda.Stream(ptds=True):
+            return lowprec.matmul(cupy.asarray(A + number), cupy.asarray(B), math_mode=mode)
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        # Both are queued, one after the other, and neither has run.
+        found = [pool.submit(work, n).result() for n, pool in enumerate((first, second))]
+    for number, result in enumerate(found):
+        true = oracles.product(A + number, B)
+        np.testing.assert_array_equal(software.get(result), true)
+
+
+def test_a_handle_that_is_taken_over_brings_no_workspace(software: SoftwareGpu, cupy: Cupy) -> None:
+    """Work of a thread that has ended may still wait on its stream."""
+    software.software.runtime.scheduler.use("all")
+    x = cupy.asarray(A)
+    lowprec.matmul(x, x, math_mode="bf16")
+    software.software.drain()
+
+    def work() -> tuple[Any, Any]:
+        with cupy.cuda.Stream(ptds=True) as stream:
+            a = cupy.asarray(A)
+            return lowprec.matmul(a, a), stream
+
+    done = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: done.append(work()))
+        thread.start()
+        thread.join()
+    software.software.drain()
+    for found, _ in done:
+        np.testing.assert_array_equal(software.get(found), oracles.product(A, A))
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_captured_products_keep_no_memory(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
+        lowprec.matmul(a, b, out=out, math_mode=mode)
+        stream.synchronize()
+        before = software.live()
+        graphs = []
+        for _ in range(10):
+            runtime.begin_capture(stream.ptr)
+            lowprec.matmul(a, b, out=out, math_mode=mode)
+            graphs.append(runtime.end_capture(stream.ptr))
+        assert software.live() == before
+        for graph in (*graphs, graphs[0]):
+            graph.replay()
+            np.testing.assert_array_equal(cupy.asnumpy(out), TRUE)
+        assert software.live() == before
+
+
+def test_a_graph_allocates_and_frees_in_its_own_work(software: SoftwareGpu, cupy: Cupy) -> None:
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
+        lowprec.matmul(a, b, out=out, math_mode="bf16")
+        runtime.begin_capture(stream.ptr)
+        lowprec.matmul(a, b, out=out, math_mode="bf16")
+        labels = runtime.end_capture(stream.ptr).labels
+    assert labels.count("cudaMallocAsync") == labels.count("cudaFreeAsync") > 0
+    assert labels[0] == "cudaMallocAsync"
+    assert labels[-1] == "cudaFreeAsync"
+
+
+# -- contexts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_thread_without_a_context(software: SoftwareGpu, device: int, mode: str) -> None:
+    """Its first product makes the context of that device, and of no other, and leaves the thread as it was."""
+    runtime = software.software.runtime
+
+    def work() -> tuple[Any, int | None]:
+        return lowprec.matmul(a, b, math_mode=mode), runtime.context
+
+    a, b = software.put(A, device), software.put(B, device)
+    others, runtime.contexts = runtime.contexts, set()
+    found, context = in_a_thread(work)
+    assert runtime.contexts == {device}
+    assert context is None
+    runtime.contexts |= others
+    np.testing.assert_array_equal(software.get(found), TRUE)
+
+
+def test_first_use_makes_the_context_of_that_device_alone(software: SoftwareGpu) -> None:
+    runtime = software.software.runtime
+    in_a_thread(lambda: memory.own_stream(Device(2, 1)))
+    assert runtime.contexts == {1}
+
+
+def test_the_context_of_another_device_comes_back(software: SoftwareGpu) -> None:
+    runtime = software.software.runtime
+    runtime.cudaSetDevice(0)
+    a = software.put(A, 1)
+    np.testing.assert_array_equal(software.get(lowprec.matmul(a, a)), oracles.product(A, A))
+    assert runtime.context == 0
+
+
+# -- too little memory ----------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, software: SoftwareGpu) -> SoftwareGpu:
+    """A device of 16 MiB; an operand takes 4, a result that died 4, and of temporary memory 4 are kept."""
+    cuda = software.software
+    cuda.runtime.cudaSetDevice(0)
+    cuda.runtime.memory.limits[0] = 16 * MIB
+    x = software.put(np.ones((1024, 1024), np.float32))
+    software.get(lowprec.matmul(x, x, math_mode="bf16"))
+    assert cuda.live()["bytes"] > 8 * MIB
+    assert free_mib(software) < 5
+    return software
+
+
+def free_mib(gpu: SoftwareGpu) -> float:
+    return gpu.free_bytes() / MIB
+
+
+def tall_and_wide(rows: int) -> list[np.ndarray[Any, Any]]:
+    """Operands of few bytes whose product has many."""
+    return [draw(0, rows, 4), draw(1, 4, rows)]
+
+
+def test_what_lowprec_keeps_serves_its_own_results(small: SoftwareGpu) -> None:
+    a, b = tall_and_wide(1536)
+    found = lowprec.matmul(small.put(a), small.put(b))
+    np.testing.assert_array_equal(small.get(found), a @ b)
+    with pytest.raises(lowprec.DeviceMemoryError, match=r"cuda:0 has no 64\.0 MiB of memory left"):
+        lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
+
+
+def test_what_lowprec_keeps_is_given_to_the_arrays_library(small: SoftwareGpu, cupy: Cupy) -> None:
+    a, b = tall_and_wide(1536)
+    x, y = cupy.asarray(a), cupy.asarray(b)
+    with pytest.raises(MemoryError, match="Out of memory"):
+        cupy.empty((1536, 1536), np.float32)
+    np.testing.assert_array_equal(cupy.asnumpy(lowprec.matmul(x, y)), a @ b)
+    with pytest.raises(MemoryError, match="Out of memory"):
+        lowprec.matmul(*(cupy.asarray(x) for x in tall_and_wide(4096)))
+
+
+def test_what_lowprec_keeps_is_given_to_its_libraries(small: SoftwareGpu, cupy: Cupy) -> None:
+    cuda.reset()
+    before = small.software.live()["handles"]
+    with small.failing_call("cublas_lt.create", status=3):
+        assert cuda.handles.handle(0)
+    assert small.software.live()["handles"] == before + 1
+    small.forgive()
+
+
+def test_release_memory_gives_all_of_it_back(small: SoftwareGpu, cupy: Cupy) -> None:
+    before = free_mib(small)
+    lowprec.release_memory()
+    assert free_mib(small) > before + 7.9
+    np.testing.assert_array_equal(
+        cupy.asnumpy(lowprec.matmul(cupy.asarray(A), cupy.asarray(B), math_mode="bf16")), TRUE
+    )
+
+
+def test_release_memory_loads_nothing() -> None:
+    code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# -- what a call costs ----------------------------------------------------------------------------
+
+#: Of a product in these modes, in order; the algorithms have a workspace.
+CALLS = {
+    "fp32": ["matmul"],
+    "bf16": ["cuLaunchKernel"] * 2 + ["matmul"],
+    "fp16": [
+        *["cuLaunchKernel", "cudaMemsetAsync"],
+        *["cuLaunchKernel"] * 2,
+        "matmul",
+        "cuLaunchKernel",
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", CALLS)
+def test_the_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
+    """One question for the device; memory for operands, exponents, product and workspace, taken and given back once."""
+    a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
+    lowprec.matmul(a, b, out=out, math_mode=mode)
+    before = software.calls_made()
+    lowprec.matmul(a, b, out=out, math_mode=mode)
+    made = [name.partition(".")[2] for name in software.software.calls[before:]]
+    assert made[0] == "cuCtxGetDevice"
+    around = ("cudaMallocFromPoolAsync", "cudaFreeAsync")
+    assert [x for x in made[1:] if x not in around] == CALLS[mode]
+    assert made.count(around[0]) == made.count(around[1]) == 1

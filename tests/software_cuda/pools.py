@@ -1,0 +1,152 @@
+"""Stream-ordered memory of the software CUDA: pools, and allocations that are work on a stream or nodes of a graph.
+
+Memory may be used after its allocation has run and until its free has, which is checked. Sources: the CUDA Runtime API
+reference, *Stream Ordered Memory Allocator*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import runtime as real
+
+from software_cuda.machine import Machine, Refusal, Status, api
+from software_cuda.memory import Allocation
+from software_cuda.streams import Op
+
+_ATTRIBUTES = real.cudaMemPoolAttr
+
+
+class Pool:
+    """Memory that the system has given and that the application may not use at the moment: ``unused`` bytes."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.unused = 0
+        self.threshold = 0
+
+
+class Pools(Machine):
+    """The functions of the runtime for stream-ordered memory."""
+
+    pools: dict[int, Pool]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pools = {}
+
+    @api(1)
+    def cudaMemPoolCreate(self, properties: real.cudaMemPoolProps) -> Any:
+        kinds = real.cudaMemAllocationType, real.cudaMemLocationType
+        place = properties.location
+        if properties.allocType != kinds[0].cudaMemAllocationTypePinned:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        if place.type != kinds[1].cudaMemLocationTypeDevice:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        if not self.model(place.id).has_pools:
+            raise Refusal(Status.cudaErrorNotSupported)
+        handle = next(self.handles)
+        self.pools[handle] = Pool(place.id)
+        return real.cudaMemPool_t(handle)
+
+    def _pool(self, handle: Any) -> Pool:
+        found = self.pools.get(int(handle))
+        if found is None:
+            self.recorder.faults.append(f"{int(handle):#x} is no memory pool")
+            raise Refusal(Status.cudaErrorInvalidValue)
+        return found
+
+    @api()
+    def cudaMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> None:
+        value.getPtr()  # the bindings take a cuuint64_t, and no int
+        if attribute != _ATTRIBUTES.cudaMemPoolAttrReleaseThreshold:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        self._pool(pool).threshold = int(value)
+
+    @api()
+    def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:
+        self._trim(self._pool(pool), nbytes)
+
+    def _trim(self, pool: Pool, nbytes: int) -> None:
+        excess = max(pool.unused - nbytes, 0)
+        pool.unused -= excess
+        self.memory.used[pool.device] -= excess
+
+    @api()
+    def cudaDeviceGraphMemTrim(self, device: int) -> None:
+        self.model(device)
+
+    def wait(self, targets: list[Op]) -> None:
+        super().wait(targets)
+        for pool in self.pools.values():
+            self._trim(pool, pool.threshold)
+
+    @api(1)
+    def cudaMallocFromPoolAsync(self, nbytes: int, pool: Any, stream: Any) -> int:
+        found, source = self.stream(stream), self._pool(pool)
+        if not nbytes or source.device != found.device:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        self.check_capture(found)
+        owner: Any = found.capture
+        if owner is None:
+            owner = source
+            self._take(source, nbytes)
+        block = self.memory.add(Allocation(found.device, nbytes, owner))
+
+        def begin() -> None:
+            block.alive = True
+
+        self.enqueue(found, "cudaMallocAsync", begin)
+        if found.capture is not None:
+            found.capture.allocated.add(block.address)
+        return block.address
+
+    def _take(self, pool: Pool, nbytes: int) -> None:
+        """Count memory as used, that of the pool first."""
+        used, limits, device = self.memory.used, self.memory.limits, pool.device
+        new = max(nbytes - pool.unused, 0)
+        if used[device] + new > limits[device]:
+            raise Refusal(Status.cudaErrorMemoryAllocation)
+        used[device] += new
+        pool.unused -= nbytes - new
+
+    @api()
+    def cudaFreeAsync(self, address: int, stream: Any) -> None:
+        found, block = self.stream(stream), self.memory.find(int(address))
+        self.check_capture(found)
+        owned = block is not None and block.address == int(address)
+        if found.capture is not None:
+            owned = owned and int(address) in found.capture.allocated
+        else:
+            owned = owned and isinstance(block.owner, Pool)  # type: ignore[union-attr]
+        if not owned:
+            words = f"cudaFreeAsync of {int(address):#x}, which is not allocated there"
+            self.recorder.faults.append(words)
+            raise Refusal(Status.cudaErrorInvalidValue)
+        if found.capture is not None:
+            found.capture.allocated.remove(int(address))
+            self.enqueue(found, "cudaFreeAsync", lambda: self.memory.end(block))
+        else:
+            block.owner = (block.owner,)  # which is freed once
+            self.enqueue(found, "cudaFreeAsync", lambda: self._give(block))
+
+    def free_of_pool(self, address: int) -> bool:
+        """Give memory of a pool back now, as ``cudaFree`` does: nobody may use it. False for other memory."""
+        block = self.memory.find(address)
+        if block is None or block.address != address or not isinstance(block.owner, Pool):
+            return False
+        block.owner = (block.owner,)
+        self._give(block)
+        return True
+
+    def _give(self, block: Allocation) -> None:
+        (pool,) = block.owner  # type: ignore[misc]
+        self.memory.drop(block)
+        self.memory.used[block.device] += block.nbytes
+        pool.unused += block.nbytes
+
+    def live(self) -> dict[str, int]:
+        """Return how many objects of each kind there are; what pools keep unused is not among them."""
+        found = super().live()
+        found["bytes"] -= sum(x.unused for x in self.pools.values())
+        return found

@@ -1,0 +1,205 @@
+"""The real cuBLASLt, where it is installed: what it answers without a driver, by ctypes, beside the software's answers.
+
+It makes descriptors, layouts and preferences, sets and reads their attributes, and reads an algorithm's configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from software_cuda.attributes import attributes
+from software_cuda.cublaslt import CublasLt
+from software_cuda.descriptors import SoftwareLtError
+
+_NAMES = tuple(f"libcublasLt.so.{major}" for major in (13, 12))
+_C = {
+    "matmul_desc": "cublasLtMatmulDesc",
+    "matrix_layout": "cublasLtMatrixLayout",
+    "matmul_preference": "cublasLtMatmulPreference",
+    "matmul_algo_config": "cublasLtMatmulAlgoConfig",
+    "matmul_algo_cap": "cublasLtMatmulAlgoCap",
+}
+_SIZES: dict[str, tuple[Any, ...]] = {
+    "matmul_desc": (ctypes.c_int, ctypes.c_int),
+    "matrix_layout": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "matmul_preference": (),
+}
+
+
+def path() -> str | None:
+    """Return where the library is: in NVIDIA's wheels, or where the system looks for libraries; None if nowhere."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        for wheel in ("cu13", "cublas"):
+            for name in _NAMES:
+                if (there := Path(folder, wheel, "lib", name)).is_file():
+                    return str(there)
+    for name in _NAMES:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return name
+    return None
+
+
+class Real:
+    """The library.
+
+    Parameters
+    ----------
+    path : str
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(path)
+
+    def _function(self, name: str, *types: Any, returns: Any = ctypes.c_int) -> Any:
+        # The one function object of each name is shared by all who ask for it as an attribute.
+        made = self._library[name]
+        made.argtypes, made.restype = types, returns
+        return made
+
+    @property
+    def version(self) -> int:
+        return int(self._function("cublasLtGetVersion", returns=ctypes.c_size_t)())
+
+    def status_name(self, status: int) -> str:
+        function = self._function("cublasLtGetStatusName", ctypes.c_int, returns=ctypes.c_char_p)
+        found: bytes = function(status)
+        return found.decode()
+
+    def create(self, kind: str, *arguments: int) -> tuple[int, int]:
+        """Return the status and the object."""
+        made = ctypes.c_void_p()
+        function = self._function(f"{_C[kind]}Create", ctypes.c_void_p, *_SIZES[kind])
+        return function(ctypes.byref(made), *arguments), made.value or 0
+
+    def destroy(self, kind: str, made: int) -> int:
+        return int(self._function(f"{_C[kind]}Destroy", ctypes.c_void_p)(made))
+
+    def set(self, kind: str, made: int, attribute: int, address: int, nbytes: int) -> int:
+        types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+        return int(
+            self._function(f"{_C[kind]}SetAttribute", *types)(made, attribute, address, nbytes)
+        )
+
+    def get(
+        self, kind: str, made: int, attribute: int, address: int, nbytes: int, written: int
+    ) -> int:
+        types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        function = self._function(f"{_C[kind]}GetAttribute", *types)
+        return int(function(made, attribute, address, nbytes, written))
+
+
+def software_status(function: Callable[..., Any], *arguments: Any) -> int:
+    """Return the status with which a function of the software ends."""
+    try:
+        function(*arguments)
+    except SoftwareLtError as error:
+        return int(error.status)
+    return 0
+
+
+#: Written where an answer is expected, so that one sees what was not.
+_UNTOUCHED = 0xAB
+
+
+def answer(get: Callable[..., int], *arguments: Any, nbytes: int) -> tuple[int, bytes, int]:
+    """Return status, bytes and written size of a getter that is given room for so many bytes."""
+    data = (ctypes.c_uint8 * max(nbytes, 1))(*[_UNTOUCHED] * max(nbytes, 1))
+    written = ctypes.c_size_t(_UNTOUCHED)
+    status = get(*arguments, ctypes.addressof(data), nbytes, ctypes.addressof(written))
+    return status, bytes(data), written.value
+
+
+class Compared(CublasLt):
+    """A software cuBLASLt that does with the real one whatever is done with its objects, and notes what differs.
+
+    Parameters
+    ----------
+    recorder, runtime
+        As for :class:`CublasLt`.
+    version : int
+        Not regarded: it is the real one's.
+    """
+
+    #: To be set before the first is made.
+    real_library: Real
+
+    def __init__(self, recorder: Any, runtime: Any, version: int = 0) -> None:
+        super().__init__(recorder, runtime, self.real_library.version)
+        self._twins: dict[int, int] = {}
+        self.compared = 0
+
+    def compare(self, what: str, software: Any, real: Any) -> None:
+        """Note a difference as something that was done wrong."""
+        self.compared += 1
+        if software != real:
+            self.recorder.faults.append(f"{what}: the software has {software}, the library {real}")
+
+    def twin(self, number: int) -> int:
+        """Return the real object beside one of the software's."""
+        return self._twins.get(number, 0)
+
+    def created(self, kind: str, number: int, *arguments: int) -> int:
+        status, self._twins[number] = self.real_library.create(kind, *arguments)
+        self.compare(f"{kind}_create{arguments}", 0, status)
+        return number
+
+    def each_attribute(self, kind: str, number: int) -> Iterator[tuple[int, Any, Any]]:
+        """Return the number of each attribute, and both answers."""
+        getter = getattr(CublasLt, f"{kind}_get_attribute")
+        for x in attributes(kind, self.version).values():
+            asked = {"nbytes": x.nbytes}
+            software = answer(software_status, getter, self, number, x.number, **asked)
+            real = answer(self.real_library.get, kind, self.twin(number), x.number, **asked)
+            yield x.number, software, real
+
+    def about_to_go(self, kind: str, number: int) -> None:
+        """Compare all that an object holds, then destroy its twin."""
+        for attribute, software, real in self.each_attribute(kind, number):
+            self.compare(f"{kind} {attribute}", software, real)
+        status = self.real_library.destroy(kind, self._twins.pop(number, 0))
+        self.compare(f"{kind}_destroy", 0, status)
+
+    def set_both(self, kind: str, arguments: tuple[int, ...]) -> None:
+        number, *rest = arguments
+        real = self.real_library.set(kind, self.twin(number), *map(int, rest))
+        setter = getattr(CublasLt, f"{kind}_set_attribute")
+        try:
+            setter(self, *arguments)
+        except SoftwareLtError as error:
+            self.compare(f"{kind}_set{tuple(rest)}", int(error.status), real)
+            raise
+        self.compare(f"{kind}_set{tuple(rest)}", 0, real)
+
+
+def _compared(kind: str) -> None:
+    """Have the functions of a kind of object compared."""
+
+    def create(self: Compared, *arguments: int) -> int:
+        made: int = getattr(CublasLt, f"{kind}_create")(self, *arguments)
+        return self.created(kind, made, *map(int, arguments))
+
+    def destroy(self: Compared, number: int) -> None:
+        self.about_to_go(kind, number)
+        getattr(CublasLt, f"{kind}_destroy")(self, number)
+
+    def set_attribute(self: Compared, *arguments: int) -> None:
+        self.set_both(kind, arguments)
+
+    for name, function in (
+        ("create", create),
+        ("destroy", destroy),
+        ("set_attribute", set_attribute),
+    ):
+        setattr(Compared, f"{kind}_{name}", function)
+
+
+for _kind in _SIZES:
+    _compared(_kind)
