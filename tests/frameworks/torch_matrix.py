@@ -16,8 +16,8 @@ NESTED = "nested forward-mode derivatives"
 DOUBLE = "torch.compile with aot_autograd does not currently support double backward"
 UNTRACED = "marked as skipped"
 REFUSALS = {
-    NO_TANGENT: "refused [^tangent]",
-    NESTED: "refused [^nested]",
+    NO_TANGENT: "refused[^tangent]",
+    NESTED: "refused[^nested]",
     DOUBLE: "refused by PyTorch",
     UNTRACED: "refused by PyTorch",
 }
