@@ -128,7 +128,7 @@ GEMV = KernelRow(
 #: One call of native code in place of ten of NumPy.
 DIRECT = KernelRow(
     name="direct",
-    units="FP32 units, all in one call",
+    units="vector units, a small product in one call",
     executor="lowprec.backends.cpu.direct:prepare",
     formats=frozenset({"float32", "float64", "tf32", "bfloat16", "float16"}),
     requires="numba",
