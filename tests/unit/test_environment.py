@@ -15,6 +15,7 @@ from lowprec.policy import environment
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
 READ_ONCE = (*MODE_VARIABLES, "LOWPREC_FP32_GUARD", "NVIDIA_TF32_OVERRIDE")
+ISA = "LOWPREC_MAX_CPU_ISA"
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,13 @@ def test_the_table_lists_what_this_version_uses() -> None:
         *READ_ONCE,
         "LOWPREC_AUTOTUNE",
         "LOWPREC_CACHE_DIR",
+        ISA,
+        "LOWPREC_AMP_ALLOWLIST_ADD",
+        "LOWPREC_AMP_ALLOWLIST_REMOVE",
+        "LOWPREC_AMP_DENYLIST_ADD",
+        "LOWPREC_AMP_DENYLIST_REMOVE",
+        "LOWPREC_AMP_INFERLIST_ADD",
+        "LOWPREC_AMP_INFERLIST_REMOVE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "JAX_DEFAULT_MATMUL_PRECISION",
         "CUPY_TF32",
@@ -48,7 +56,7 @@ def test_the_table_lists_what_this_version_uses() -> None:
         "OPENBLAS_CORETYPE",
         "NUMBA_DISABLE_JIT",
     ]
-    assert tuple(v.name for v in environment.VARIABLES if v.read_once) == READ_ONCE
+    assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
 
 

@@ -55,7 +55,9 @@ class Why(Enum):
 
     # What becomes of a prepared operand.
     KEPT = "what the first product in {mode} makes of b is kept for the others"
-    PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, the mode in force is {mode}: read as any array"
+    PREPARED_FOR_ANOTHER_MODE = (
+        "prepared for {prepared}, the mode in force is {mode}: read as any array"
+    )
     NOT_KEPT = "{kernel} keeps nothing of b: read as any array"
     NOTHING_TO_KEEP = "{kernel} reads b as it is: nothing to keep"
     TRANSPOSED_RESULT = "the columns of the result are contiguous, so b^T is packed as the left operand: read as any array"

@@ -315,7 +315,11 @@ def _run(
 ) -> bool:
     """Pack B into borrowed memory, if there are no panels, and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
-    with buffers.borrow(cut.packed_b_bytes) if panels is None else nullcontext(panels.address) as packed_b:
+    with (
+        buffers.borrow(cut.packed_b_bytes)
+        if panels is None
+        else nullcontext(panels.address) as packed_b
+    ):
         fields[J.B_PACKED] = packed_b
         job = _job(fields)
         address = ctypes.addressof(job)
