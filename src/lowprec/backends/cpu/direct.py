@@ -17,7 +17,7 @@ import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, epilogue, threads
+from lowprec.backends.cpu import casting, direct_gelu, epilogue, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
@@ -40,7 +40,7 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
     A_K_STEP,
     OUT_ROW_STRIDE,
     OUT_COL_STRIDE,
-    RELU,
+    ACTIVATION,
     AT_A,  # places in the scratch memory
     AT_B,
     AT_C,
@@ -48,6 +48,9 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
     AT_BLOCK,
 ) = range(23, 33)
 _WORDS = 40
+
+#: As `ACTIVATION` says it. GELU of float64 is left to NumPy.
+RELU, GELU = 1, 2
 
 BATCH_NEXT = 0  # the next product; written by the threads
 (
@@ -60,6 +63,8 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_FACTORS,
 ) = range(8, 15)
 _BATCH_WORDS = 16
+
+_ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
 
 #: Element types of results, by the number that the kernels know them by, and their bytes.
 OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)
@@ -144,8 +149,8 @@ def _kernels() -> Any:
 def _native(plan: GemmPlan) -> Executor:
     """Return what calls the kernels for a plan."""
     problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
-    # GELU is NumPy's, on numbers that are not yet rounded to the result's type.
-    is_gelu = problem.activation is Activation.GELU
+    # GELU of float64 is NumPy's, on numbers that are not yet rounded to the result's type.
+    is_gelu = problem.activation is Activation.GELU and wide
     staged = is_gelu and plan.out_dtype is not plan.accumulator
     dtype = plan.accumulator if staged else plan.out_dtype
     layout = stacked_layout(problem.a, problem.b, None if staged else problem.out, dtype)
@@ -197,7 +202,7 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
         A_K_STEP: m * item if in_columns else item,
         OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
         OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
-        RELU: int(problem.activation is Activation.RELU),
+        ACTIVATION: _ACTIVATIONS[problem.activation],
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
@@ -305,4 +310,6 @@ def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
         )  # fmt: skip
         if activation is Activation.RELU:
             product[product < 0] = 0
-    _apply(product, stacks.out, Activation.GELU if activation is Activation.GELU else None)
+        elif activation is Activation.GELU and dtype == np.float32:
+            product, activation = direct_gelu.gelu(product, direct_gelu.NUMPY), None
+    _apply(product, stacks.out, activation if activation is Activation.GELU else None)
