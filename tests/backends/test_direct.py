@@ -336,3 +336,21 @@ def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(
         found, np.array([[np.nan, np.inf, 0, 0, 0, 0, 0, 1e30]], np.float32)
     )
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 16, 17, 31, 33])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_rows_without_gaps_end_where_the_result_does(
+    n: int, dtype: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written beyond a row's end is in the next row, and is right in the end."""
+    for m in (1, 3, 9):
+        a, b = numbers(rng, 3, m, 7, dtype=dtype), numbers(rng, 3, 7, n, dtype=dtype)
+        memory = np.full(3 * m * n + 64, 7, dtype)
+        out = memory[32:-32].reshape(3, m, n)
+        both(a, b, alpha=0.5, out=out)
+        assert (memory[:32] == 7).all()
+        assert (memory[-32:] == 7).all()
+        out[...] = 7
+        both(a[1], b[1], alpha=0.5, out=out[1])
+        assert (out[::2] == 7).all()

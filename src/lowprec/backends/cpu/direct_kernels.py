@@ -270,9 +270,12 @@ def _product_function(item: int, kind: int) -> Any:
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
         activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
         row_buffer = block + 8 * 16 * item
-        for j in range(0, n, 16):
+        # The last columns come first: where rows follow one another without gaps, what is written beyond the end of a
+        # row is written again with the next one.
+        spills = col_stride == width and row_stride == n * width
+        for j in range((n - 1) // 16 * 16, -16, -16):
             columns = min(16, n - j)
-            in_place = columns == 16 and col_stride == width
+            whole = columns == 16 and col_stride == width
             for i in range(0, m, 8):
                 rows = min(8, m - i)
                 _multiply_block(
@@ -281,6 +284,7 @@ def _product_function(item: int, kind: int) -> Any:
                 )  # fmt: skip
                 for row in range(rows):
                     to = out + (i + row) * row_stride + j * col_stride
+                    in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)
                     target = to if in_place else row_buffer
                     _finish_row(
                         item, kind, block + row * 16 * item, factors,
