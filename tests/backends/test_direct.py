@@ -354,3 +354,18 @@ def test_rows_without_gaps_end_where_the_result_does(
         out[...] = 7
         both(a[1], b[1], alpha=0.5, out=out[1])
         assert (out[::2] == 7).all()
+
+
+def test_numba_that_does_not_work(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program does not begin to fail once it has multiplied for a while."""
+    a = numbers(rng, 8, 8)
+    want = matmul(a, a, alpha=0.5)
+    monkeypatch.setitem(sys.modules, "lowprec.backends.cpu.direct_kernels", None)
+    monkeypatch.setattr(direct, "_waited", 1.0)
+    monkeypatch.setattr(direct, "_is_broken", False)
+    for _ in range(2):
+        executors.forget()
+        assert_same(lowprec.matmul(a, a, alpha=0.5), want)
+    assert direct._is_broken

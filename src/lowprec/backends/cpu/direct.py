@@ -23,7 +23,6 @@ from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.errors import BackendError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -89,7 +88,7 @@ _PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
 _Job, _Batch = ctypes.c_int64 * _WORDS, ctypes.c_int64 * _BATCH_WORDS
 _Factors = ctypes.c_double * 2
 
-_waited = 0.0
+_waited, _is_broken = 0.0, False
 
 
 class _Scratch(threading.local):
@@ -128,19 +127,22 @@ def _seconds_without(plan: GemmPlan) -> float:
 def _pays(seconds: float) -> bool:
     """Whether kernels are in the process, or as much was spent without them as it takes to get them there."""
     global _waited
+    if _is_broken:
+        return False
     if "lowprec.backends.cpu.packed.native" in sys.modules or _waited + seconds >= _PAYS_TO_IMPORT:
-        return True
+        return _has_kernels()
     _waited += seconds
     return False
 
 
-def _kernels() -> Any:
+def _has_kernels() -> bool:
+    """Import the kernels; False where numba is installed but does not work, which larger products complain of."""
+    global _is_broken
     try:
-        return importlib.import_module(_KERNELS)
-    except ImportError as error:
-        raise BackendError(
-            f"numba is installed but does not work ({error}); repair or uninstall it"
-        ) from error
+        importlib.import_module(_KERNELS)
+    except ImportError:
+        _is_broken = True
+    return not _is_broken
 
 
 # --- with the kernels -------------------------------------------------------------------------
@@ -158,7 +160,9 @@ def _native(plan: GemmPlan) -> Executor:
     if problem.c is not None and problem.has_beta:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
     job = _job(plan, layout, c)
-    product = _kernels().product_kernel(wide, dtype.label)
+    from lowprec.backends.cpu.direct_kernels import product_kernel
+
+    product = product_kernel(wide, dtype.label)
     multiply = (
         _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
     )
@@ -234,9 +238,10 @@ def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, int,
 
 def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     """Return the executor of a single product."""
+    from lowprec.backends.cpu.direct_kernels import PRODUCT_ARITY
     from lowprec.backends.cpu.packed.native import callable_at
 
-    problem, kernel = plan.problem, callable_at(product, _kernels().PRODUCT_ARITY)
+    problem, kernel = plan.problem, callable_at(product, PRODUCT_ARITY)
     has_beta, has_bias = problem.has_beta, problem.bias is not None
     has_factors = problem.has_alpha or has_beta
     address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
@@ -263,9 +268,10 @@ def _all(
     plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
 ) -> Executor:
     """Return the executor of a batch."""
+    from lowprec.backends.cpu.direct_kernels import BATCH_ARITY, batch_kernel
     from lowprec.backends.cpu.packed.native import callable_at
 
-    kernel = callable_at(_kernels().batch_kernel(), _kernels().BATCH_ARITY)
+    kernel = callable_at(batch_kernel(), BATCH_ARITY)
     stacks = (layout.a, layout.b, layout.out, c)
     count, products = layout.batch_count, layout.m * layout.n * layout.k
     kept = offsets_of(stacks) if count <= KEPT else None
