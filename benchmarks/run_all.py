@@ -25,6 +25,7 @@ COMMANDS = {
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
     "stress": ["stress.py"],
+    "dask": ["bench_dask.py"],
 }
 
 

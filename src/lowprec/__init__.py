@@ -39,6 +39,7 @@ if typing.TYPE_CHECKING:
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.explain import plan
     from lowprec.policy.emulation import emulate
+    from lowprec.prepared import PreparedOperand, prepare
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -55,6 +56,7 @@ __all__ = [
     "LowprecWarning",
     "MathMode",
     "ModeError",
+    "PreparedOperand",
     "ShapeDtype",
     "ShapeError",
     "UnsupportedError",
@@ -74,6 +76,7 @@ __all__ = [
     "math_mode",
     "matmul",
     "plan",
+    "prepare",
     "profile",
     "register_controller",
     "release_memory",
@@ -85,6 +88,7 @@ __all__ = [
 
 # What explains, what measures and what solves takes long to import, and few programs need it.
 _LAZY = {
+    "PreparedOperand": "lowprec.prepared",
     "amp": "lowprec.amp",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
@@ -96,6 +100,7 @@ _LAZY = {
     "linalg": "lowprec.linalg",
     "linear": "lowprec.contractions",
     "plan": "lowprec.explain",
+    "prepare": "lowprec.prepared",
     "profile": "lowprec.profiling",
     "release_memory": "lowprec.backends",
     "tensordot": "lowprec.contractions",

@@ -17,6 +17,7 @@ from lowprec.arrays.namespaces import namespace_of
 from lowprec.dispatch import matmul
 from lowprec.errors import ShapeError, UnsupportedError, quoted
 from lowprec.modes import MathMode
+from lowprec.prepared import PreparedOperand
 
 #: Recipes of contractions that are kept.
 _RECIPES = 1024
@@ -34,6 +35,8 @@ def tensordot(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
 ) -> Any:
     """Return the sum of products over pairs of axes, as ``numpy.tensordot``.
 
@@ -45,7 +48,7 @@ def tensordot(
     axes : int or pair of sequences of int
         How many of the last axes of ``a`` are summed against the first of ``b``, in order; or the axes of ``a`` and
         those of ``b``, paired in order.
-    out_dtype, math_mode, rtol
+    out_dtype, math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them.
 
     Returns
@@ -72,7 +75,15 @@ def tensordot(
     k = prod(a.shape[i] for i in summed_a)
     left = xp.arranged(a, (*free_a, *summed_a), (prod(a.shape[i] for i in free_a), k))
     right = yp.arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
-    product = matmul(left, right, out_dtype=out_dtype, math_mode=math_mode, rtol=rtol)
+    product = matmul(
+        left,
+        right,
+        out_dtype=out_dtype,
+        math_mode=math_mode,
+        rtol=rtol,
+        bound=bound,
+        k_chunk=k_chunk,
+    )
     return xp.reshaped(product, shape)
 
 
@@ -121,6 +132,8 @@ def vecdot(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
 ) -> Any:
     """Return the dot products of vectors along an axis, the first conjugated, as the Array API's ``vecdot``.
 
@@ -131,7 +144,7 @@ def vecdot(
         The other axes broadcast.
     axis : int
         Where the vectors lie, counted from the end: -1 to -N, N being the smaller number of axes.
-    out_dtype, math_mode, rtol
+    out_dtype, math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them.
 
     Returns
@@ -160,7 +173,15 @@ def vecdot(
     left, right = xp.last(a, axis), yp.last(b, axis)
     row = xp.reshaped(xp.conjugated(left), (*left.shape[:-1], 1, left.shape[-1]))
     column = yp.reshaped(right, (*right.shape, 1))
-    product = matmul(row, column, out_dtype=out_dtype, math_mode=math_mode, rtol=rtol)
+    product = matmul(
+        row,
+        column,
+        out_dtype=out_dtype,
+        math_mode=math_mode,
+        rtol=rtol,
+        bound=bound,
+        k_chunk=k_chunk,
+    )
     return product[..., 0, 0]
 
 
@@ -174,15 +195,17 @@ def linear(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
 ) -> Any:
     """Return ``activation(x @ weight^T + bias)``, with the weight as PyTorch's layers keep it.
 
     Parameters
     ----------
     x : array, shape (..., k)
-    weight : array, shape (n, k)
+    weight : array or PreparedOperand, shape (n, k)
     bias : array, shape (n,), optional
-    activation, out_dtype, math_mode, rtol
+    activation, out_dtype, math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them.
 
     Returns
@@ -200,13 +223,13 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
-    xp = namespace_of(weight)
+    xp = None if isinstance(weight, PreparedOperand) else namespace_of(weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
-    transposed = xp.permuted(weight, (1, 0))
+    transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))
     return matmul(
         x, transposed, bias=bias, activation=activation,
-        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol,
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
     )  # fmt: skip
 
 
@@ -220,6 +243,8 @@ def einsum(
     optimize: str | bool | Sequence[Sequence[int]] = "auto",
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
 ) -> Any:
     """Return the sum of products that Einstein's notation describes, as ``numpy.einsum``.
 
@@ -235,7 +260,7 @@ def einsum(
         Of any libraries that :func:`~lowprec.matmul` takes together.
     optimize : str, bool or sequence of sequences of int
         How the order is found, as ``opt_einsum.contract_path`` takes it.
-    math_mode, rtol
+    math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them, for each product; ``rtol`` bounds each product by itself.
 
     Returns
@@ -264,7 +289,9 @@ def einsum(
         namespace_of(operand)  # refuses what is no array
     shapes = tuple(tuple(operand.shape) for operand in operands)
     order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
-    multiply = functools.partial(matmul, math_mode=math_mode, rtol=rtol)
+    multiply = functools.partial(
+        matmul, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk
+    )
     values = dict(enumerate(operands))
     result = None
     for number, step in enumerate(_recipe(subscripts, shapes, order), len(operands)):

@@ -8,6 +8,7 @@ throughout, and the order of the sum does not depend on which worker was first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -19,8 +20,10 @@ from dask.highlevelgraph import HighLevelGraph
 
 from lowprec import dispatch, explain
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.errors import ArrayError, ShapeError
-from lowprec.modes import MathMode, ModeSource, ResolvedMode
+from lowprec.errors import ArrayError, ModeError, ShapeError
+from lowprec.formats import FLOAT32
+from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
+from lowprec.planning import GemmPlan
 from lowprec.policy.emulation import emulate
 from lowprec.request import ShapeDtype
 
@@ -33,6 +36,8 @@ def matmul(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
 ) -> da.Array:
     """Return the product of two Dask arrays as a Dask array; nothing is computed yet.
 
@@ -46,8 +51,11 @@ def matmul(
         Chunks of any library that :func:`lowprec.matmul` takes. A NumPy array is taken as one chunk.
     b : dask.array.Array, shape (..., k, n) or (k,)
         Chunked along k as ``a`` is, else it is rechunked.
-    out_dtype, math_mode, rtol
-        As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k.
+    out_dtype, math_mode, rtol, bound
+        As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k, the sums over its chunks
+        included.
+    k_chunk : int, optional
+        As :func:`lowprec.matmul` takes it, for each chunk's product.
 
     Returns
     -------
@@ -72,19 +80,59 @@ def matmul(
     ((3, 1), [4.0, 4.0, 4.0, 4.0, 4.0])
     """
     a, b = _dask_array(a, "a"), _dask_array(b, "b")
-    plan = explain.plan(
-        ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype),
-        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol,
-    )  # fmt: skip
+    plan = _plan(a, b, out_dtype, math_mode, rtol, bound, k_chunk)
     x = a if a.ndim > 1 else a[None, :]
     y = b if b.ndim > 1 else b[:, None]
     mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
-    product = _product(x, y, mode, plan.compute_dtype.accumulator.label, plan.out_dtype.label)
+    accumulator, out = plan.compute_dtype.accumulator.label, plan.out_dtype.label
+    if plan.mode_has_effect and row(plan.mode).widens:
+        # Summed in FP64 over all chunks, and rounded once.
+        wide = row(plan.mode).accumulator(plan.compute_dtype).label
+        product = _product(x.astype(wide), y.astype(wide), mode, wide, wide, k_chunk)
+        product = product.astype(_numpy_dtype(out))
+    else:
+        product = _product(x, y, mode, accumulator, out, k_chunk)
     if b.ndim == 1:
         product = product[..., 0]
     return (
         product[..., 0] if a.ndim == 1 == b.ndim else product[..., 0, :] if a.ndim == 1 else product
     )
+
+
+def _plan(
+    a: da.Array,
+    b: da.Array,
+    out_dtype: Any,
+    math_mode: str | MathMode | None,
+    rtol: float | None,
+    bound: str | None,
+    k_chunk: int | None,
+) -> GemmPlan:
+    """Return the plan of the whole product; where ``rtol`` chooses its mode, the chain's roundings count."""
+
+    def asked(**keywords: Any) -> GemmPlan:
+        x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
+        return explain.plan(x, y, out_dtype=out_dtype, k_chunk=k_chunk, **keywords)
+
+    made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
+    links = a.numblocks[-1] if a.ndim and b.ndim else 1
+    if rtol is None or links == 1 or not made.candidates:
+        return made
+    # With e the error of each partial product, relative to its |A||B|, and g that of adding them up, in any order and
+    # whatever their sizes, |C - AB| <= (e + g (1 + e)) |A||B|: by Cauchy and Schwarz, the norms of chunks add up to
+    # no more than those of the whole. A chain of n products has n roundings: g = n u / (1 - n u).
+    u = (made.compute_dtype.accumulator.format or FLOAT32).unit_roundoff
+    growth = links * u / (1 - links * u)
+    with contextlib.suppress(ModeError):
+        return asked(rtol=(rtol - growth) / (1 + growth), bound=bound)
+    # FP64 sums are rounded once, however many chunks there are.
+    fits = any(c.mode is MathMode.FP64 and c.bound <= rtol for c in made.candidates)
+    if not fits:
+        raise ModeError(
+            f"no math mode keeps rtol = {rtol:.3g} where {made.compute_dtype} products of {links} chunks along k are "
+            f"added up, which adds {growth:.3g}; use a larger rtol or fewer chunks along k"
+        )
+    return asked(math_mode=MathMode.FP64)
 
 
 def _dask_array(x: Any, name: str) -> da.Array:
@@ -100,14 +148,19 @@ def _dask_array(x: Any, name: str) -> da.Array:
 
 
 def _product(
-    a: da.Array, b: da.Array, resolved: ResolvedMode, accumulator: str, out: str
+    a: da.Array,
+    b: da.Array,
+    resolved: ResolvedMode,
+    accumulator: str,
+    out: str,
+    k_chunk: int | None,
 ) -> da.Array:
     """Return the product of two arrays with two axes or more."""
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)
     mode = str(resolved.mode)
-    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out)}"
+    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
     depth = a.numblocks[-1]
     graph: dict[Any, Any] = {}
     for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
@@ -117,7 +170,8 @@ def _product(
             key = (name, *outer, i, j) if last else (f"{name}-sum", *outer, i, j, k)
             x = (a.name, *_block_of(a, outer), i, k)
             y = (b.name, *_block_of(b, outer), k, j)
-            graph[key] = (_add_product, before, x, y, mode, out if last else accumulator, emulates)
+            dtype = out if last else accumulator
+            graph[key] = (_add_product, before, x, y, mode, dtype, emulates, k_chunk)
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
     meta = a._meta if isinstance(a._meta, np.ndarray) else None
     if meta is not None:
@@ -145,16 +199,24 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
 
 
-def _add_product(acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None) -> Any:
+def _add_product(
+    acc: Any,
+    a: Any,
+    b: Any,
+    mode: str,
+    out: str,
+    emulates: str | None = None,
+    k_chunk: int | None = None,
+) -> Any:
     """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
     if emulates is not None:
         with emulate(emulates):
-            return _add_product(acc, a, b, mode, out)
+            return _add_product(acc, a, b, mode, out, None, k_chunk)
     if acc is None:
-        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out)
+        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
     if out == "int32":  # whose epilogues add no matrix
         return acc + dispatch.matmul(a, b)
-    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out)
+    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
 
 
 def _numpy_dtype(label: str) -> np.dtype[Any]:

@@ -6,15 +6,16 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 from lowprec import policy, streams
-from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
-from lowprec.executors import look_up
+from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
 from lowprec.tolerance import mode_within
@@ -46,7 +47,7 @@ def matmul(
     a : array, shape (..., m, k) or (k,)
         Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
         float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
-    b : array, shape (..., k, n) or (k,)
+    b : array or PreparedOperand, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
         float16 to float32.
     out : array, shape (..., m, n), optional
@@ -131,13 +132,7 @@ def matmul(
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
-        try:
-            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release_memory()
-            target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        target = _allocate(library, found, x.device, a)
     else:
         if request.needs_staging(x, y):
             execute = _out_of_place(resolved, x, y, request, target)
@@ -160,16 +155,33 @@ def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
 matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _road(name: str) -> tuple[Any, frozenset[str]]:
+    """Return a road, ``"module:function"``, and the names of its arguments."""
+    road = resolve(name)
+    return road, frozenset(inspect.signature(road).parameters)
+
+
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
-    road = resolve(found.road)
-    takes = inspect.signature(road).parameters
-    lacking = sorted(given.keys() - takes.keys())
-    if lacking:
+    road, takes = _road(found.road)
+    if not given.keys() <= takes:
+        lacking = sorted(given.keys() - takes)
         raise UnsupportedError(
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )
     return road(a, b, **given)
+
+
+def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
+    """Return a new array for a result; where memory is short, once more without what lowprec keeps."""
+    try:
+        return library.allocate(found.out_shape, found.out_dtype, device, like)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return library.allocate(found.out_shape, found.out_dtype, device, like)
 
 
 def _out_of_place(

@@ -128,7 +128,7 @@ def test_arrays_known_by_dlpack_alone(library: StreamedLibrary, mode: str) -> No
 @pytest.mark.feature("several devices")
 @every_mode
 def test_a_device_that_is_not_current(gpu: Gpu, mode: str) -> None:
-    if runtime.device_count() < 2:
+    if runtime.call("cudaGetDeviceCount") < 2:
         pytest.skip("there is one device")
     found = lowprec.matmul(gpu.put(A, 1), gpu.put(B, 1), math_mode=mode)
     assert found.__dlpack_device__() == (2, 1)
@@ -196,7 +196,9 @@ def test_scopes_guard_and_rtol(gpu: Gpu, rng: np.random.Generator) -> None:
             assert error(lowprec.matmul(x, y, math_mode="bf16")) < 1e-5
     assert str(lowprec.plan(x, y, rtol=1e-2).mode) in ("tf32", "bf16", "fp16")
     assert error(lowprec.matmul(x, y, rtol=1e-2)) < 1e-2
-    assert str(lowprec.plan(x, y, rtol=1e-4).mode) == "fp32"
+    # Parts of 8 or 11 bits do, where they are summed; one part does not.
+    assert str(lowprec.plan(x, y, rtol=1e-4).mode) not in ("tf32", "bf16", "fp16")
+    assert error(lowprec.matmul(x, y, rtol=1e-4)) < 1e-4
 
 
 @pytest.mark.feature("the plan names algorithm and units, `info` the device")

@@ -261,3 +261,35 @@ def test_an_array_without_a_namespace_is_refused() -> None:
         namespaces.namespace_of(xp.asarray(draw(0, 2, 2)))
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
         lowprec.vecdot([1.0], np.ones(1))
+
+
+# -- accuracy on demand ---------------------------------------------------------------------------
+
+CONTRACTIONS = [
+    lambda x, y, **how: lowprec.einsum("ab,bc->ac", x, y.T, **how),
+    lambda x, y, **how: lowprec.tensordot(x, y, axes=(1, 1), **how),
+    lambda x, y, **how: lowprec.vecdot(x[:, None], y, **how),
+    lambda x, y, **how: lowprec.linear(x, y, **how),
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTIONS, ids=["einsum", "tensordot", "vecdot", "linear"])
+def test_bound_and_k_chunk_reach_the_products(
+    contract: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def spy(a: Any, b: Any, **keywords: Any) -> Any:
+        asked.append(keywords)
+        return matmul(a, b, **keywords)
+
+    matmul = contractions.matmul
+    monkeypatch.setattr(contractions, "matmul", spy)
+    x, y = draw(0, 4, 2000), draw(1, 3, 2000)
+    found = contract(x, y, rtol=2e-5, bound="probable", k_chunk=500)
+    np.testing.assert_array_equal(found, x @ y.T)
+    assert {(how["bound"], how["k_chunk"]) for how in asked} == {("probable", 500)}
+    with pytest.raises(lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"):
+        contract(x, y, rtol=1e-3, bound="likely")
+    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+        contract(x, y, k_chunk=0)

@@ -163,6 +163,62 @@ def test_processes_get_the_mode_and_the_same_bits() -> None:
     np.testing.assert_array_equal(found, lazy.compute(scheduler="sync"))
 
 
+# -- accuracy on demand ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", ["guaranteed", "probable"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("chunk", [1, 8, 512])
+def test_the_sums_over_chunks_are_within_rtol(chunk: int, dtype: Any, bound: str) -> None:
+    """On positive numbers the roundings of a chain of 512 are more than 1e-7."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.random(shape).astype(dtype) for shape in ((8, 512), (512, 8)))
+    if dtype is np.complex64:
+        x, y = x * np.complex64(1 + 1j), y * np.complex64(1 - 1j)
+    a, b = da.from_array(x, chunks=(8, chunk)), da.from_array(y, chunks=(chunk, 8))
+    exact = x.astype(np.complex128) @ y
+    for rtol in (1e-7, 1e-6, 1e-5, 1e-2):
+        found = matmul(a, b, rtol=rtol, bound=bound)
+        assert found.dtype == dtype
+        error = np.linalg.norm(found.compute(scheduler="sync") - exact)
+        assert error <= rtol * np.linalg.norm(x) * np.linalg.norm(y)
+
+
+def test_fp64_rounds_a_chain_once() -> None:
+    """2^24 + 1 + 1: a running sum in FP32 would stay at 2^24."""
+    x = da.from_array(np.array([[2.0**24, 1, 1]], np.float32), chunks=1)
+    y = da.ones((3, 1), chunks=1, dtype="float32")
+    assert matmul(x, y, math_mode="fp64").compute(scheduler="sync").item() == 2.0**24 + 2
+    assert matmul(x, y, math_mode="fp32").compute(scheduler="sync").item() == 2.0**24
+    narrow = matmul(x / 2.0**24, y, math_mode="fp64", out_dtype="bfloat16")
+    assert narrow.dtype == narrow.compute(scheduler="sync").dtype == ml_dtypes.bfloat16
+
+
+def test_a_chain_that_no_mode_keeps_within_rtol_is_refused() -> None:
+    """Sums of 16-bit numbers are FP32's: 1024 roundings are 6e-5."""
+    x = da.ones((1, 1024), chunks=(1, 1), dtype="float16")
+    whole = {"out_dtype": "float32"}
+    assert matmul(x, x.T, rtol=1e-3, **whole).dtype == np.float32
+    with pytest.raises(lowprec.ModeError, match="products of 1024 chunks along k are added up"):
+        matmul(x, x.T, rtol=6.2e-5, **whole)
+    with lowprec.fp32_guard():
+        assert matmul(x.astype("float32"), x.T, rtol=1e-2).dtype == np.float32
+
+
+def test_k_chunk_reaches_each_chunk() -> None:
+    x, y = draw(0, 6, 40), draw(1, 40, 5)
+    a, b = da.from_array(x, chunks=20), da.from_array(y, chunks=20)
+    found = matmul(a, b, k_chunk=7)
+    np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)
+    assert {task[-1] for task in dict(found.dask).values() if isinstance(task, tuple)} >= {7}
+    assert found.name != matmul(a, b).name
+    assert lowprec.matmul(a, b, k_chunk=7).name == found.name
+    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+        matmul(a, b, k_chunk=0)
+    with pytest.raises(lowprec.ModeError, match="bound='probable' says what rtol= is about"):
+        matmul(a, b, bound="probable")
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ Kernel = Callable[..., int]
 def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
     try:
-        found = all([importlib.util.find_spec(name) for name in ("numba", "llvmlite")])
+        found = all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
     except ValueError as error:  # a blocked module
         if not raised_in(error, "importlib.util"):
             raise
@@ -142,7 +142,8 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
 
 def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
-        out[...] = source
+        with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
+            out[...] = source
         source = out
     if to is None:
         return
