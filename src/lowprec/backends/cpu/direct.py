@@ -154,9 +154,7 @@ def _native(plan: GemmPlan) -> Executor:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
     job = _job(plan, layout, c)
     product = _kernels().product_kernel(wide, dtype.label)
-    multiply = (
-        _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
-    )
+    multiply = _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
     if not is_gelu:
         return multiply
 
@@ -254,9 +252,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     return execute
 
 
-def _all(
-    plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
-) -> Executor:
+def _all(plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None) -> Executor:
     """Return the executor of a batch."""
     from lowprec.backends.cpu.packed.native import callable_at
 
