@@ -105,9 +105,7 @@ def test_small_products_that_are_more_than_a_call_of_a_blas(changes, mode, size,
 def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
     p = GemmProblem(array(F32, 1, 1000), array(F32, 1000, 5))
     row = dataclasses.replace(ROWS["amx_bf16_pair"], minimum_elements=0)
-    able = dataclasses.replace(
-        AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"}
-    )
+    able = dataclasses.replace(AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"})
     found = plan(p, MathMode.TF32, able)
     assert (found.kernel, found.fallback.name) == ("amx_bf16_pair", "openblas")
 

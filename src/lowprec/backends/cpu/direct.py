@@ -71,7 +71,7 @@ CAST_SCRATCH = casting.SCRATCH_BYTES
 _PAD = 256
 
 #: For each element of a, b and the result: at most 8 bytes, and as float32 4; a bias has no more of them.
-_SCRATCH_BYTES = CAST_SCRATCH + 20 * DIRECT.maximum_elements + 16 * _PAD
+_SCRATCH_BYTES = CAST_SCRATCH + 20 * (DIRECT.maximum_elements or 0) + 16 * _PAD
 
 _KERNELS = "lowprec.backends.cpu.direct_kernels"
 
@@ -154,7 +154,9 @@ def _native(plan: GemmPlan) -> Executor:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
     job = _job(plan, layout, c)
     product = _kernels().product_kernel(wide, dtype.label)
-    multiply = _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
+    multiply = (
+        _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
+    )
     if not is_gelu:
         return multiply
 
@@ -236,7 +238,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
 
     def execute(arguments: Arguments) -> None:
         a, b, out, c, bias, alpha, beta = arguments[:7]
-        factors = _Factors(alpha, beta) if has_factors else plain
+        factors = _Factors(alpha.real, beta.real) if has_factors else plain
         kernel(
             address_of(job),
             a.address,
@@ -252,7 +254,9 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     return execute
 
 
-def _all(plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None) -> Executor:
+def _all(
+    plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
+) -> Executor:
     """Return the executor of a batch."""
     from lowprec.backends.cpu.packed.native import callable_at
 
@@ -275,7 +279,11 @@ def _all(plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixSt
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
         address = ctypes.addressof(batch)
-        threads.run(lambda: kernel(address, _scratch.address), workers)
+
+        def work() -> None:
+            kernel(address, _scratch.address)
+
+        threads.run(work, workers)
 
     return execute
 

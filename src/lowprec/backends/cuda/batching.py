@@ -28,6 +28,15 @@ class LaunchBatch:
     strides: tuple[tuple[int, int, int], ...]
 
 
+def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -> list[Dimension]:
+    """Return a batch whose first array has its matrices ``step`` elements apart, the others these strides."""
+    found: list[Dimension] = []
+    for extent, *others in reversed(list(zip(shape, *strides, strict=True))):
+        found.insert(0, (extent, (step, *others)))
+        step *= extent
+    return found
+
+
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
     """Yield the launches for a batch of ``arrays`` arrays; none if the batch is empty.
 

@@ -88,16 +88,16 @@ def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
         destroy(pointer)
 
 
-def create_handle() -> int:
-    """Return a new handle on the current device."""
-    with translated(lambda: "create a handle"):
-        return int(libraries().cublas_lt.create())
+def create_handle(library: str = "cublas_lt") -> int:
+    """Return a new handle of a library, ``cublas_lt`` or ``cublas``, on the current device."""
+    with translated(lambda: f"create a handle of {library}"):
+        return int(getattr(libraries(), library).create())
 
 
-def destroy_handle(handle: int) -> None:
+def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
     """Destroy a handle; the device finishes all its work first."""
-    with translated(lambda: "destroy a handle"):
-        libraries().cublas_lt.destroy(handle)
+    with translated(lambda: f"destroy a handle of {library}"):
+        getattr(libraries(), library).destroy(handle)
 
 
 @cached
@@ -304,18 +304,6 @@ def _member(enumeration: Any, value: int, prefix: str) -> str:
 
 
 # -- cuBLAS ---------------------------------------------------------------------------------------
-
-
-def create_cublas_handle() -> int:
-    """Return a new handle of cuBLAS, the library beside cuBLASLt, on the current device."""
-    with translated(lambda: "create a cuBLAS handle"):
-        return int(libraries().cublas.create())
-
-
-def destroy_cublas_handle(handle: int) -> None:
-    """Destroy a handle of cuBLAS; the device finishes all its work first."""
-    with translated(lambda: "destroy a cuBLAS handle"):
-        libraries().cublas.destroy(handle)
 
 
 def math_mode(handle: int) -> int:

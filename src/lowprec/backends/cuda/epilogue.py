@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from operator import add
 from typing import TypeAlias
 
-from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
+from lowprec.backends.cuda.batching import (
+    LaunchBatch,
+    are_multiples,
+    batch_dimensions,
+    in_sequence,
+    launch_batches,
+)
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
@@ -77,18 +83,14 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     """Return the batch, the rows and the columns, coalesced."""
     out, c = spec.out, spec.c
     per_column = int(spec.bias is not None or spec.scaled)
-    product_stride = (spec.product_rows or out.rows) * spec.leading_dimension
-    batch: list[Dimension] = []
-    c_strides = c.batch_strides if c else (0,) * len(out.batch_shape)
-    for extent, out_stride, c_stride in reversed(
-        list(zip(out.batch_shape, out.batch_strides, c_strides, strict=True))
-    ):
-        batch.insert(0, (extent, (product_stride, out_stride, c_stride, 0)))
-        product_stride *= extent
-    rows: Dimension = (
-        out.rows,
-        (spec.leading_dimension, out.row_stride, c.row_stride if c else 0, 0),
+    step, none = (
+        (spec.product_rows or out.rows) * spec.leading_dimension,
+        (0,) * len(out.batch_shape),
     )
+    c_strides = c.batch_strides if c else none
+    batch = batch_dimensions(out.batch_shape, step, out.batch_strides, c_strides, none)
+    c_row = c.row_stride if c else 0
+    rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c_row, 0))
     cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
     if spec.scaled:  # the exponents know matrices, rows and columns
         return coalesce(batch), rows, cols

@@ -229,9 +229,8 @@ class _LoweredPlan:
         found = self._is_alone and self._multiply_alone(device, stream, places, term, room)
         if found:
             return found
-        handle = handles.handle(device)
-        operands = self._operands(arguments, places, term)
-        self.last = invocation = self._invocation(handle, stream, operands, term)
+        handle, operands, invocation = self._prepared(arguments, places, term)
+        self.last = invocation
         invocation.run(handle, stream, operands, room)
         return invocation
 
@@ -254,37 +253,27 @@ class _LoweredPlan:
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run for the first product of the schedule."""
-        assert self.call is not None
-        a, b, d = _places(arguments)
+        call, (a, b, d) = self._terms[0].call, _places(arguments)
         # What will lie in memory of lowprec's own is aligned.
-        places = (
-            a * (not self.call.pack_a),
-            b * (not self.call.pack_b),
-            d * (not self.call.staged),
-        )
-        operands = self._operands(arguments, places, self._terms[0])
-        handle = handles.handle(arguments.a.device.index)
-        return self._invocation(handle, arguments.stream, operands, self._terms[0])
+        places = (0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d)
+        return self._prepared(arguments, places, self._terms[0])[-1]
 
     def tune(
         self, arguments: Arguments, candidates: int, progress: Progress | None
     ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        device, stream, term = arguments.a.device.index, arguments.stream, self._terms[0]
-        handle = handles.handle(device)
-        places = _places(arguments)
+        device, stream, places = arguments.a.device.index, arguments.stream, _places(arguments)
         with contextlib.ExitStack() as stack:
             if self._staging is not None:
                 block = memory.temporary(self._staging.nbytes, device, stream)
                 places = self._staging.fill(stack.enter_context(block), arguments)
-            operands = self._operands(arguments, places, term)
-            invocation = self._invocation(handle, stream, operands, term)
-            before = invocation.algorithm
+            handle, operands, invocation = self._prepared(arguments, places, self._terms[0])
+            chosen = invocation.algorithm
             try:
                 measured = autotune.tune(invocation, handle, stream, operands, candidates, progress)
-                before = measured[0].algorithm
+                chosen = measured[0].algorithm
             finally:
-                invocation.use(before)
+                invocation.use(chosen)
         return measured
 
     def _operands(self, arguments: Arguments, places: Places, term: _Term) -> Operands:
@@ -306,14 +295,16 @@ class _LoweredPlan:
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
-    def _invocation(self, handle: int, stream: int, operands: Operands, term: _Term) -> Invocation:
-        """Return the prepared call for pointers of this alignment."""
-        alignment = alignment_of(
-            operands.first, operands.second, operands.c, operands.d, self._offset_bits
-        )
+    def _prepared(
+        self, arguments: Arguments, places: Places, term: _Term
+    ) -> tuple[int, Operands, Invocation]:
+        """Return the handle, the operands, and the prepared call for pointers of their alignment."""
+        plan, stream = self._plan, arguments.stream
+        handle = handles.handle(arguments.a.device.index)
+        operands = self._operands(arguments, places, term)
+        alignment = alignment_of(*operands[:4], self._offset_bits)
         found = term.invocations.get(alignment)
         if found is None:
-            plan = self._plan
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
                 term.call,
@@ -324,7 +315,7 @@ class _LoweredPlan:
                 lambda: f"{title(plan)}, {plan.compute_type}",
             )
             found = term.invocations.setdefault(alignment, made)
-        return found
+        return handle, operands, found
 
 
 def _term(

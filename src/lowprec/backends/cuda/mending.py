@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lowprec.backends.cuda.batching import LaunchBatch, in_sequence, launch_batches
+from lowprec.backends.cuda.batching import (
+    LaunchBatch,
+    batch_dimensions,
+    in_sequence,
+    launch_batches,
+)
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
-from lowprec.planning.batches import Dimension
 
 _THREADS = 256
 
@@ -45,11 +49,7 @@ def prepare_mending(spec: Mending, device: int) -> Mender:
     """
     a, b = spec.a, spec.b
     step = a.rows * spec.leading_dimension
-    batch: list[Dimension] = []
-    strides = zip(a.batch_shape, a.batch_strides, b.batch_strides, strict=True)
-    for extent, a_stride, b_stride in reversed(list(strides)):
-        batch.insert(0, (extent, (step, a_stride, b_stride)))
-        step *= extent
+    batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
     return in_sequence([_launch(spec, part, device) for part in launch_batches(batch, 3)])
 
 

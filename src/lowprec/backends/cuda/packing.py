@@ -52,14 +52,15 @@ class Packing:
     dtype: DType
     leading_dimension: int
     padded_rows: int
-    #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite magnitude
-    #: lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row of zeros.
+    #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
+    #: magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
+    #: of zeros.
     scaled: bool = False
     #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds (re, -im)
     #: and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
     complex_as: ComplexAs = "no"
-    #: How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied by
-    #: 2^part_exponent, rounded; where ``summed``, the last part is the sum of the two before it, rounded.
+    #: How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied
+    #: by 2^part_exponent, rounded; where ``summed``, the last part is the sum of the two before it, rounded.
     parts: int = 1
     part_exponent: int = 0
     summed: bool = False

@@ -46,8 +46,10 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
     """Return what runs small products and batches of them in one call, None where that is not to be."""
     problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
     in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
+    is_integer = plan.compute_dtype is DType.INT8
     if (
-        problem.has_epilogue
+        (is_integer and problem.has_epilogue)
+        or problem.activation not in ACTIVATIONS
         or plan.fallback
         or not in_compute_dtype
         or plan.compute_dtype.is_complex
@@ -55,7 +57,8 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
         return None
     if not is_available(micro_kernel):  # something stands in for it
         return None
-    found = launch.launch_of(micro_kernel, layout, _ROUNDINGS[fp32_units.rounding_format(plan)])
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    found = launch.launch_of(micro_kernel, layout, rounding, problem)
     return found and found._replace(panels=functools.partial(_panels_of_launch, plan))
 
 
