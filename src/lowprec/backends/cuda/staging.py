@@ -43,6 +43,7 @@ class Staging:
         #: How ``b`` is packed, by what, its bytes and those of its exponents.
         self._packing_b: tuple[Packing, Packer, int, int] | None = None
         self._scales_b = False
+        self._bytes_beside_b = 0
         #: Of the block.
         self.nbytes = 0
         #: Where it must be zero, and how far.
@@ -66,7 +67,7 @@ class Staging:
             if call.staged:
                 self._product = self._room(call.product_bytes)
             for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
-                #: Of the block without ``b``, which is its end.
+                # Of the block without ``b``, which is its end.
                 self._bytes_beside_b = self.nbytes
                 if pack is not None:
                     self._operands[i] = start = self._room(pack.nbytes)
@@ -74,8 +75,8 @@ class Staging:
                     launch = prepare_packing(found, device)
                     self._packings.append((i, launch, start, self._exponents[i]))
                     if i:
-                        room = _INT32_BYTES * layout.batch_count * layout.n if pack.scaled else 0
-                        self._packing_b = (found, launch, pack.nbytes, room)
+                        beside = _INT32_BYTES * layout.batch_count * layout.n if pack.scaled else 0
+                        self._packing_b = (found, launch, pack.nbytes, beside)
                         self._scales_b = pack.scaled
         self._write: EpilogueLauncher | None = None
         #: Of products of parts: what is not finite is computed again.
