@@ -164,10 +164,10 @@ def matmul(a: Any, b: Any, /, **given: Any) -> Any:
 
 
 def refuse(**arguments: Any) -> None:
-    """Raise where an argument other than ``b`` is a prepared operand."""
+    """Raise where one of these arguments is a prepared operand."""
     for name, value in arguments.items():
         if isinstance(value, PreparedOperand):
             raise ArrayError(
-                f"{name} is a prepared operand, which stands for b of matmul and the weight of linear alone; pass the "
-                "array itself"
+                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
+                "an array that is read in place; pass the array itself"
             )

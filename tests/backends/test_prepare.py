@@ -270,7 +270,9 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand, which stands for b"):
+        with pytest.raises(
+            lowprec.ArrayError, match="a is a prepared operand; it stands only for b of matmul"
+        ):
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
             call(prepared, prepared)
@@ -281,11 +283,11 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)
     with pytest.raises(
-        lowprec.ArrayError, match="a prepared operand, which stands for b of matmul"
+        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
     ):
         lowprec.vecdot(a, prepared)
     with pytest.raises(
-        lowprec.ArrayError, match="a prepared operand, which stands for b of matmul"
+        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
     ):
         lowprec.prepare(prepared)
     with pytest.raises(lowprec.ModeError, match="'bf17' is not a math mode"):
