@@ -152,6 +152,30 @@ def guard(result: Result) -> str:
     return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
+def dask(result: Result) -> str:
+    """Return the runs of a chunked product, and what they come to."""
+    header = (
+        "product",
+        "memory of a worker",
+        "seconds",
+        "peak of both, GiB",
+        "spilled, GiB",
+        "relative error",
+    )
+    rows = [
+        (
+            f"{r['variant']}, n = {r['n']}, chunks of {r['chunk']}",
+            r["memory_limit"],
+            f"{r['seconds']:.1f}",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+            f"{r['spilled_bytes'] / 2**30:.2f}",
+            f"{r['error']:.1e}",
+        )
+        for r in result["results"]
+    ]
+    return f"{generated.table(header, rows)}\n{_claims(result)}"
+
+
 def recovery(result: Result) -> str:
     """Return by scheme the digits before the one that an error affects, for the largest matrices of each interval."""
     rows = result["results"]
@@ -199,6 +223,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "real": real,
     "tradeoff": tradeoff,
     "stress": _claims,
+    "dask": dask,
 }
 
 

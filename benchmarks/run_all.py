@@ -24,6 +24,7 @@ COMMANDS = {
     "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
     "accuracy": ["bench_accuracy.py"],
     "stress": ["stress.py"],
+    "dask": ["bench_dask.py"],
 }
 
 

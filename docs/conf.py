@@ -29,6 +29,9 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]
 nitpicky = False
 
+# What parts of lowprec are for; the pages are built without them.
+autodoc_mock_imports = ["dask", "jax", "torch"]
+
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 

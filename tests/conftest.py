@@ -17,8 +17,8 @@ _OTHERS = {
     "CUPY_TF32",
     "MLX_ENABLE_TF32",
 }
-#: What the tests of the CUDA backend run on is not lowprec's variable but theirs.
-_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS"}
+#: What the tests of the CUDA backend run on is not lowprec's variable but theirs; and all may run on a lesser CPU.
+_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]

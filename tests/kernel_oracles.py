@@ -142,7 +142,7 @@ class DeviceCopies:
         for start, (root, _, copy) in self._copies.items():
             if root.nbytes:
                 runtime.copy_async(start, copy, root.nbytes, self._stream)
-        runtime.synchronize_stream(self._stream)
+        runtime.call("cudaStreamSynchronize", self._stream)
 
 
 @dataclass

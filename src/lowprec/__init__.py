@@ -32,13 +32,14 @@ from lowprec.policy import (
 from lowprec.request import ShapeDtype
 
 if typing.TYPE_CHECKING:
-    from lowprec import emulation, linalg
+    from lowprec import amp, emulation, linalg
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.explain import plan
     from lowprec.policy.emulation import emulate
+    from lowprec.prepared import PreparedOperand, prepare
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -55,10 +56,12 @@ __all__ = [
     "LowprecWarning",
     "MathMode",
     "ModeError",
+    "PreparedOperand",
     "ShapeDtype",
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "amp",
     "autotune",
     "check",
     "cublas_handle",
@@ -73,6 +76,7 @@ __all__ = [
     "math_mode",
     "matmul",
     "plan",
+    "prepare",
     "profile",
     "register_controller",
     "release_memory",
@@ -84,6 +88,8 @@ __all__ = [
 
 # What explains, what measures and what solves takes long to import, and few programs need it.
 _LAZY = {
+    "PreparedOperand": "lowprec.prepared",
+    "amp": "lowprec.amp",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
@@ -94,6 +100,7 @@ _LAZY = {
     "linalg": "lowprec.linalg",
     "linear": "lowprec.contractions",
     "plan": "lowprec.explain",
+    "prepare": "lowprec.prepared",
     "profile": "lowprec.profiling",
     "release_memory": "lowprec.backends",
     "tensordot": "lowprec.contractions",

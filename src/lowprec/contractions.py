@@ -17,6 +17,7 @@ from lowprec.arrays.namespaces import namespace_of
 from lowprec.dispatch import matmul
 from lowprec.errors import ShapeError, UnsupportedError, quoted
 from lowprec.modes import MathMode
+from lowprec.prepared import PreparedOperand
 
 #: Recipes of contractions that are kept.
 _RECIPES = 1024
@@ -202,7 +203,7 @@ def linear(
     Parameters
     ----------
     x : array, shape (..., k)
-    weight : array, shape (n, k)
+    weight : array or PreparedOperand, shape (n, k)
     bias : array, shape (n,), optional
     activation, out_dtype, math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them.
@@ -222,10 +223,10 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
-    xp = namespace_of(weight)
+    xp = None if isinstance(weight, PreparedOperand) else namespace_of(weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
-    transposed = xp.permuted(weight, (1, 0))
+    transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))
     return matmul(
         x, transposed, bias=bias, activation=activation,
         out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,

@@ -6,6 +6,7 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -46,7 +47,7 @@ def matmul(
     a : array, shape (..., m, k) or (k,)
         Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
         float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
-    b : array, shape (..., k, n) or (k,)
+    b : array or PreparedOperand, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
         float16 to float32.
     out : array, shape (..., m, n), optional
@@ -154,12 +155,18 @@ def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
 matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _road(name: str) -> tuple[Any, frozenset[str]]:
+    """Return a road, ``"module:function"``, and the names of its arguments."""
+    road = resolve(name)
+    return road, frozenset(inspect.signature(road).parameters)
+
+
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
-    road = resolve(found.road)
-    takes = inspect.signature(road).parameters
-    lacking = sorted(given.keys() - takes.keys())
-    if lacking:
+    road, takes = _road(found.road)
+    if not given.keys() <= takes:
+        lacking = sorted(given.keys() - takes)
         raise UnsupportedError(
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )

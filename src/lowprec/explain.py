@@ -8,9 +8,12 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends import backend_of, predicted
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
+from lowprec.planning.prepared import prepared_reason
+from lowprec.prepared import PreparedOperand, refuse
 from lowprec.request import Request, bind, check_devices, check_scalars, spec_of, view_of
 from lowprec.strides import contiguous_strides
 from lowprec.tolerance import mode_within
@@ -69,7 +72,9 @@ def plan(
     >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
     'NVIDIA H200 SXM'
     """
-    x, y = view_of(a, describing=True), view_of(b, describing=True)
+    refuse(a=a, out=out, c=c, bias=bias)
+    x = view_of(a, describing=True)
+    y = b._view if isinstance(b, PreparedOperand) else view_of(b, describing=True)
     request = bind(
         out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk, describing=True
     )
@@ -102,6 +107,7 @@ def plan(
         resolved=resolved,
         candidates=candidates,
         copies=(*made.copies, *copies),
+        prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
         algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
     )
 

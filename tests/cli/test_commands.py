@@ -240,7 +240,8 @@ def test_check_as_json(command: Command) -> None:
         assert case["rows"][0]["speedup"] == 1
 
 
-def test_check_as_text(command: Command) -> None:
+def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # room for every column, whatever the times are
     done = command(*CHECK, "--distribution", "normal", "--modes", "bf16")
     assert (done.code, done.err) == (0, "")
     title, heading, fp32, bf16, *_ = done.out.splitlines()

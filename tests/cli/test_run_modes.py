@@ -307,7 +307,10 @@ def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
     # Many a CPU computes in full FP32 whatever the switch says.
     low = not is_full and medium_lowers(256)
     # 2^-9 per operand for bfloat16, so about 2e-3; FP32's own 2^-24 gives 3e-7.
-    assert seen == (0, 3 * f"{word} {low} {not low}\n", "")
+    # Each of the two processes that import it says so.
+    told = "lowprec run --mode bf16 changes nothing in torch (float32 products on this CPU stay in full FP32)\n"
+    silent = is_full or low
+    assert seen == (0, 3 * f"{word} {low} {not low}\n", "" if silent else 2 * told)
 
 
 def test_pytorch_set_by_the_program_under_the_guard() -> None:
@@ -325,3 +328,59 @@ def test_pytorch_set_by_the_program_under_the_guard() -> None:
 def test_jax(under: Sequence[str], word: str) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     assert start(write(REAL), "jax", under=under) == (0, 3 * f"{word}\n", "")
+
+
+# -- tables at the end ----------------------------------------------------------------------------
+
+STEP = """
+import torch
+layer = torch.nn.Linear(4, 2)
+layer(torch.ones(3, 4)).sum().backward()
+print(layer.weight.grad[0, 0].item())
+"""
+
+
+def test_products_of_pytorch_are_taken_and_shown() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    seen = start(write(STEP), under=("--mode", "bf16", "--intercept", "--profile"))
+    assert (seen.code, seen.out) == (0, "3.0\n")
+    first, *lines = seen.err.splitlines()
+    assert first == "lowprec.torch.intercept('bf16'): 2 taken (1 in backward passes), 0 passed by"
+    assert sum(line.split()[:1] in (["addmm"], ["mm"]) for line in lines) == 2
+    assert "2 products in" in seen.err
+    # Nothing below the guard, which the caller's environment has.
+    under = ("--mode", "bf16", "--intercept")
+    seen = start(write(STEP), under=under, variables={"LOWPREC_FP32_GUARD": "1"})
+    assert "lowprec.torch.intercept('fp32'): 2 taken" in seen.err
+
+
+def test_products_of_a_program_are_shown() -> None:
+    script = write("""
+        import atexit, numpy, lowprec
+        a = numpy.ones((8, 8), numpy.float32)
+        atexit.register(lowprec.matmul, a, a)
+        print(lowprec.matmul(a, a)[0, 0], lowprec.get_math_mode())
+    """)
+    seen = start(script, under=("--profile",))
+    assert seen[:2] == (0, "8.0 fp32\n")
+    assert "8x8x8" in seen.err
+    assert "2 products in" in seen.err
+    seen = start(script, under=("--profile", *GUARD))
+    assert "guard_variable" in seen.err
+    seen = start(write("print(1)"), under=("--profile",))
+    assert seen == (0, "1\n", "lowprec run --profile: the program did not import lowprec\n")
+
+
+@pytest.mark.parametrize(
+    ("under", "said"),
+    [
+        (("--intercept",), "give --mode MODE, --guard or --profile"),
+        (("--intercept", *GUARD), "--intercept goes with --mode"),
+        (("--intercept", "--profile"), "--intercept goes with --mode"),
+        (("--force", "--profile"), "--force goes with --mode; give --mode MODE"),
+    ],
+)
+def test_options_that_do_not_go_together(under: Sequence[str], said: str) -> None:
+    seen = start(write("print(1)"), under=under)
+    assert (seen.code, seen.out) == (2, "")
+    assert said in seen.err

@@ -43,8 +43,8 @@ class Gpu:
     def __init__(self, software: Runtime, recorder: Recorder) -> None:
         self.runtime = software
         self.recorder = recorder
-        self.first = runtime.create_stream()
-        self.second = runtime.create_stream()
+        self.first = int(runtime.call("cudaStreamCreateWithFlags", 1))
+        self.second = int(runtime.call("cudaStreamCreateWithFlags", 1))
 
     def write(self, address: int, values: np.ndarray, stream: int) -> None:
         """Queue the writing of values, as they are now."""
@@ -102,9 +102,9 @@ class Foreign:
     def __dlpack__(self, *, stream: int, max_version: Any = None) -> object:
         if stream != self.stream:
             event = runtime.create_event()
-            runtime.record_event(event, self.stream)
-            runtime.wait_event(stream, event)
-            runtime.destroy_event(event)
+            runtime.call("cudaEventRecord", event, self.stream)
+            runtime.call("cudaStreamWaitEvent", stream, event, 0)
+            runtime.call("cudaEventDestroy", event)
         elements = np.ndarray(self.shape, np.float32, memory_at(self.address, self.tenancy))
         return export(elements, DType.FLOAT32, max_version, device=GPU)
 
@@ -186,7 +186,7 @@ def test_a_consumer_that_does_not_wait_reads_too_early(gpu: Gpu) -> None:
     """It asked for it. This also shows that the tests here would notice a wait that is missing."""
     producer = memory.own_stream(GPU)
     array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
-    runtime.synchronize_stream(producer)  # the memory is there
+    runtime.call("cudaStreamSynchronize", producer)  # the memory is there
     gpu.write(address_of(array), numbers(5), producer)
     array.__dlpack__(stream=-1)
     assert np.isnan(gpu.read(address_of(array), gpu.second)).all()
@@ -198,7 +198,7 @@ def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second, copy=True, max_version=(1, 0)))
     gpu.write(address_of(array), numbers(9), producer)
-    runtime.synchronize_stream(producer)
+    runtime.call("cudaStreamSynchronize", producer)
     assert view.copied
     np.testing.assert_array_equal(gpu.read(view.address, gpu.second), numbers(5))
 
@@ -224,7 +224,7 @@ def test_memory_that_a_consumer_has_had_is_not_written_under_it(gpu: Gpu) -> Non
     gc.collect()
     again = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(again), GARBAGE, producer)
-    runtime.synchronize_stream(producer)
+    runtime.call("cudaStreamSynchronize", producer)
     np.testing.assert_array_equal(gpu.read(target, gpu.second), numbers(5))
 
 
@@ -239,8 +239,8 @@ def test_operands_known_only_by_dlpack_are_held_until_they_were_read(gpu: Gpu) -
     del a, b  # their libraries give the memory away as soon as nobody holds it
     gc.collect()
     memory.release_finished()
-    runtime.synchronize_stream(first)
-    runtime.synchronize_stream(second)
+    runtime.call("cudaStreamSynchronize", first)
+    runtime.call("cudaStreamSynchronize", second)
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(address_of(result), stream, 2 * N), both)
 
@@ -251,7 +251,7 @@ def test_held_operands_are_let_go_when_they_were_read(gpu: Gpu) -> None:
     result, stream = run(a, a)
     del a
     gc.collect()
-    runtime.synchronize_stream(stream)
+    runtime.call("cudaStreamSynchronize", stream)
     memory.release_finished()
     np.testing.assert_array_equal(gpu.read(address, gpu.first), GARBAGE)
     assert result.shape == (2 * N,)
@@ -274,7 +274,7 @@ def test_another_librarys_stream_waits_afterwards(gpu: Gpu, streamed: StreamedLi
     result, stream = run(a, b)
     # Whoever owns b may write it now, on the stream of its library.
     gpu.write(address_of(b), GARBAGE, 1)
-    runtime.synchronize_stream(1)
+    runtime.call("cudaStreamSynchronize", 1)
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(address_of(result), stream, 2 * N), both)
 
@@ -308,7 +308,7 @@ def test_a_product_that_fails_half_way_has_read_what_it_read(
         run(a, b, fails)
     del b
     gc.collect()
-    runtime.synchronize_stream(gpu.second)
+    runtime.call("cudaStreamSynchronize", gpu.second)
     (out,) = kept
     both = np.concatenate([numbers(0), numbers(100)])
     np.testing.assert_array_equal(gpu.read(out.address, gpu.first, 2 * N), both)
@@ -358,7 +358,7 @@ def test_any_call_may_fail(
     assert failure.happened
     del arguments, arrays, b, y
     gc.collect()
-    runtime.synchronize_stream(gpu.second)
+    runtime.call("cudaStreamSynchronize", gpu.second)
     found = gpu.read(address_of(result), stream, 2 * N)
     if raised:
         # Each half was read in time, or never.
@@ -378,7 +378,7 @@ def test_a_captured_product_can_be_run_again(gpu: Gpu, streamed: StreamedLibrary
     result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
     arrays = (a, b, None, None, None, None, None)
     x, y = streamed.view(a), streamed.view(b)
-    runtime.synchronize_stream(gpu.first)
+    runtime.call("cudaStreamSynchronize", gpu.first)
     gpu.runtime.begin_capture(gpu.first)
     scratch = memory.allocate(100, GPU, gpu.first)
     scratch_address = scratch.address

@@ -281,8 +281,12 @@ def test_where_no_candidate_runs_the_reason_is_told(
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
     monkeypatch.setattr(software.software.cublas_lt, "matmul", refuse, raising=False)
     x = software.put(A)
-    with pytest.raises(lowprec.BackendError, match=r"INTERNAL_ERROR \(14\): the device is ill"):
+    ill = r"INTERNAL_ERROR \(14\): the device is ill"
+    with pytest.raises(lowprec.BackendError, match=ill):
         lowprec.matmul(x, x)
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
+    with pytest.raises(lowprec.BackendError, match=ill):
+        lowprec.autotune(x, x)
 
 
 def test_a_failure_in_the_midst_leaves_the_old_choice(software: Gpu) -> None:

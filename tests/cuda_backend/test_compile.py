@@ -312,6 +312,18 @@ def test_another_version_compiles_anew(
     assert len(core.compiled) == len(files(cache)) == 4
 
 
+@pytest.mark.parametrize(("status", "version"), [(0, "13.1"), (4, "")])
+def test_the_compilers_version_is_known_where_it_tells(
+    status: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else numbers that nothing was written to would stand for one."""
+    nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
+    compiling._nvrtc_version.cache_clear()
+    assert compiling._nvrtc_version() == version
+    compiling._nvrtc_version.cache_clear()
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
 def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path) -> None:
     forget()

@@ -11,6 +11,8 @@ import pytest
 
 import lowprec
 from device_fixture import Gpu, has_real_gpu
+from lowprec import executors
+from lowprec.backends import cuda
 from lowprec.backends.cuda import bindings, cublas
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
@@ -38,6 +40,28 @@ def test_a_thread_has_one_handle(software: Gpu) -> None:
     # Threads that ended leave theirs to the next.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(lowprec.cublas_handle).result() in theirs
+
+
+def test_a_destruction_that_fails_holds_up_nothing(software: Gpu) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        barrier = threading.Barrier(3)
+        others = [pool.submit(lambda: (lowprec.cublas_handle(), barrier.wait())) for _ in "ab"]
+        lowprec.cublas_handle()
+        barrier.wait()
+        assert len({task.result()[0] for task in others}) == 2
+    a = np.eye(16, dtype=np.float32)
+    x = software.put(a)
+    with lowprec.profile():  # so that there are events, and memory
+        np.testing.assert_array_equal(software.get(lowprec.matmul(x, x, math_mode="bf16")), a)
+    executors.forget()
+    del x
+    assert software.live()["cublas_handles"] == 3
+    with (
+        software.failing_call("cublas.destroy"),
+        pytest.raises(lowprec.BackendError, match="cannot destroy a handle of cublas"),
+    ):
+        cuda.reset()
+    assert {name for name, count in software.live().items() if count} <= {"streams"}
 
 
 def test_the_device_is_the_current_one(software: Gpu) -> None:

@@ -343,6 +343,19 @@ def test_nothing_is_waited_for_while_capturing(runtime: Runtime) -> None:
     assert runtime.log == []
 
 
+def test_arrays_that_died_wait_while_capturing(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the device would end the capture here, too."""
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", MIB)
+    blocks = [memory.allocate(MIB, GPU, FIRST) for _ in range(2)]
+    blocks.clear()
+    memory.allocate(10, GPU, CAPTURED)
+    assert runtime.count("cudaDeviceSynchronize") == 0
+    memory.allocate(10, GPU, FIRST)
+    assert runtime.count("cudaDeviceSynchronize") == 1
+
+
 def test_an_array_is_no_part_of_a_graph(runtime: Runtime) -> None:
     block = memory.allocate(1000, GPU, CAPTURED)
     assert runtime.log == [("cudaMalloc", 1000)]
@@ -426,7 +439,7 @@ def test_a_block_may_die_inside_the_pools_lock(runtime: Runtime) -> None:
     cycle = Cycle()
     address = cycle.block.address
     del cycle
-    with pool._lock:
+    with pool.lock:
         gc.collect()
     memory.release()
     assert address not in runtime.allocated
@@ -553,7 +566,7 @@ def test_letting_go_may_come_back_to_the_pool(runtime: Runtime) -> None:
             free.append(not lock._is_owned())
 
     free: list[bool] = []
-    lock = memory._pool(GPU.index)._lock
+    lock = memory._pool(GPU.index).lock
     runtime.busy = {FIRST}
     memory.keep([Nested()], FIRST, GPU)
     runtime.finish(FIRST)
@@ -608,7 +621,7 @@ memory.keep([object()], 1, device)
 (pool,) = memory._pools.values()
 taken, leave = threading.Event(), threading.Event()
 def hold():
-    with pool._lock:
+    with pool.lock:
         taken.set()
         leave.wait()
 thread = threading.Thread(target=hold)

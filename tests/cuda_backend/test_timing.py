@@ -109,12 +109,12 @@ def runtime() -> Iterator[Runtime]:
     yield fake
     timing.release()
     use(before)
-    timing._pools.clear()
+    timing._idle.clear()
     assert fake.alive == [], "events were lost"
 
 
 def test_time_is_that_between_the_events(runtime: Runtime) -> None:
-    watch = timing.stopwatch(0, STREAM)
+    watch = timing.EventStopwatch(0, STREAM)
     runtime.clock_ms += 12.0
     watch.stop()
     runtime.clock_ms += 5.0
@@ -125,7 +125,7 @@ def test_time_is_that_between_the_events(runtime: Runtime) -> None:
 
 def test_events_belong_to_the_device_and_the_thread_keeps_its_own(runtime: Runtime) -> None:
     with on_device(3):  # the caller's, while the product is queued
-        watch = timing.stopwatch(3, STREAM)
+        watch = timing.EventStopwatch(3, STREAM)
     watch.stop()
     assert watch.elapsed_ms() == 1.0
     assert {event.device for event in runtime.alive} == {3}
@@ -134,13 +134,13 @@ def test_events_belong_to_the_device_and_the_thread_keeps_its_own(runtime: Runti
 
 def test_events_are_used_again_once_nobody_can_read_them(runtime: Runtime) -> None:
     for _ in range(5):
-        watch = timing.stopwatch(0, STREAM)
+        watch = timing.EventStopwatch(0, STREAM)
         watch.stop()
         assert watch.elapsed_ms() == 1.0
         del watch
         gc.collect()
     assert runtime.created == 2
-    both = [timing.stopwatch(0, STREAM), timing.stopwatch(0, STREAM)]
+    both = [timing.EventStopwatch(0, STREAM), timing.EventStopwatch(0, STREAM)]
     for watch in both:
         watch.stop()
     assert [watch.elapsed_ms() for watch in both] == [2.0, 2.0]
@@ -148,18 +148,18 @@ def test_events_are_used_again_once_nobody_can_read_them(runtime: Runtime) -> No
 
 
 def test_time_can_be_read_again_but_not_before_the_end(runtime: Runtime) -> None:
-    watch = timing.stopwatch(0, STREAM)
+    watch = timing.EventStopwatch(0, STREAM)
     assert watch.elapsed_ms() is None
     watch.stop()
     assert watch.elapsed_ms() == 1.0
     # Events that were given back by now would tell the time of this one.
-    timing.stopwatch(0, STREAM).stop()
+    timing.EventStopwatch(0, STREAM).stop()
     assert watch.elapsed_ms() == 1.0
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_events_of_a_product_that_nobody_reads_come_back(runtime: Runtime, stopped: bool) -> None:
-    watch = timing.stopwatch(0, STREAM)
+    watch = timing.EventStopwatch(0, STREAM)
     if stopped:
         watch.stop()
     del watch
@@ -169,18 +169,18 @@ def test_events_of_a_product_that_nobody_reads_come_back(runtime: Runtime, stopp
 
 
 def test_events_of_a_product_that_failed_come_back_once(runtime: Runtime) -> None:
-    watch = timing.stopwatch(0, STREAM)
+    watch = timing.EventStopwatch(0, STREAM)
     watch.abandon()
     watch.abandon()
     del watch
-    first, second = timing.stopwatch(0, STREAM), timing.stopwatch(0, STREAM)
+    first, second = timing.EventStopwatch(0, STREAM), timing.EventStopwatch(0, STREAM)
     assert runtime.created == 2, "one event came back twice, or none"
     del first, second
 
 
 def test_an_event_that_cannot_be_recorded_comes_back(runtime: Runtime) -> None:
     with pytest.raises(BackendError, match="cudaEventRecord failed with cudaErrorInvalidResource"):
-        timing.stopwatch(0, BROKEN)
+        timing.EventStopwatch(0, BROKEN)
     gc.collect()
     timing.release()
     assert runtime.created == 1
@@ -193,7 +193,7 @@ def test_events_come_back_where_the_time_cannot_be_read(
     def fail(event: Event) -> tuple[Status]:
         return (Status.cudaErrorInvalidResourceHandle,)
 
-    watch = timing.stopwatch(0, STREAM)
+    watch = timing.EventStopwatch(0, STREAM)
     watch.stop()
     monkeypatch.setattr(runtime, "cudaEventSynchronize", fail)
     with pytest.raises(BackendError, match="cudaEventSynchronize"):
@@ -205,7 +205,7 @@ def test_events_come_back_where_the_time_cannot_be_read(
 
 
 def test_a_captured_product_has_no_time_and_no_event(runtime: Runtime) -> None:
-    watch = timing.stopwatch(0, CAPTURED)
+    watch = timing.EventStopwatch(0, CAPTURED)
     watch.stop()
     watch.abandon()
     assert watch.elapsed_ms() is None
@@ -214,9 +214,9 @@ def test_a_captured_product_has_no_time_and_no_event(runtime: Runtime) -> None:
 
 
 def test_devices_do_not_share_events(runtime: Runtime) -> None:
-    timing.stopwatch(0, STREAM).abandon()
+    timing.EventStopwatch(0, STREAM).abandon()
     with on_device(1):
-        timing.stopwatch(1, STREAM).abandon()
+        timing.EventStopwatch(1, STREAM).abandon()
     assert [event.device for event in runtime.alive] == [0, 1]
 
 

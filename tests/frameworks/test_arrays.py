@@ -31,7 +31,7 @@ from lowprec.arrays import (
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
 from lowprec.arrays.numpy_library import NumpyLibrary
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import DType
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
@@ -366,8 +366,10 @@ def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
 
 
 @pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "linearize", "make_jaxpr"])
-@pytest.mark.parametrize("place", ["a", "b", "c", "bias", "scale_a", "alpha"])
-def test_jax_tracers_are_refused_in_every_argument(jax: Any, place: str, transform: str) -> None:
+@pytest.mark.parametrize("place", ["scale_a", "alpha"])
+def test_jax_tracers_are_refused_where_they_are_factors(
+    jax: Any, place: str, transform: str
+) -> None:
     x = jax.numpy.eye(3, dtype=jax.numpy.float32)
 
     def call(tracer: Any) -> Any:
@@ -376,7 +378,7 @@ def test_jax_tracers_are_refused_in_every_argument(jax: Any, place: str, transfo
 
     made = getattr(jax, transform)
     run = (lambda v: made(call, v)) if transform == "linearize" else made(call)
-    error, message = ArrayError, "a JAX tracer .*jax.pure_callback"
+    error, message = UnsupportedError, "scale_a= cannot be used here: a JAX tracer"
     if place == "alpha":
         error, message = DTypeError, "must be a number, got .*Tracer"
     with pytest.raises(error, match=message):
@@ -392,7 +394,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, numpy as np
 import lowprec
 from lowprec.arrays import CPU, library_of
-from lowprec.errors import ArrayError
+from lowprec.errors import DeviceError
 from lowprec.formats import DType
 first, second = jax.devices()
 one = jax.device_put(np.ones((4, 2), np.float32), second)
@@ -418,13 +420,17 @@ mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 parts, copies = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
 for spec in parts, copies:
     both = jax.device_put(one, jax.sharding.NamedSharding(mesh, spec))
-    for arguments in (both, one.T), (one.T, both), (np.ones((2, 4), np.float32), both):
+    host = np.ones((2, 4), np.float32)
+    result = lowprec.matmul(both, host)  # by JAX, on all of them
+    assert result.sharding.is_equivalent_to(both.sharding, 2) and float(result.sum()) == 32
+    assert float(lowprec.matmul(host, both).sum()) == 16
+    for arguments in (both, one.T), (one.T, both):
         try:
             lowprec.matmul(*arguments)
-        except ArrayError as error:
-            assert "spread over several devices" in str(error), error
+        except DeviceError as error:
+            assert "by jax.device_put" in str(error), error
         else:
-            raise SystemExit("a sharded array was accepted")
+            raise SystemExit("operands on different devices were accepted")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

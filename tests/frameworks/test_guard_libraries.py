@@ -170,6 +170,24 @@ def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str)
     assert switches.read() == before
 
 
+def test_pytorch_tells_whether_its_switch_has_an_effect(
+    switches: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowprec.policy import effects
+
+    def reason() -> str:
+        with math_mode("bf16", frameworks=["torch"]) as mode:
+            return mode.report()[0].reason
+
+    monkeypatch.setattr(effects, "_known", {})
+    with imitated_units(switches.torch):  # a mode of PyTorch's, which is to see no product of ours
+        assert reason() == "its switches belong to the process"
+    assert effects._known == {}
+    if switches.torch.cuda.device_count():
+        pytest.skip("on a machine with a GPU, PyTorch is not asked about the CPU")
+    assert ("stay in full FP32" in reason()) is not medium_lowers(128)
+
+
 # -- PyTorch: the numbers -------------------------------------------------------------------------
 
 N = 512

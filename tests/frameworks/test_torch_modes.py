@@ -202,6 +202,24 @@ def test_a_dispatch_mode_may_multiply_with_lowprec(torch: Any) -> None:
     assert len(profile.records) == 1
 
 
+def test_a_dispatch_mode_may_multiply_under_forward_derivatives(torch: Any) -> None:
+    """Its handler runs below autograd, which has split the derivative into operators."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Replacing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                return lowprec.matmul(*(x.detach() for x in args))
+            return func(*args, **(kwargs or {}))
+
+    a, v = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [2.0, 1.0]])
+    true = torch.func.jvp(lambda a: a @ a, (a,), (v,))
+    with Replacing():
+        found = torch.func.jvp(lambda a: a @ a, (a,), (v,))
+    for x, y in zip(found, true, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_function_modes_and_other_threads_modes_do_not_matter(torch: Any) -> None:
     from torch.overrides import TorchFunctionMode
 

@@ -456,6 +456,14 @@ def test_guard_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
 
 
+def test_dask_runs(tmp_path: Path) -> None:
+    pytest.importorskip("distributed", reason="distributed is not installed")
+    _run("bench_dask.py", tmp_path)
+    result = _result(tmp_path, "dask")
+    assert {row["variant"] for row in result["results"]} == {"dask.array.matmul", "lowprec.matmul"}
+    assert all(row["error"] < 1e-5 for row in result["results"])
+
+
 def test_overhead_runs(tmp_path: Path) -> None:
     _run("bench_overhead.py", tmp_path)
     rows = _result(tmp_path, "overhead")["results"]

@@ -15,6 +15,7 @@ from lowprec.policy import environment
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
 READ_ONCE = (*MODE_VARIABLES, "LOWPREC_FP32_GUARD", "NVIDIA_TF32_OVERRIDE")
+ISA = "LOWPREC_MAX_CPU_ISA"
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,13 @@ def test_the_table_lists_what_this_version_uses() -> None:
         *READ_ONCE,
         "LOWPREC_AUTOTUNE",
         "LOWPREC_CACHE_DIR",
+        ISA,
+        "LOWPREC_AMP_ALLOWLIST_ADD",
+        "LOWPREC_AMP_ALLOWLIST_REMOVE",
+        "LOWPREC_AMP_DENYLIST_ADD",
+        "LOWPREC_AMP_DENYLIST_REMOVE",
+        "LOWPREC_AMP_INFERLIST_ADD",
+        "LOWPREC_AMP_INFERLIST_REMOVE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "JAX_DEFAULT_MATMUL_PRECISION",
         "CUPY_TF32",
@@ -48,7 +56,7 @@ def test_the_table_lists_what_this_version_uses() -> None:
         "OPENBLAS_CORETYPE",
         "NUMBA_DISABLE_JIT",
     ]
-    assert tuple(v.name for v in environment.VARIABLES if v.read_once) == READ_ONCE
+    assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
 
 
@@ -178,9 +186,19 @@ def test_the_environment_of_a_child(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
-    found = environment.child_environment("startup", mode, force=force)
+    found = environment.child_environment("startup", mode, guard=mode is None, force=force)
     assert found == {**before, **variables, "PYTHONPATH": "startup"}
     assert dict(os.environ) == before
+
+
+def test_what_a_child_is_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    before, pid = dict(os.environ), str(os.getpid())
+    found = environment.child_environment("startup", None, profile=True)
+    assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": pid}
+    found = environment.child_environment("startup", MathMode.TF32, intercept=True)
+    assert found["LOWPREC_RUN_INTERCEPT"] == pid
+    assert "LOWPREC_RUN_PROFILE" not in found
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,14 @@ from lowprec.arrays.device_memory import is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
-from lowprec.errors import ArrayError, DTypeError
+from lowprec.errors import ArrayError, DTypeError, ElsewhereError
 from lowprec.formats import DType, dtype_from_name
 
 # XLA's CPU client adopts memory with this alignment and copies any other.
 _ALIGNMENT = 64
+#: What multiplies what JAX traces, and what is spread over several devices.
+ROAD = "lowprec.jax:matmul"
+
 _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
 
@@ -40,11 +43,12 @@ class JaxLibrary(Library):
         self._first_cpu = functools.cache(lambda: jax.devices("cpu")[0])
 
     def check_type(self, array: Any) -> None:
-        """Refuse tracers, which stand for arrays that do not exist yet."""
+        """Refuse tracers, which stand for arrays that do not exist yet: JAX is to do what there is to do."""
         if isinstance(array, self._jax.core.Tracer):
-            raise ArrayError(
-                f"a JAX tracer ({type(array).__name__}) has no data: lowprec was called inside jit, grad, vmap or "
-                "another transform; call it outside, or through jax.pure_callback"
+            raise ElsewhereError(
+                f"a JAX tracer ({type(array).__name__}) has no data: inside jit, grad, vmap and other transforms "
+                "lowprec has matmul; call the rest outside, or through jax.pure_callback",
+                ROAD,
             )
 
     def view(self, array: Any) -> ArrayView:
@@ -130,9 +134,10 @@ def _is_cpu(device: Any) -> bool:
     """Whether the device is a CPU; raise if it is a set of devices."""
     platform: str | None = getattr(device, "platform", None)
     if platform is None:
-        raise ArrayError(
-            f"the JAX array is spread over several devices ({device}); gather it with jax.device_put(array, "
-            "jax.devices()[0])"
+        raise ElsewhereError(
+            f"the JAX array is spread over several devices ({device}), where lowprec has matmul; else gather it with "
+            "jax.device_put(array, jax.devices()[0])",
+            ROAD,
         )
     return platform == "cpu"
 

@@ -18,6 +18,7 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
+from lowprec.arrays.prepared_view import PreparedLibrary, PreparedView
 from lowprec.errors import ArrayError, ElsewhereError
 
 
@@ -41,8 +42,15 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
-#: By module name: the class of arrays that have no memory yet, what they are, and the function that multiplies them.
-DEFERRED = {"dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul")}
+#: By module name: the class of what is no array to read, what it is, and the function that multiplies it.
+DEFERRED = {
+    "dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul"),
+    "lowprec.prepared": (
+        "PreparedOperand",
+        "a prepared operand, which stands for b of matmul and the weight of linear alone",
+        "lowprec.prepared:matmul",
+    ),
+}
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {
@@ -50,6 +58,7 @@ _BY_TYPE: dict[type, Library] = {
     np.memmap: NUMPY,
     DLPackArray: DLPACK,
     DeviceArray: DLPACK,
+    PreparedView: PreparedLibrary(),
 }
 
 # Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.

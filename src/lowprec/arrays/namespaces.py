@@ -13,6 +13,23 @@ from lowprec.errors import ArrayError, quoted
 _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
 
 
+def array_module(array: Any) -> Any:
+    """Return the Array API namespace of an array's library, or what that library has in its place.
+
+    Raises
+    ------
+    ArrayError
+        If it is no array, or its library has no such namespace.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> array_module(numpy.zeros(3)) is numpy
+    True
+    """
+    return namespace_of(array)._xp
+
+
 def namespace_of(array: Any) -> Namespace:
     """Return the functions of an array's library.
 

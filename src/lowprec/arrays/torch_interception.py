@@ -88,14 +88,19 @@ def refuse_interception(torch: Any, probes: Probes) -> None:
         )
 
 
-def refuse_tangent(forward_ad: Any, array: Any) -> None:
+def refuse_tangent(torch: Any, array: Any) -> None:
     """Raise if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
+
+    Below autograd, in the handler of a dispatch mode, tangents are taken care of, and PyTorch cannot be asked for them.
 
     Raises
     ------
     ArrayError
     """
-    if forward_ad.unpack_dual(array).tangent is not None:
+    core = torch._C
+    if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
+        return
+    if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
         raise ElsewhereError(
             "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul carries on; pass "
             "torch.autograd.forward_ad.unpack_dual(tensor).primal",

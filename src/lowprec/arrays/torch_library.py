@@ -74,7 +74,7 @@ class TorchLibrary(Library):
     def view_another(self, array: Any) -> ArrayView:
         """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
         if self._forward_ad._current_level >= 0:
-            refuse_tangent(self._forward_ad, array)
+            refuse_tangent(self._torch, array)
         copied = None
         if array.requires_grad:
             if self._grad_enabled():

@@ -94,6 +94,8 @@ class GemmPlan:
         What ``rtol`` considered.
     call : CublasLtCall or None
         What cuBLASLt is asked for, where it computes.
+    prepared : Reason or None
+        Whether what is made of a prepared ``b`` is kept, and why; None where ``b`` is an array.
     algorithm : tuple of (str, str)
         What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
     """
@@ -123,6 +125,7 @@ class GemmPlan:
     resolved: ResolvedMode | None = None
     candidates: tuple[Candidate, ...] = ()
     call: CublasLtCall | None = None
+    prepared: Reason | None = None
     algorithm: tuple[tuple[str, str], ...] = ()
 
     @property

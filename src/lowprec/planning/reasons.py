@@ -53,6 +53,16 @@ class Why(Enum):
     )
     ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
 
+    # What becomes of a prepared operand.
+    KEPT = "what the first product in {mode} makes of b is kept for the others"
+    PREPARED_FOR_ANOTHER_MODE = (
+        "prepared for {prepared}, the mode in force is {mode}: read as any array"
+    )
+    NOT_KEPT = "{kernel} keeps nothing of b: read as any array"
+    NOTHING_TO_KEEP = "{kernel} reads b as it is: nothing to keep"
+    TRANSPOSED_RESULT = "the columns of the result are contiguous, so b^T is packed as the left operand: read as any array"
+    BATCH_OF_PRODUCTS = "each product of a batch packs b in its own memory: read as any array"
+
     # Why ``rtol`` took a mode, or passed it over.
     EXCLUDED = "excluded by the environment"
     BOUND_TOO_LARGE = "its bound exceeds rtol = {rtol:.3g}"

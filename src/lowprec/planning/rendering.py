@@ -60,6 +60,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield from _mode_rows(plan)
     yield "a becomes", plan.a_becomes
     yield "b becomes", plan.b_becomes
+    if plan.prepared:
+        yield "prepared", str(plan.prepared)
     yield "products", _products(plan)
     if plan.k_chunk < plan.layout.k:
         yield (

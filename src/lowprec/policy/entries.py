@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
@@ -112,8 +112,24 @@ _ATTEMPTS = 9
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[Entry, None] = {}
 
-#: Told of every change of the scopes in a thread; ``lowprec.torch`` sets it.
+#: Told of every change of the scopes in a thread, and with ``True`` of one of the process's default.
 changed: Callable[..., None] | None = None
+_lock = Lock()
+
+
+def on_change(listener: Callable[..., None]) -> None:
+    """Have a listener told, too: ``lowprec.torch`` and ``lowprec.jax``, where a library compiles by the mode."""
+    global changed
+    with _lock:
+        before = changed
+
+        def tell(whole_process: bool = False) -> None:
+            if before is not None:
+                before(whole_process)
+            listener(whole_process)
+
+        changed = listener if before is None else tell
+
 
 #: Of the last ``__exit__`` that was looked up. A ``with`` statement does that right before it enters.
 prepared: Entry | None = None
@@ -143,10 +159,10 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
         outer = entry.outer
         if outer is not None and innermost.get() is entry and entry.layers is NOTHING:
             innermost.set(outer)  # in short what _close does
+            if changed is not None:
+                changed()  # before the entry is closed: an interrupt in here has it told again
             entry.is_open = False
             entry.statement = None
-            if changed is not None:
-                changed()
             return
         if not entry.is_open:  # looked up for its own sake: guard.__exit__()
             entry = innermost.get().of(scope) or _entered_elsewhere(scope)
@@ -200,8 +216,8 @@ def _close(entry: Entry) -> list[str]:
     if entry in held:
         told += release(entry)
         held.pop(entry, None)
-    entry.is_open = False
-    entry.statement = None
     if changed is not None:
         changed()
+    entry.is_open = False
+    entry.statement = None
     return told

@@ -189,6 +189,40 @@ _CACHE_DIR = Variable(
     "the system's folder for a user's caches",
     str,
 )
+
+
+def _names(name: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in text.split(",") if part.strip())
+        wrong = [x for x in found if not x.replace(".", "_").isidentifier()]
+        if wrong:
+            raise EnvironmentVariableError(
+                f"environment variable {name}: {quoted(wrong[0])} is no name of a function; or unset the variable"
+            )
+        return found
+
+    return parse
+
+
+def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
+    name = f"LOWPREC_AMP_{which.upper()}LIST_{action}"
+    words = {"ADD": "added to", "REMOVE": "taken from"}[action]
+    return Variable(
+        name,
+        f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is made.",
+        "names of functions, between commas",
+        "none",
+        _names(name),
+        ", ".join,
+    )
+
+
+#: By the name of the list and what is done to it.
+_AMP_LISTS = {
+    (which, action): _list_variable(which, action)
+    for which in ("allow", "deny", "infer")
+    for action in ("ADD", "REMOVE")
+}
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
@@ -196,6 +230,42 @@ _NUMBA_OFF = Variable(
     "0 or 1",
     "0",
     str,
+)
+
+
+#: Instruction sets of x86-64 and the flags that each brings; a limit hides those of what comes after it.
+_ISAS: dict[str, frozenset[str]] = {
+    "baseline": frozenset(),
+    "avx2": frozenset({"avx", "f16c", "fma", "avx2", "fma4", "xop", "vaes", "vpclmulqdq"}),
+    "avx2_vnni": frozenset({"avx_vnni"}),
+    "avx512": frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx512_vnni": frozenset(
+        {"avx512_vnni", "avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_bitalg"}
+        | {"avx512_vpopcntdq", "avx512_vp2intersect"}
+    ),
+    "avx512_bf16": frozenset({"avx512_bf16"}),
+    "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}),
+}
+
+
+def _isa(text: str) -> str:
+    if text not in _ISAS:
+        raise EnvironmentVariableError(
+            f"environment variable LOWPREC_MAX_CPU_ISA: {quoted(text)} is none of {', '.join(_ISAS)}; or unset the "
+            "variable"
+        )
+    return text
+
+
+_MAX_CPU_ISA = Variable(
+    "LOWPREC_MAX_CPU_ISA",
+    "The highest instruction set of an x86-64 processor that lowprec's kernels, its OpenBLAS and numba's compiler may "
+    "use, as if the processor had no other: for tests and comparisons. NumPy's BLAS does not read it.",
+    f"one of {', '.join(_ISAS)}",
+    "all that the processor has",
+    _isa,
+    lambda isa: f"nothing above {isa} is used",
+    read_once=True,
 )
 
 
@@ -207,6 +277,8 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _TF32_OVERRIDE,
     _AUTOTUNE,
     _CACHE_DIR,
+    _MAX_CPU_ISA,
+    *_AMP_LISTS.values(),
     *_LIBRARIES.values(),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
@@ -237,6 +309,8 @@ class EnvironmentSnapshot:
         Whether ``LOWPREC_FP32_GUARD`` is 1.
     tf32_off : bool
         Whether ``NVIDIA_TF32_OVERRIDE`` is 0.
+    max_cpu_isa : str or None
+        From ``LOWPREC_MAX_CPU_ISA``.
     texts : mapping of str to str or None
         What each variable held when it was read.
     """
@@ -245,6 +319,7 @@ class EnvironmentSnapshot:
     force_math_mode: MathMode | None
     fp32_guard: bool
     tf32_off: bool
+    max_cpu_isa: str | None
     texts: Mapping[str, str | None]
 
 
@@ -260,6 +335,7 @@ def _take() -> EnvironmentSnapshot:
         _FORCE_MATH_MODE.value(texts[_FORCE_MATH_MODE.name]),
         bool(_GUARD.value(texts[_GUARD.name])),
         bool(_TF32_OVERRIDE.value(texts[_TF32_OVERRIDE.name])),
+        _MAX_CPU_ISA.value(texts[_MAX_CPU_ISA.name]),
         MappingProxyType(texts),
     )
 
@@ -340,6 +416,19 @@ def numba_is_off() -> bool:
     return _NUMBA_OFF.text() not in (None, "0")
 
 
+def hidden_cpu_flags() -> frozenset[str]:
+    """Return the flags of the instruction sets above ``LOWPREC_MAX_CPU_ISA``; raise if it names none.
+
+    The variable decides which kernels there are, so its first value holds for as long as the snapshot's.
+    """
+    taken = _taken.get(None)
+    limit = _MAX_CPU_ISA.value(_MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
+    if limit is None:
+        return frozenset()
+    names = list(_ISAS)
+    return frozenset().union(*(_ISAS[name] for name in names[names.index(limit) + 1 :]))
+
+
 def autotune() -> bool | None:
     """Return what ``LOWPREC_AUTOTUNE`` says, None where it is not set; raise if it is neither 0 nor 1."""
     return _AUTOTUNE.value(_AUTOTUNE.text())
@@ -348,6 +437,18 @@ def autotune() -> bool | None:
 def cache_directory() -> str | None:
     """Return what ``LOWPREC_CACHE_DIR`` holds, None where it is not set."""
     return _CACHE_DIR.value(_CACHE_DIR.text())
+
+
+def amp_list(which: str, action: str) -> tuple[str, ...]:
+    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and its like; raise if one is no name.
+
+    Parameters
+    ----------
+    which : {"allow", "deny", "infer"}
+    action : {"ADD", "REMOVE"}
+    """
+    variable = _AMP_LISTS[which, action]
+    return variable.value(variable.text()) or ()
 
 
 def thread_limit() -> int | None:
@@ -383,21 +484,37 @@ def problems() -> tuple[str, ...]:
 #: the launcher and by nobody else.
 RUN_VARIABLE = "LOWPREC_RUN"
 RUN_GUARD = "fp32_guard"
+#: Tell it to take PyTorch's products through lowprec, and to record those of lowprec: the launcher's process id, which
+#: on POSIX is the program's.
+RUN_INTERCEPT = "LOWPREC_RUN_INTERCEPT"
+RUN_PROFILE = "LOWPREC_RUN_PROFILE"
 
 
 def child_environment(
-    startup: str, mode: MathMode | None, *, force: bool = False
+    startup: str,
+    mode: MathMode | None,
+    *,
+    guard: bool = False,
+    force: bool = False,
+    intercept: bool = False,
+    profile: bool = False,
 ) -> dict[str, str]:
-    """Return the environment for a program that runs under a mode or under the guard; this process's stays as it is.
+    """Return the environment for a program that ``lowprec run`` starts; this process's stays as it is.
 
     Parameters
     ----------
     startup : str
         The folder that holds the start-up hook. It comes first in ``PYTHONPATH``, once.
     mode : MathMode or None
-        The mode; None for the guard.
+        The mode; None where the program is to choose, or with the guard.
+    guard : bool
+        Whether it runs under the guard.
     force : bool
         Whether the program cannot choose another mode.
+    intercept : bool
+        Whether PyTorch's products are taken through lowprec.
+    profile : bool
+        Whether lowprec's products are recorded, and shown at the end.
 
     Examples
     --------
@@ -405,15 +522,18 @@ def child_environment(
     'tf32'
     """
     found = dict(os.environ)
-    if mode is None:
+    if guard:
         found |= {
             RUN_VARIABLE: RUN_GUARD,
             _GUARD.name: "1",
             _LIBRARIES["MLX_ENABLE_TF32"].name: "0",
         }
-    else:
+    elif mode is not None:
         variable = _FORCE_MATH_MODE if force else _MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
+    for name, asked in ((RUN_INTERCEPT, intercept), (RUN_PROFILE, profile)):
+        if asked:
+            found[name] = str(os.getpid())
     paths = found.get("PYTHONPATH")
     others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
     found["PYTHONPATH"] = os.pathsep.join([startup, *others])

@@ -52,6 +52,16 @@ def set_library(name: str, order: str) -> str | None:
         raise
 
 
+def without_effect(name: str, order: str) -> str | None:
+    """Return what the switches that :func:`set_library` has set leave in full FP32; None for nothing."""
+    if order == RUN_GUARD:
+        return None
+    from lowprec.policy import effects
+
+    (controller,) = [c for c in controllers() if c.name == name]
+    return effects.without_effect(controller, parse_mode(order), None)
+
+
 def _set(block: Block, controller: Controller, mode: MathMode, is_floor: bool) -> str | None:
     is_guarded = None if is_floor else guarded_libraries()
     if is_guarded is not None and is_guarded(controller.name):

@@ -81,3 +81,11 @@ class HasDefault(Protocol):
 
     def set_default(self, mode: MathMode) -> object:
         """Set the default for this mode."""
+
+
+@runtime_checkable
+class HasEffect(Protocol):
+    """A controller that can tell whether its switches change anything on this device."""
+
+    def without_effect(self, mode: MathMode) -> str | None:
+        """Return what the switches, set for this mode, leave alone; "" for nothing, None if that cannot be told now."""

@@ -191,6 +191,7 @@ class PolicyScope:
             hold(entry, found, MathMode.FP32, True)
         else:
             hold(entry, found, mode, False, guarded_libraries())
+            self._tell_without_effect(found, entry, mode)
         if not entry.failures:
             return
         verb = "does not protect" if mode is None else "does not reach"
@@ -201,6 +202,16 @@ class PolicyScope:
         ]
         if told:
             warnings.warn(f"{self!r} {verb} {'; '.join(told)}", LowprecWarning, stacklevel=3)
+
+    def _tell_without_effect(self, found: list[Controller], entry: Entry, mode: MathMode) -> None:
+        from lowprec.policy import effects
+
+        layers = entry.layers
+        told = effects.news([(c, layers[c.name].inside) for c in found if c.name in layers], mode)
+        if told:
+            warnings.warn(
+                f"{self!r} changes nothing in {'; '.join(told)}", LowprecWarning, stacklevel=4
+            )
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -247,7 +258,13 @@ class PolicyScope:
                 False,
                 "its switch belongs to the thread that entered the block; wrap what runs in this one",
             )
-        return True, f"its switches belong to the {controller.tier}"
+        reason = f"its switches belong to the {controller.tier}"
+        if self._mode is not None:
+            from lowprec.policy import effects
+
+            left = effects.known(name, self._mode)
+            reason += f"; {left}" if left else ""
+        return True, reason
 
 
 def guarded_libraries() -> Callable[[str], bool] | None:

@@ -1,12 +1,39 @@
 """The product inside PyTorch: recorded by autograd, transformed by ``torch.func``, compiled and exported.
 
 ``lowprec.matmul`` comes here by itself where a plain product would be missed: for tensors that require grad, under a
-transform or a mode, and in a graph. The names here are for what needs one: a mode for the backward pass, a layer.
+transform or a mode, and in a graph. The names here are for what needs one: a mode for the backward pass, a layer, the
+products of a model that knows nothing of lowprec.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from lowprec.torch.interception import intercept
+from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.torch.layers import Linear
 from lowprec.torch.product import linear, matmul
 
-__all__ = ["Linear", "linear", "matmul"]
+if TYPE_CHECKING:
+    from lowprec.torch.inductor import inductor_options
+
+__all__ = [
+    "InterceptedProduct",
+    "InterceptionReport",
+    "Linear",
+    "PassedBy",
+    "inductor_options",
+    "intercept",
+    "linear",
+    "matmul",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Its module imports PyTorch's compiler.
+    if name != "inductor_options":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lowprec.torch.inductor import inductor_options
+
+    globals()[name] = inductor_options
+    return inductor_options

@@ -41,5 +41,5 @@ def _note(whole_process: bool = False) -> None:
         thread.mode = policy.resolve().mode.value if inside else ""
 
 
-entries.changed = _note
+entries.on_change(_note)
 _note(whole_process=True)

@@ -1,4 +1,7 @@
-"""What the processor is and which instruction sets it has, as the operating system tells."""
+"""What the processor is and which instruction sets it has, as the operating system tells.
+
+``LOWPREC_MAX_CPU_ISA`` hides some of them from all that asks here which kernels may run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import platform
 
 from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.policy import environment
 
 
 @functools.cache
@@ -28,6 +32,20 @@ def cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
-def cpu_flags() -> frozenset[str]:
+def system_flags() -> frozenset[str]:
     """Return the instruction-set flags of the processor, empty where the system does not list them."""
     return frozenset(_cpuinfo().get("flags", "").split())
+
+
+@functools.cache
+def hidden_flags() -> frozenset[str]:
+    """Return those of the processor's flags that ``LOWPREC_MAX_CPU_ISA`` hides.
+
+    Raises ``EnvironmentVariableError`` if that holds what it may not hold.
+    """
+    return system_flags() & environment.hidden_cpu_flags()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction-set flags that kernels may use; raises as :func:`hidden_flags`."""
+    return system_flags() - hidden_flags()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import gemm, splitting
 from lowprec.backends.cpu.splitting import Split
@@ -22,6 +23,7 @@ from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow, Product
+from lowprec.planning.prepared import is_kept
 
 #: dtypes that a BLAS multiplies.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -62,10 +64,19 @@ def _is_plain(plan: GemmPlan) -> bool:
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
-    execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments))
+    kept = arguments.b if type(arguments.b) is PreparedView else None
+    if kept is not None and not is_kept(plan, kept.mode):
+        kept = None
+    execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments), kept)
 
 
-def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stacks: Stacks) -> None:
+def execute_stacks(
+    plan: GemmPlan,
+    kernel: KernelRow,
+    arguments: Arguments,
+    stacks: Stacks,
+    kept: PreparedView | None = None,
+) -> None:
     """Run a plan, or a slice of its batch, on the BLAS of a kernel.
 
     Parameters
@@ -77,9 +88,14 @@ def execute_stacks(plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stac
         For the factors.
     stacks : Stacks
         The arrays in matrix form.
+    kept : PreparedView, optional
+        Of the prepared operand that is ``b``, which keeps what is made of it.
     """
     with_epilogue(
-        plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out)
+        plan,
+        arguments,
+        stacks,
+        lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept),
     )
 
 
@@ -99,7 +115,9 @@ def with_epilogue(
         apply_epilogue(plan, arguments, product, stacks)
 
 
-def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+def _sum_products(
+    plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, kept: PreparedView | None
+) -> None:
     """Run the schedule of a plan into ``out``."""
     if a.shape[-1] == 0:
         out[...] = 0
@@ -110,12 +128,20 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any) -
         return
     if len(plan.schedule) == 1 and plan.split == (1, 1) and not any(plan.scaled):
         with contextlib.ExitStack() as stack:
-            x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
+            if kept is None:
+                x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
+            else:
+                (x,) = splitting.rounded((a,), out.dtype, rounding_format(plan), stack)
+                (y,) = _kept_split(plan, b, out.dtype, kept).parts
             multiply(x, y, out)
         return
     with contextlib.ExitStack() as stack:
         split_a = _split(plan, a, 0, out.dtype, stack)
-        split_b = _split(plan, b, 1, out.dtype, stack)
+        split_b = (
+            _split(plan, b, 1, out.dtype, stack)
+            if kept is None
+            else _kept_split(plan, b, out.dtype, kept)
+        )
         for product in plan.schedule:
             x = split_a.parts[product.a_part][..., product.k_start : product.k_stop]
             y = split_b.parts[product.b_part][..., product.k_start : product.k_stop, :]
@@ -132,6 +158,21 @@ def _split(
     fmt = rounding_format(plan)
     axis = (-1, -2)[operand] if plan.scaled[operand] else None
     return splitting.split(x, dtype, row(plan.scheme), fmt, plan.split[operand], axis, stack)
+
+
+def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
+    """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
+    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], dtype)
+    key = (*how, b.ctypes.data, b.shape, b.strides)
+
+    def make() -> Form:
+        with contextlib.ExitStack() as stack:
+            parts, exponents = _split(plan, b, 1, dtype, stack)
+            made = Split([part.copy(order="K") for part in parts], exponents)
+        return Form(made, sum(part.nbytes for part in made.parts))
+
+    found: Split = kept.form(key, make)
+    return found
 
 
 def _mend(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:

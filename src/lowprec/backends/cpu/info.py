@@ -14,11 +14,17 @@ from lowprec.backends.cpu import cpuinfo, openblas, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
+from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import environment
 
 
 def info() -> dict[str, Any]:
     """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
+    try:
+        hidden = cpuinfo.hidden_flags()
+    except EnvironmentVariableError:  # told with the variables; products raise it
+        device = {**_device(), "instruction_sets": []}
+        return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
     if no_tiles:
@@ -34,7 +40,7 @@ def info() -> dict[str, Any]:
     blas = _blas()
     warnings += _blas_below_the_machine(blas["core_type"])
     return {
-        "devices": [_device()],
+        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden)}],
         "versions": {"scipy_openblas64": None if library is None else library.version},
         "blas": blas,
         "warnings": warnings,
@@ -42,7 +48,6 @@ def info() -> dict[str, Any]:
 
 
 def _device() -> dict[str, Any]:
-    flags = cpuinfo.cpu_flags()
     try:
         affinity = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # the system cannot tell
@@ -53,16 +58,19 @@ def _device() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "affinity": affinity,
         "threads": threads.num_threads(),
-        "instruction_sets": [
-            {
-                "name": name,
-                "present": name in flags,
-                "used": used if name in flags else False,
-                "by": by,
-            }
-            for name, used, by in _instruction_sets()
-        ],
     }
+
+
+def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
+    flags = cpuinfo.cpu_flags()
+    rows = []
+    for name, used, by in _instruction_sets():
+        if name in hidden:
+            used, by = False, "hidden by LOWPREC_MAX_CPU_ISA"
+        elif name not in flags:
+            used = False
+        rows.append({"name": name, "present": name in flags | hidden, "used": used, "by": by})
+    return rows
 
 
 def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:

@@ -72,6 +72,9 @@ _CORE_TYPES = (
     ("Haswell", frozenset({"avx2", "fma"})),
 )
 
+#: What is loaded where the processor has better kernels that are not to be used.
+_BELOW_AVX2 = "Nehalem"
+
 Product = Callable[[int, int, int], None]
 
 
@@ -316,6 +319,8 @@ def _load(path: str) -> OpenBlas | None:
     threads.ignore_library(path)
     variables = {"OPENBLAS_NUM_THREADS": "1"}
     best = core_type(cpuinfo.cpu_flags())
+    if best is None and cpuinfo.hidden_flags():
+        best = _BELOW_AVX2
     if best is not None:
         variables["OPENBLAS_CORETYPE"] = best
     with c_environment.seen_by_c(variables):

@@ -7,17 +7,14 @@ second contest of the two.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec.backends.cuda import bindings, disk, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.backends.cuda.measuring import Contest, Measured, rotated
-from lowprec.planning.calls import LtMatrix
+from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
 from lowprec.policy import environment
 
 #: How many algorithms are tried unless the caller says otherwise.
@@ -36,12 +33,9 @@ def choose(
         known = _known(invocation, handle)
         if known is not None:
             return known
-    if wish and operands.d and not runtime.is_capturing(stream):
-        results = tune(invocation, handle, stream, operands)
-        if results:
-            return results[0].algorithm
-        # Where none of them runs, the first choice tells why.
     found = invocation.search(handle, 1)
+    if found and wish and operands.d and not runtime.is_capturing(stream):
+        return tune(invocation, handle, stream, operands)[0].algorithm
     return found[0] if found else None
 
 
@@ -50,37 +44,19 @@ def tune(
     handle: int,
     stream: int,
     operands: Operands,
-    *,
     candidates: int = CANDIDATES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Measured, ...]:
-    """Measure the algorithms of a product, keep the choice on disk, and return all, the chosen one first.
+    """Measure the algorithms of a product that has one, keep the choice on disk, and return all, the chosen one first.
 
     The operands are read, and the result goes to temporary memory, so nothing of the caller's is written. The stream is
-    waited for. ``progress`` gets the number of measurements done and that of all.
+    waited for. Those that do not run are passed over; where none does, the first one's error is raised.
     """
     found = invocation.search(handle, candidates)
-    if not found:
-        return ()
-    with (
-        rotated(invocation, operands, runtime.current_device(), stream) as turns,
-        _timing_event() as start,
-        _timing_event() as end,
-    ):
-        contest = Contest(invocation, handle, stream, turns, start, end)
-        results = contest.results(found, progress or (lambda done, total: None))
-    if results:
-        _remember(invocation, results[0], results)
+    with rotated(invocation, operands, runtime.current_device(), stream) as turns:
+        results = Contest(invocation, handle, stream, turns).results(found, progress)
+    _remember(invocation, results)
     return results
-
-
-@contextlib.contextmanager
-def _timing_event() -> Iterator[Any]:
-    event = runtime.create_event(timing=True)
-    try:
-        yield event
-    finally:
-        runtime.destroy_event(event)
 
 
 # -- the cache ------------------------------------------------------------------------------------
@@ -92,21 +68,17 @@ _lock = threading.RLock()
 def product_key(invocation: Invocation) -> str:
     """Return all that the speed of a product depends on, the device left out, as one line."""
     call = invocation.call
-    matrices = [call.first, call.second, *([call.c] if call.c else []), call.d]
+    matrices = (call.first, call.second, *([call.c] if call.c else []), call.d)
     words = [
         str(call.compute_type),
         call.op_first + call.op_second,
-        *map(_matrix_key, matrices),
+        *(f"{x.dtype} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}" for x in matrices),
         f"batch {call.batch_count}",
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",
         f"workspace {invocation.workspace_bytes}",
-    ]
+    ]  # fmt: skip
     return ", ".join(words)
-
-
-def _matrix_key(x: LtMatrix) -> str:
-    return f"{x.dtype} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}"
 
 
 def device_key() -> str:
@@ -125,11 +97,9 @@ def _stored() -> dict[str, dict[str, Any]]:
     """Return the choices on disk by device and product, read once; what is of another form counts as nothing."""
     read = disk.read_json(_FILE)
     devices = read.get("devices") if read.get("format") == _FORMAT else None
-    if not isinstance(devices, dict):
-        return {}
     choices = {
         device: {product: entry for product, entry in products.items() if _is_choice(entry)}
-        for device, products in devices.items()
+        for device, products in (devices.items() if isinstance(devices, dict) else ())
         if isinstance(products, dict)
     }
     return {device: found for device, found in choices.items() if found}
@@ -147,24 +117,20 @@ def _is_choice(entry: Any) -> bool:
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
     """Return the measured choice for a product, if cuBLASLt still takes it."""
     stored = _stored()
-    if not stored:
-        return None
-    entry = stored.get(device_key(), {}).get(product_key(invocation))
-    if entry is None:
+    entry = stored and stored.get(device_key(), {}).get(product_key(invocation))
+    if not entry:
         return None
     try:
         data = bytes.fromhex(entry["algorithm"])
     except ValueError:
         return None
     found = bindings.check_algorithm(handle, invocation.descriptors, data)
-    if found is None or found.workspace_bytes > invocation.workspace_bytes:
-        return None
-    return found
+    return found if found and found.workspace_bytes <= invocation.workspace_bytes else None
 
 
-def _remember(invocation: Invocation, best: Measured, results: tuple[Measured, ...]) -> None:
+def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
     """Keep a choice, in this process and on disk; other processes' choices are kept, too."""
-    first = min(results, key=lambda x: x.rank)
+    best, first = results[0], min(results, key=lambda x: x.rank)
     entry = {
         "algorithm": best.algorithm.data.hex(),
         "rank": best.rank,

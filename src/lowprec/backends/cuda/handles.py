@@ -79,12 +79,16 @@ class HandlePool:
             return self._create()
 
     def reset(self) -> None:
-        """Destroy all handles; no thread may be using one."""
+        """Destroy all handles, and only then tell where one reported an error; no thread may be using one."""
         devices, self.devices = self.devices, {}
         self._start()
-        for found, device in devices.items():
-            with runtime.on_device(device):
-                self._destroy(found)
+        with contextlib.ExitStack() as stack:
+            for found, device in devices.items():
+                stack.callback(self._destroy_on, device, found)
+
+    def _destroy_on(self, device: int, handle: int) -> None:
+        with runtime.on_device(device):
+            self._destroy(handle)
 
 
 _cublas_lt = HandlePool(bindings.create_handle, bindings.destroy_handle)
@@ -104,5 +108,6 @@ def workspace(owner: int, stream: int, nbytes: int) -> AbstractContextManager[in
 
 def reset() -> None:
     """Destroy all handles; no thread may be using one."""
-    for pool in _pools:
-        pool.reset()
+    with contextlib.ExitStack() as stack:
+        for pool in _pools:
+            stack.callback(pool.reset)

@@ -24,7 +24,7 @@ def info() -> dict[str, Any]:
     libraries()
     major, minor = runtime.driver_version()
     return {
-        "devices": [_device(index) for index in range(runtime.device_count())],
+        "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
         "versions": {"cuda": f"{major}.{minor}", "cublas": bindings.cublas_version_text()},
     }
 

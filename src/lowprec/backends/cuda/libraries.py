@@ -6,10 +6,14 @@ apart, because each has its own remedy: the Python packages, the driver, a devic
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import BackendError, DeviceError
+
+_T = TypeVar("_T")
 
 _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
 
@@ -40,15 +44,7 @@ _loaded: Libraries | None = None
 
 
 def libraries() -> Libraries:
-    """Return the modules, loaded and known to work.
-
-    Raises
-    ------
-    BackendError
-        If a Python package or a CUDA library is missing.
-    DeviceError
-        If there is no driver, or no device that it can use.
-    """
+    """Return the modules, known to work: a BackendError if one is missing, a DeviceError if driver or device is."""
     return _loaded if _loaded is not None else _load()
 
 
@@ -57,10 +53,22 @@ def loaded() -> Libraries | None:
     return _loaded
 
 
+_caches: list[functools._lru_cache_wrapper[Any]] = []
+
+
+def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
+    """Keep what a function returns for its arguments, until other modules stand in."""
+    found = functools.lru_cache(maxsize=1024)(function)
+    _caches.append(found)
+    return found
+
+
 def use(replacement: Libraries | None) -> Libraries | None:
     """Stand other modules in for NVIDIA's, and return those that were in use; None loads them anew."""
     global _loaded
     before, _loaded = _loaded, replacement
+    for cache in _caches:
+        cache.cache_clear()
     return before
 
 
@@ -97,10 +105,8 @@ def _no_device(runtime: Any, status: Any) -> str:
         )
     if status == errors.cudaErrorInsufficientDriver:
         # Of a driver that is missing the version is 0.
-        driver, wanted = (
-            _version(runtime.cudaDriverGetVersion()),
-            _version(runtime.cudaRuntimeGetVersion()),
-        )
+        driver = _version(runtime.cudaDriverGetVersion())
+        wanted = _version(runtime.cudaRuntimeGetVersion())
         if driver is None:
             return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
         return (

@@ -12,14 +12,15 @@ import contextlib
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
+from lowprec.backends.cuda.timing import EventStopwatch
 from lowprec.errors import DeviceMemoryError, LowprecError
-from lowprec.planning.calls import LtMatrix
 
 #: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
 _ROUNDS, _FINAL_ROUNDS = 5, 15
@@ -35,6 +36,10 @@ _CYCLES, _MOST_CYCLES = 20_000, 2_000_000
 _CACHES = 2
 
 
+#: Gets the number of measurements done, and that of all.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
 class Measured(NamedTuple):
     """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
 
@@ -43,94 +48,86 @@ class Measured(NamedTuple):
     median_ms: float
 
 
-class Contest:
-    """Measures algorithms of one product by turns.
+@dataclass(slots=True)
+class _Candidate:
+    rank: int
+    algorithm: Algorithm
+    #: How often it runs per measurement.
+    repeats: int = 1
+    times_ms: list[float] = field(default_factory=list)
 
-    Parameters
-    ----------
-    invocation : Invocation
-    handle, stream : int
-    turns : iterator of Operands
-        Those of each product.
-    start, end : event
-    """
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+
+class Contest:
+    """Measures algorithms of one product by turns; ``turns`` has the operands of each run."""
 
     def __init__(
-        self,
-        invocation: Invocation,
-        handle: int,
-        stream: int,
-        turns: Iterator[Operands],
-        start: Any,
-        end: Any,
+        self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]
     ) -> None:
-        self._invocation = invocation
-        self._handle = handle
-        self._stream = stream
+        self._invocation, self._handle, self._stream = invocation, handle, stream
         self._turns = turns
-        self._start, self._end = start, end
-        self._spin = Launch("spin", "spin.cu", {}, runtime.current_device(), 1, (1,), 1, ())
+        self._device = runtime.current_device()
+        self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), 1, ())
         self._cycles = _CYCLES
 
     def results(
-        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None]
+        self, found: tuple[Algorithm, ...], progress: Progress | None
     ) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first and the others by their time."""
+        """Return the algorithms that run, the chosen one first and the others by their time.
+
+        Where none runs, the first one's error is raised.
+        """
         self._spin(self._stream, 0)  # which compiles it: what cannot be is no candidate's failure
-        total = len(found) * _ROUNDS + 2 * _FINAL_ROUNDS
-        times: list[list[float]] = [[] for _ in found]
-        repeats = [self._repeats(algorithm) for algorithm in found]
-        for turn in range(_ROUNDS):
-            for rank, algorithm in enumerate(found):
-                if repeats[rank]:
-                    times[rank].append(self._measure(algorithm, repeats[rank]))
-                progress(turn * len(found) + rank + 1, total)
-        measured = [
-            Measured(rank, algorithm, statistics.median(times[rank]))
-            for rank, algorithm in enumerate(found)
-            if times[rank]
-        ]
-        if not measured:
-            return ()
-        first = measured[0]
-        measured.sort(key=lambda x: x.median_ms)
-        best = measured[0]
-        if best is not first and not self._confirmed(best, first, repeats):
-            best = first
-        progress(total, total)
-        return (best, *(x for x in measured if x is not best))
+        candidates: list[_Candidate] = []
+        errors: list[LowprecError] = []
+        for rank, algorithm in enumerate(found):
+            candidate = _Candidate(rank, algorithm)
+            try:
+                self._measure(candidate)  # loads the kernel
+                once = self._measure(candidate)
+            except LowprecError as error:
+                errors.append(error)
+                continue
+            candidate.repeats = max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
+            candidates.append(candidate)
+        if not candidates:
+            raise errors[0]
+        total = len(candidates) * _ROUNDS + 2 * _FINAL_ROUNDS
+        for done, candidate in enumerate(candidates * _ROUNDS, 1):
+            candidate.times_ms.append(self._measure(candidate))
+            if progress:
+                progress(done, total)
+        first = candidates[0]
+        best, *others = sorted(candidates, key=_Candidate.median_ms)
+        measured = [Measured(x.rank, x.algorithm, x.median_ms()) for x in (best, *others)]
+        if best is not first and not self._wins(best, first):
+            measured.sort(key=lambda x: x.rank != first.rank)
+        if progress:
+            progress(total, total)
+        return tuple(measured)
 
-    def _confirmed(self, best: Measured, first: Measured, repeats: list[int]) -> bool:
+    def _wins(self, best: _Candidate, first: _Candidate) -> bool:
         """Whether the best also wins a contest of two."""
-        times: dict[int, list[float]] = {best.rank: [], first.rank: []}
-        for _ in range(_FINAL_ROUNDS):
-            for entry in (first, best):
-                times[entry.rank].append(self._measure(entry.algorithm, repeats[entry.rank]))
-        new, old = statistics.median(times[best.rank]), statistics.median(times[first.rank])
-        return new < old * (1 - _MARGIN)
+        times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
+        old, new = (statistics.median(x) for x in zip(*times, strict=True))
+        return bool(new < old * (1 - _MARGIN))
 
-    def _repeats(self, algorithm: Algorithm) -> int:
-        """Return how often to run an algorithm per measurement; 0 if it does not run after all."""
-        try:
-            self._measure(algorithm, 1)  # loads the kernel
-            once = self._measure(algorithm, 1)
-        except LowprecError:
-            return 0
-        return max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
-
-    def _measure(self, algorithm: Algorithm, repeats: int) -> float:
+    def _measure(self, candidate: _Candidate) -> float:
         """Return the milliseconds of one product."""
-        self._invocation.use(algorithm)
+        self._invocation.use(candidate.algorithm)
+        repeats = candidate.repeats
         while True:
             self._spin(self._stream, self._cycles * repeats)
-            runtime.record_event(self._start, self._stream)
+            watch = EventStopwatch(self._device, self._stream)
             for operands in itertools.islice(self._turns, repeats):
                 self._invocation.run(self._handle, self._stream, operands)
-            runtime.record_event(self._end, self._stream)
-            waited_for_the_host = runtime.event_is_done(self._start)
-            runtime.synchronize_event(self._end)
+            watch.stop()
+            waited_for_the_host = watch.has_begun
+            elapsed_ms = watch.elapsed_ms() or 0.0
             if not waited_for_the_host or self._cycles >= _MOST_CYCLES:
-                return runtime.elapsed_ms(self._start, self._end) / repeats
+                return elapsed_ms / repeats
             self._cycles *= 4
 
 
@@ -155,7 +152,7 @@ def rotated(
     """
     read = ("first", "second", *(("c",) if operands.beta else ()))
     places, nbytes = _places(invocation, operands, (*read, "d"))
-    count = -(-_CACHES * runtime.l2_bytes(device) // nbytes)
+    count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)
     block = None
     if count > 1:
         with contextlib.suppress(DeviceMemoryError):
@@ -173,15 +170,13 @@ def rotated(
             more = min(done, count - done)
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
-        yield _turns(operands, places, [first + i * nbytes for i in range(count)])
+        starts = itertools.cycle([first + i * nbytes for i in range(count)])
+        yield (_moved(operands, places, start) for start in starts)
 
 
-def _turns(operands: Operands, places: dict[str, _Place], starts: list[int]) -> Iterator[Operands]:
-    for start in itertools.cycle(starts):
-        pointers = {name: start + place.pointer for name, place in places.items()}
-        if not operands.beta:
-            pointers["c"] = pointers["d"]
-        yield operands._replace(**pointers)
+def _moved(operands: Operands, places: dict[str, _Place], start: int) -> Operands:
+    pointers = {name: start + place.pointer for name, place in places.items()}
+    return operands._replace(**{"c": pointers["d"], **pointers} if not operands.beta else pointers)
 
 
 def _places(
@@ -192,16 +187,13 @@ def _places(
     matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
     places, nbytes = {}, 0
     for name in names:
+        x = matrices[name]
+        # Calls may begin at negative offsets.
         starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
-        lowest, end = _span(matrices[name], starts, call.batch_count)
+        end = max(starts) + (call.batch_count - 1) * x.batch_stride
+        end += (x.cols - 1) * x.leading_dimension + x.rows
+        lowest, end = min(starts) * x.dtype.itemsize, end * x.dtype.itemsize
         pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
         places[name] = _Place(pointer, lowest, end - lowest)
         nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return places, nbytes
-
-
-def _span(matrix: LtMatrix, starts: list[int], batch_count: int) -> tuple[int, int]:
-    """Return the first byte of all calls, from their pointer, and the one after the last; starts may be negative."""
-    furthest = (batch_count - 1) * matrix.batch_stride
-    end = max(starts) + furthest + (matrix.cols - 1) * matrix.leading_dimension + matrix.rows
-    return min(starts) * matrix.dtype.itemsize, end * matrix.dtype.itemsize

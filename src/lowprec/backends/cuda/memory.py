@@ -17,12 +17,13 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowprec.arrays import Device
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
+from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
@@ -60,7 +61,7 @@ class Block:
         # First of all, so that nothing is given back twice.
         address, self.address = self.address, 0
         try:
-            runtime.free_async(address, self._stream)
+            call("cudaFreeAsync", address, self._stream)
         except BackendError:
             self.address = address
             if kind is None:
@@ -80,44 +81,34 @@ class _Pool:
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
         # A signal handler may come in the midst of a step, in the thread that holds the lock, and take a block too.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         #: What died: addresses and bytes as finalisers note them, and what was read of these notes.
         self._noted: deque[tuple[int, int]] = deque()
         self._dead: list[int] = []
         self._dead_bytes = 0
-        self._events: list[Any] = []
+        self.events: list[Any] = []
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
         # What is in use, without an event that will tell how long: for good, unless one comes.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
 
-    def renew_lock(self) -> None:
-        """Forget who held the lock."""
-        self._lock = threading.RLock()
-
     # -- memory -----------------------------------------------------------------------------------
 
-    def temporary(self, nbytes: int, stream: int) -> Block:
-        if self._pool is not None:
-            return self._new(nbytes, stream, ordered=True)
-        if runtime.is_capturing(stream):
-            raise BackendError(
-                f"cuda:{self._device} allocates no memory in the order of streams (cudaDevAttrMemoryPoolsSupported is "
-                "0), so a product that needs temporary memory cannot be captured into a graph there"
-            )
-        return self.allocate(nbytes, stream)
-
-    def allocate(self, nbytes: int, stream: int) -> Block:
-        if self._noted:
-            self._collect(self._limit)
-        # What is allocated while capturing would be the graph's, and gone before the array is.
-        ordered = self._pool is not None and not runtime.is_capturing(stream)
-        return self._new(nbytes, stream, ordered=ordered)
-
-    def _new(self, nbytes: int, stream: int, *, ordered: bool) -> Block:
-        block = Block(nbytes, stream if ordered else None, self._noted)
-        pool = self._pool if ordered else None
+    def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
+        """Return memory; a DeviceMemoryError if there is none left when all that lowprec does not use is given back."""
+        pool = self._pool
+        if pool is None or not is_temporary:
+            if not runtime.is_capturing(stream):
+                self._collect(self._limit)
+            elif is_temporary:
+                raise BackendError(
+                    f"cuda:{self._device} allocates no memory in the order of streams (cudaDevAttrMemoryPoolsSupported "
+                    "is 0), so a product that needs temporary memory cannot be captured into a graph there"
+                )
+            else:
+                pool = None  # what is allocated in order would be the graph's, and gone before the array is
+        block = Block(nbytes, stream if pool is not None else None, self._noted)
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
@@ -129,7 +120,9 @@ class _Pool:
 
     def _collect(self, limit: int) -> None:
         """Give back what died, if that is more than a limit, once nobody uses it: after waiting for the device."""
-        with self._lock:
+        if limit >= 0 and not self._noted:
+            return
+        with self.lock:
             with contextlib.suppress(IndexError):
                 while True:
                     address, nbytes = self._noted.popleft()
@@ -140,7 +133,8 @@ class _Pool:
             # What dies from here on is not what is waited for.
             dead, self._dead, self._dead_bytes = self._dead, [], 0
             try:
-                runtime.synchronize_device()
+                with runtime.relaxed_capture():
+                    call("cudaDeviceSynchronize")
             except BaseException:
                 self._dead += dead
                 raise
@@ -149,38 +143,20 @@ class _Pool:
                 with contextlib.suppress(BackendError):
                     runtime.free(dead.pop())
 
-    # -- order ------------------------------------------------------------------------------------
+    # -- what is held -----------------------------------------------------------------------------
 
-    def own_stream(self) -> int:
-        with self._lock:
-            if self.stream is None:
-                made = runtime.create_stream()
-                if self.stream is None:  # no signal handler was here meanwhile
-                    self.stream = made
-            return self.stream
-
-    def order(self, before: int, after: int) -> None:
-        event = self._recorded(before)
-        try:
-            runtime.wait_event(after, event)
-        finally:
-            # A wait means the mark that the event had when it was queued, so the event is free again.
-            self._events.append(event)
-
-    def _recorded(self, stream: int) -> Any:
+    def recorded(self, stream: int) -> Any:
         """Return an event that stands for the work which a stream holds now."""
         try:
-            event = self._events.pop()
+            event = self.events.pop()
         except IndexError:
             event = runtime.create_event()
         try:
-            runtime.record_event(event, stream)
+            call("cudaEventRecord", event, stream)
         except BaseException:
-            self._events.append(event)
+            self.events.append(event)
             raise
         return event
-
-    # -- what is held -----------------------------------------------------------------------------
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
@@ -188,27 +164,26 @@ class _Pool:
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
-        event = self._recorded(stream)
-        with self._lock:
+        event = self.recorded(stream)
+        with self.lock:
             queue = self._kept.setdefault(stream, deque())
             queue.append((event, owners))
             first = queue[0][0] if len(queue) > _MAX_KEPT else None
         self.held.pop(id(owners), None)
         if first is not None:
-            runtime.synchronize_event(first)
+            call("cudaEventSynchronize", first)
         self.release_finished()
 
-    def is_keeping(self) -> bool:
-        """Whether something is held for work that was queued."""
+    def _is_keeping(self) -> bool:
         return any(list(self._kept.values()))
 
-    def release_finished(self) -> None:
-        """Let go of what the work that is done by now has needed."""
-        if not self.is_keeping():
-            return
+    def release_finished(self) -> bool:
+        """Let go of what the work that is done by now has needed; return whether more is held."""
+        if not self._is_keeping():
+            return False
         done = []
         # Inside the lock nothing is let go: that runs other libraries' code.
-        with self._lock, runtime.relaxed_capture():
+        with self.lock, runtime.relaxed_capture():
             for queue in list(self._kept.values()):
                 while queue:
                     first = queue[0]
@@ -216,32 +191,34 @@ class _Pool:
                         break
                     # A signal handler may have let go of it meanwhile.
                     if queue and queue[0] is first and queue.popleft():
-                        self._events.append(first[0])
+                        self.events.append(first[0])
                         done.append(first[1])
+        return self._is_keeping()
 
     def wait(self) -> None:
         """Wait for all work that needs something alive, and let go of it."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
-                runtime.synchronize_event(event)
+                call("cudaEventSynchronize", event)
         self.release_finished()
 
     def release(self) -> None:
         """Give back all memory that nobody uses."""
-        held = list(
-            self.held
-        )  # by calls that failed, so that no event tells when their work is done
+        failed = list(self.held)  # no event tells when the work of these calls is done
         self.wait()
         self._collect(-1)
-        for key in held:
+        for key in failed:
             self.held.pop(key, None)
-        runtime.trim(self._pool, self._device)
+        with runtime.relaxed_capture():
+            if self._pool is not None:
+                call("cudaMemPoolTrimTo", self._pool, 0)
+            call("cudaDeviceGraphMemTrim", self._device)
 
     def reset(self) -> None:
         """Give back the events, too; nobody may be waiting for one."""
         self.release()
-        while self._events:
-            runtime.destroy_event(self._events.pop())
+        while self.events:
+            call("cudaEventDestroy", self.events.pop())
 
 
 #: By the runtime, which tests exchange, and the device.
@@ -257,56 +234,60 @@ def _pool(device: int) -> _Pool:
     return found
 
 
+def _each(do: Callable[[_Pool], Any]) -> list[Any]:
+    """Call a function with each pool, whose device is the current one then."""
+    found, answers = loaded(), []
+    for (owner, device), pool in list(_pools.items()):
+        if found is not None and owner is found.runtime:
+            with runtime.on_device(device):
+                answers.append(do(pool))
+    return answers
+
+
 def temporary(nbytes: int, device: int, stream: int) -> Block:
     """Return memory for a ``with`` block that queues work on a stream of the device, which is the current one.
 
     It is aligned to 256 bytes or more. While the stream is being captured, the graph allocates and frees it when it
-    runs.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    BackendError
-        If the stream is being captured, and the device has no memory pools.
+    runs; where the device has no memory pools, that is a BackendError.
     """
-    return _pool(device).temporary(nbytes, stream)
+    return _pool(device).allocate(nbytes, stream, is_temporary=True)
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    """
+    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
     with runtime.on_device(device.index):
-        return _pool(device.index).allocate(nbytes, stream)
+        return _pool(device.index).allocate(nbytes, stream, is_temporary=False)
 
 
 def own_stream(device: Device) -> int:
     """Return lowprec's own stream of a device: always the same, and none that waits for the default stream."""
     pool = _pool(device.index)
-    if pool.stream is not None:
-        return pool.stream
-    with runtime.on_device(device.index):
-        return pool.own_stream()
+    if pool.stream is None:
+        with runtime.on_device(device.index), pool.lock:
+            flags = libraries().runtime.cudaStreamNonBlocking
+            made = pool.stream or int(call("cudaStreamCreateWithFlags", flags))
+            pool.stream = pool.stream or made  # a signal handler may have been here meanwhile
+    return pool.stream
 
 
 def order(before: int, after: int, device: Device) -> None:
     """Have later work of stream ``after`` wait for what stream ``before`` holds now. The host waits for nothing."""
     if before == after:
         return
-    pool = _pool(device.index)
     with runtime.on_device(device.index):  # 1 means the default stream of the current device
-        pool.order(before, after)
+        pool = _pool(device.index)
+        event = pool.recorded(before)
+        try:
+            call("cudaStreamWaitEvent", after, event, 0)
+        finally:
+            # A wait means the mark that the event had when it was queued, so the event is free again.
+            pool.events.append(event)
 
 
 def synchronize(stream: int, device: Device) -> None:
     """Wait on the host for what a stream holds now."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
-        runtime.synchronize_stream(stream)
+        call("cudaStreamSynchronize", stream)
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
@@ -328,71 +309,43 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     are still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
     If this raises, nothing tells when the work is done, and they stay until :func:`release`.
     """
-    pool = _pool(device.index)
-    pool.held[id(owners)] = owners
+    hold(owners, device)
     with runtime.on_device(device.index):
-        pool.keep(owners, stream)
+        _pool(device.index).keep(owners, stream)
     _waiter.wake()
 
 
-def release_finished() -> None:
-    """Let go of everything that :func:`keep` holds for work which is done."""
-    for device, pool in _current_pools():
-        with runtime.on_device(device):
-            pool.release_finished()
+def release_finished() -> bool:
+    """Let go of everything that :func:`keep` holds for work which is done; return whether more is held."""
+    return any(_each(_Pool.release_finished))
 
 
 def release() -> None:
     """Give back all memory that nobody uses; blocks that are still alive stay good."""
-    for device, pool in _current_pools():
-        with runtime.on_device(device):
-            pool.release()
+    _each(_Pool.release)
 
 
 def reset() -> None:
     """Give back events as well; no product may be running."""
-    for device, pool in _current_pools():
-        with runtime.on_device(device):
-            pool.reset()
+    _each(_Pool.reset)
 
 
-def _current_pools() -> list[tuple[int, _Pool]]:
-    found = loaded()
-    if found is None:
-        return []
-    return [(n, pool) for (owner, n), pool in list(_pools.items()) if owner is found.runtime]
+_waiter = Waiter(release_finished)
 
 
-def _look() -> bool:
-    """Let go of what is done, in a thread of lowprec's own; return whether there is more to wait for."""
-    more = False
-    for device, pool in _current_pools():
-        if pool.is_keeping():
-            with runtime.on_device(device):
-                pool.release_finished()
-            more = more or pool.is_keeping()
-    return more
-
-
-_waiter = Waiter(_look)
-
-
-def _after_fork() -> None:
-    """Free the locks in a child: the thread that may have held one is not there."""
+def _renew_locks() -> None:
+    # The thread that may have held one is not there in a child.
     for pool in _pools.values():
-        pool.renew_lock()
+        pool.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register
 def _wait_at_exit() -> None:
     """Let go of other libraries' arrays while these libraries are whole."""
     _waiter.stop()
-    if _pools:
-        with contextlib.suppress(LowprecError):
-            for device, pool in _current_pools():
-                with runtime.on_device(device):
-                    pool.wait()
+    with contextlib.suppress(LowprecError):
+        _each(_Pool.wait)

@@ -22,15 +22,8 @@ _ALIGNMENT_BYTES = 256
 class Staging:
     """How the operands of a plan are packed and its product is written, described once for all calls.
 
-    One block of temporary memory has room for all: the packed operands, their exponents, the product.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-    call : CublasLtCall or None
-        None where the inner dimension is 0, and the product with it.
-    device : int
-        The current one.
+    One block of temporary memory has room for all: the packed operands, their exponents, the product. The device is the
+    current one; there is no call where the inner dimension is 0, and the product with it.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
@@ -87,7 +80,7 @@ class Staging:
         """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
-            runtime.set_zero_async(block + start, nbytes, stream)
+            runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
         a, b = operands = (arguments.a.address, arguments.b.address)
         for i, pack, start, exponents in self._packings:
             pack(operands[i], block + start, block + exponents, stream)

@@ -11,104 +11,72 @@ from typing import Any
 
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
-from lowprec.backends.execution import Stopwatch
+from lowprec.backends.cuda.runtime import call
+
+#: Events that nobody uses at the moment, by the runtime, which tests exchange, and the device.
+_idle: dict[tuple[Any, int], list[Any]] = {}
 
 
-class EventPool:
-    """Timing events of one device that nobody uses at the moment."""
+class EventStopwatch:
+    """Two events around a product, the first of them recorded now, on the current device.
 
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self._idle: list[Any] = []
+    They are idle again once nobody is left to read the time. A product that is captured into a CUDA graph does not run,
+    so it has no events and no time.
+    """
 
-    def take(self) -> Any:
-        """Return an event, a new one where none is idle; the device is current."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return runtime.create_event(timing=True)
+    __slots__ = ("_device", "_events", "_idle", "_is_captured", "_stopped", "stream")
 
-    def give(self, events: list[Any]) -> None:
-        """Take events back."""
-        self._idle.extend(events)
-
-    def release(self) -> None:
-        """Destroy the idle events."""
-        while self._idle:
-            runtime.destroy_event(self._idle.pop())
-
-
-class _EventStopwatch:
-    """Two events around a product; they go back to their pool once nobody is left to read the time."""
-
-    __slots__ = ("_events", "_pool", "_stopped", "stream")
-
-    def __init__(self, pool: EventPool, stream: int) -> None:
-        self._pool = pool
+    def __init__(self, device: int, stream: int) -> None:
+        self._idle = _idle.setdefault((libraries().runtime, device), [])
         self._events: list[Any] = []
+        self._device = device
+        self._is_captured = runtime.is_capturing(stream)
         self._stopped = False
         self.stream = stream
         self._mark()
 
     def _mark(self) -> None:
+        if self._is_captured:
+            return
         # The caller's device need not be the array's, and 1 means the default stream of the current one.
-        with runtime.on_device(self._pool.device):
-            event = self._pool.take()
+        with runtime.on_device(self._device):
+            try:
+                event = self._idle.pop()
+            except IndexError:
+                event = runtime.create_event(timing=True)
             self._events.append(event)
-            runtime.record_event(event, self.stream)
+            call("cudaEventRecord", event, self.stream)
 
     def stop(self) -> None:
+        """Record the second one."""
         self._mark()
         self._stopped = True
 
     def abandon(self) -> None:
+        """Leave the events to others."""
         events, self._events = self._events, []
-        self._pool.give(events)
+        self._idle.extend(events)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the device has reached the product."""
+        return runtime.event_is_done(self._events[0])
 
     def elapsed_ms(self) -> float | None:
+        """Wait for the product and return its time; None if there is none."""
         if not self._stopped or not self._events:
             return None
         start, end = self._events
-        runtime.synchronize_event(end)
-        return runtime.elapsed_ms(start, end)
+        call("cudaEventSynchronize", end)
+        return float(call("cudaEventElapsedTime", start, end))
 
     def __del__(self) -> None:
         self.abandon()
 
 
-class _Captured:
-    """For a product that was captured into a CUDA graph: it did not run, so it has no time."""
-
-    __slots__ = ("stream",)
-
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
-
-    def stop(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def elapsed_ms(self) -> None:
-        return None
-
-
-#: By the runtime, which tests exchange, and the device.
-_pools: dict[tuple[Any, int], EventPool] = {}
-
-
-def stopwatch(device: int, stream: int) -> Stopwatch:
-    """Start to take the time of what a stream of a device does from now on; none while it is being captured."""
-    if runtime.is_capturing(stream):
-        return _Captured(stream)
-    key = libraries().runtime, device
-    return _EventStopwatch(_pools.get(key) or _pools.setdefault(key, EventPool(device)), stream)
-
-
 def release() -> None:
     """Destroy all events that nobody uses."""
     found = loaded()
-    for (owner, _), pool in list(_pools.items()):
-        if found is not None and owner is found.runtime:
-            pool.release()
+    for (owner, _), events in list(_idle.items()):
+        while found is not None and owner is found.runtime and events:
+            call("cudaEventDestroy", events.pop())

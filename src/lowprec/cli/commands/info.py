@@ -121,7 +121,8 @@ def _use(instruction_set: dict[str, Any]) -> str:
     if not instruction_set["present"]:
         return "no"
     used, by = instruction_set["used"], instruction_set["by"]
-    return {True: f"yes, used by {by}", False: "yes, not used", None: f"yes; {by}"}[used]
+    unused = f"yes, not used: {by}" if by else "yes, not used"
+    return {True: f"yes, used by {by}", False: unused, None: f"yes; {by}"}[used]
 
 
 def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -73,6 +73,12 @@ class JaxController:
         """Return the precision in force in this thread."""
         return {_JAX_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
 
+    def without_effect(self, mode: MathMode) -> str | None:
+        """Return what JAX multiplies in full FP32 although the switch is set for this mode."""
+        from lowprec.policy.frameworks.probe import jax_leaves
+
+        return jax_leaves(sys.modules["jax"])
+
     def set_default(self, mode: MathMode) -> None:
         """Set the precision of every thread that has chosen none, for the rest of the process."""
         attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])

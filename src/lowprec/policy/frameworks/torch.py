@@ -194,6 +194,12 @@ class TorchController:
                 found[name] = "refused by PyTorch: the old and the newer switches do not agree"
         return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
 
+    def without_effect(self, mode: MathMode) -> str | None:
+        """Return what PyTorch multiplies in full FP32 although the switches are set for this mode."""
+        from lowprec.policy.frameworks.probe import torch_leaves
+
+        return torch_leaves(sys.modules["torch"])
+
 
 def _while_set(
     do: _Functions, pairs: Sequence[Pair], held: Sequence[str], value: str, read: Callable[[], T]

@@ -10,19 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import fp32_units, threads
 from lowprec.backends.cpu.packed import launch, packed_gemm
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
+from lowprec.backends.cpu.packed.prepared_panels import PackedAs, Panels, panels_of
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan
+from lowprec.planning.prepared import is_kept
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -42,8 +46,10 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
     """Return what runs small products and batches of them in one call, None where that is not to be."""
     problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
     in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
+    is_integer = plan.compute_dtype is DType.INT8
     if (
-        problem.has_epilogue
+        (is_integer and problem.has_epilogue)
+        or problem.activation not in ACTIVATIONS
         or plan.fallback
         or not in_compute_dtype
         or plan.compute_dtype.is_complex
@@ -51,7 +57,13 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
         return None
     if not is_available(micro_kernel):  # something stands in for it
         return None
-    return launch.launch_of(micro_kernel, layout, _ROUNDINGS[fp32_units.rounding_format(plan)])
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    found = launch.launch_of(micro_kernel, layout, rounding, problem)
+    return found and found._replace(panels=functools.partial(_panels_of_launch, plan))
+
+
+def _panels_of_launch(plan: GemmPlan, arguments: Arguments) -> Panels | None:
+    return _panels(plan, arguments, plan.out_dtype.label)
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
@@ -93,11 +105,28 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
     return found
 
 
-def _operand(x: Any) -> packed_gemm.Operand:
-    row_stride, col_stride = x.strides
-    return packed_gemm.Operand(
-        x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize
-    )
+_operand = packed_gemm.operand_of
+
+
+def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
+    """Return the panels of a prepared operand, None where the product packs its own; ``out`` is what it writes."""
+    view, micro_kernel = arguments.b, _micro_kernel(plan)
+    if (
+        type(view) is not PreparedView
+        or not is_kept(plan, view.mode)
+        or not is_available(micro_kernel)
+    ):
+        return None
+    name = "float32" if plan.compute_dtype.is_complex else plan.compute_dtype.label
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+
+    def matrix() -> contextlib.AbstractContextManager[Any]:
+        b = stacks_of(plan, arguments).b
+        if plan.compute_dtype.is_complex:
+            return _plane(b, component)
+        return contextlib.nullcontext(_in_compute_dtype(plan, b))
+
+    return panels_of(view, PackedAs(micro_kernel, name, name, out, rounding), matrix, component)
 
 
 def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
@@ -107,12 +136,17 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    a, b = _in_compute_dtype(plan, single.a), _in_compute_dtype(plan, single.b)
+    fused = plan.problem.activation in ACTIVATIONS
+    out_dtype = single.out.dtype.name if fused else "float32"
+    panels = _panels(plan, arguments, out_dtype)
+    a, b = _in_compute_dtype(plan, single.a), single.b
+    if panels is None:
+        b = _in_compute_dtype(plan, b)
     micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
-    if plan.problem.activation not in ACTIVATIONS:
-        # One that the kernel does not write: NumPy does, on the float32 product.
+    if not fused:
+        # NumPy applies it, on the float32 product.
         with scratch(single.out.shape, np.dtype(np.float32)) as product:
-            done = _accumulate(micro_kernel, a, b, product, 1.0, 0.0, rounding)
+            done = _accumulate(micro_kernel, a, b, product, 1.0, 0.0, rounding, panels)
             if done:
                 apply_epilogue(plan, arguments, product, single)
             return done
@@ -133,6 +167,7 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         if bias is None
         else (bias.ctypes.data, bias.dtype.name, bias.strides[0] // bias.itemsize),
         activation=plan.problem.activation,
+        panels=panels,
     )
 
 
@@ -145,14 +180,23 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
     with contextlib.ExitStack() as stack:
-        a, b = (_planes(x, stack) for x in (single.a, single.b))
-        shape = (a[0].shape[0], b[0].shape[1])
+        a = [stack.enter_context(_plane(single.a, i)) for i in range(2)]
+        packed = [_panels(plan, arguments, "float32", i) for i in range(2)]
+        b = [
+            single.b if panels else stack.enter_context(_plane(single.b, i))
+            for i, panels in enumerate(packed)
+        ]
+        shape = (single.a.shape[0], single.b.shape[1])
         real, imag = (stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2))
-        done = (
-            _accumulate(micro_kernel, a[0], b[0], real, 1.0, 0.0, rounding)
-            and _accumulate(micro_kernel, a[1], b[1], real, -1.0, 1.0, rounding)
-            and _accumulate(micro_kernel, a[0], b[1], imag, 1.0, 0.0, rounding)
-            and _accumulate(micro_kernel, a[1], b[0], imag, 1.0, 1.0, rounding)
+        terms = (
+            (0, 0, real, 1.0, 0.0),
+            (1, 1, real, -1.0, 1.0),
+            (0, 1, imag, 1.0, 0.0),
+            (1, 0, imag, 1.0, 1.0),
+        )
+        done = all(
+            _accumulate(micro_kernel, a[i], b[j], out, alpha, beta, rounding, packed[j])
+            for i, j, out, alpha, beta in terms
         )
         if not done:
             return False
@@ -162,18 +206,23 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     return True
 
 
-def _planes(x: Any, stack: contextlib.ExitStack) -> list[Any]:
-    """Return the real and the imaginary part as float32 arrays of their own."""
-    planes = []
-    for component in (x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0):
-        plane = stack.enter_context(scratch(x.shape, np.dtype(np.float32)))
-        plane[...] = component
-        planes.append(plane)
-    return planes
+@contextlib.contextmanager
+def _plane(x: Any, component: int) -> Iterator[Any]:
+    """Lend the real part (0) or the imaginary part (1) as a float32 array of its own."""
+    with scratch(x.shape, np.dtype(np.float32)) as plane:
+        plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
+        yield plane
 
 
 def _accumulate(
-    micro_kernel: MicroKernel, a: Any, b: Any, out: Any, alpha: float, beta: float, rounding: str
+    micro_kernel: MicroKernel,
+    a: Any,
+    b: Any,
+    out: Any,
+    alpha: float,
+    beta: float,
+    rounding: str,
+    panels: Panels | None,
 ) -> bool:
     """Compute ``out = alpha * a @ b + beta * out``."""
     return packed_gemm.gemm(
@@ -188,6 +237,7 @@ def _accumulate(
         alpha=alpha,
         beta=beta,
         c=_operand(out) if beta else None,
+        panels=panels,
     )
 
 
@@ -202,6 +252,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         _operand(b),
         _operand(out),
         rounding="exact",
+        panels=_panels(plan, arguments, out.dtype.name),
     )
     if plan.problem.has_epilogue:
         apply_epilogue(plan, arguments, out, single)

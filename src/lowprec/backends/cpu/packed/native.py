@@ -23,10 +23,25 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu.cpuinfo import hidden_flags
 from lowprec.backends.cpu.interrupts import raised_in
 
 # Inline assembly is assembled by LLVM itself.
 llvmlite.binding.initialize_native_asmparser()
+
+
+def _llvm_features(hidden: frozenset[str]) -> str:
+    """Return this processor's features without some flags, as LLVM spells them."""
+    found = llvmlite.binding.get_host_cpu_features()
+    present = [f"+{name}" for name, is_there in sorted(found.items()) if is_there]
+    names = (x.replace("_", "-" if x.startswith("amx") else "") for x in sorted(hidden))
+    # In this order: taking one away takes away all that needs it.
+    return ",".join([*present, *(f"-{name}" for name in names)])
+
+
+if hidden_flags() and numba.config.CPU_FEATURES is None:
+    # For the process, since numba has one compiler; too late if that has compiled something already.
+    numba.config.CPU_FEATURES = _llvm_features(hidden_flags())
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()

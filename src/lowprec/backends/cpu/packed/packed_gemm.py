@@ -31,6 +31,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,7 @@ from lowprec.formats import dtype_from_name
 
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.packing import Scheme
+    from lowprec.backends.cpu.packed.prepared_panels import Panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,12 @@ class Operand:
     dtype: str
     row_stride: int
     col_stride: int
+
+
+def operand_of(x: Any) -> Operand:
+    """Return a NumPy array of two dimensions as an operand."""
+    row_stride, col_stride = x.strides
+    return Operand(x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize)
 
 
 # --- how a product is cut ---------------------------------------------------------------------
@@ -238,7 +246,8 @@ def _kernels(
     return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """Return a float64 as the word that a job holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
@@ -270,13 +279,13 @@ def _epilogue_fields(
     activation: str | None,
 ) -> dict[int, int]:
     fields = {
-        J.ALPHA: _float_bits(alpha),
+        J.ALPHA: float_bits(alpha),
         J.ACTIVATION: J.ACTIVATIONS[activation],
         J.PLAIN: int(alpha == 1 and c is None and bias is None and activation is None),
     }
     if c is not None:
         fields |= _operand_fields(c, J.C, J.C_ROW_STRIDE, J.C_COL_STRIDE)
-        fields |= {J.BETA: _float_bits(beta), J.C_KIND: J.KINDS[c.dtype]}
+        fields |= {J.BETA: float_bits(beta), J.C_KIND: J.KINDS[c.dtype]}
     if bias is not None:
         address, dtype, stride = bias
         stride_field = J.BIAS_ROW_STRIDE if bias_along_rows else J.BIAS_COL_STRIDE
@@ -289,7 +298,7 @@ def _transposed(operand: Operand) -> Operand:
     return Operand(operand.address, operand.dtype, operand.col_stride, operand.row_stride)
 
 
-def _writes_columns(out: Operand) -> bool:
+def writes_columns(out: Operand) -> bool:
     """Whether the columns of the result are contiguous; then the transposed product writes whole rows."""
     return out.row_stride == 1 and out.col_stride != 1
 
@@ -301,10 +310,16 @@ def _job(fields: dict[int, int]) -> Any:
     return job
 
 
-def _run(kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int) -> bool:
-    """Pack B into borrowed memory and let `workers` threads drive the job."""
+def _run(
+    kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int, panels: Panels | None
+) -> bool:
+    """Pack B into borrowed memory, if there are no panels, and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
-    with buffers.borrow(cut.packed_b_bytes) as packed_b:
+    with (
+        buffers.borrow(cut.packed_b_bytes)
+        if panels is None
+        else nullcontext(panels.address) as packed_b
+    ):
         fields[J.B_PACKED] = packed_b
         job = _job(fields)
         address = ctypes.addressof(job)
@@ -337,16 +352,21 @@ def single_thread_job(
     out: Operand,
     *,
     rounding: str,
+    c: Operand | None = None,
+    bias: tuple[int, str, int] | None = None,
+    activation: str | None = None,
 ) -> SingleThreadJob | None:
-    """Return the job of ``out = a @ b`` as `gemm` would run it in one thread; None if it would use several.
+    """Return the job of a product as `gemm` would run it in one thread; None if it would use several.
 
-    The addresses of the operands count for nothing. `transposed`: they go into the fields of one another.
+    The addresses of the operands count for nothing, and alpha and beta are left to whoever runs it. `transposed`: the
+    addresses of a and b go into the fields of one another.
     """
     if m * n * k >= micro_kernel.shared_from:
         return None
-    transposed = _writes_columns(out)
+    transposed = writes_columns(out)
     if transposed:
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
+        c = c and _transposed(c)
     if m * n * dtype_from_name(out.dtype).itemsize > _STREAM_BYTES:
         return None
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
@@ -357,10 +377,41 @@ def single_thread_job(
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS]}
     fields |= _array_fields(a, b, out)
-    fields |= _epilogue_fields(1.0, 0.0, None, None, False, None)
+    fields |= _epilogue_fields(1.0, 0.0, c, bias, transposed, activation)
     return SingleThreadJob(
         _job(fields), transposed, kernels.drive, cut.packed_b_bytes, cut.scratch_bytes
     )
+
+
+class PackingJob(NamedTuple):
+    """A job that packs B and multiplies nothing."""
+
+    job: Any
+    drive: Callable[[int, int], int]
+    packed_b_bytes: int
+    scratch_bytes: int
+
+
+def packing_job(
+    micro_kernel: MicroKernel,
+    a_dtype: str,
+    b_dtype: str,
+    out_dtype: str,
+    rounding: str,
+    n: int,
+    k: int,
+    b: Operand,
+) -> PackingJob:
+    """Return the job that packs ``b`` as `gemm` reads it, for an ``a`` and a result of these types."""
+    kernels = _kernels(micro_kernel, a_dtype, b_dtype, out_dtype, rounding)
+    cut = _cut(
+        1, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
+        micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
+    )  # fmt: skip
+    fields = dict(kernels.fields + cut.fields)
+    fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
+    fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS], J.TASKS: 0}
+    return PackingJob(_job(fields), kernels.drive, cut.packed_b_bytes, cut.scratch_bytes)
 
 
 def gemm(
@@ -378,6 +429,7 @@ def gemm(
     c: Operand | None = None,
     bias: tuple[int, str, int] | None = None,
     activation: str | None = None,
+    panels: Panels | None = None,
 ) -> bool:
     """Compute ``out = activation(alpha * a @ b + beta * c + bias)``.
 
@@ -404,6 +456,9 @@ def gemm(
         n values, added to each row.
     activation : {None, "relu", "gelu"}
         GELU in its tanh form.
+    panels : Panels, optional
+        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous, unless its
+        rows are, too.
 
     Returns
     -------
@@ -417,10 +472,16 @@ def gemm(
     ValueError
         If the types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
     """
+    if panels is not None:
+        b = Operand(0, a.dtype, 0, 0)
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     if beta == 0:
         c = None
-    along_rows = _writes_columns(out)
+    along_rows = writes_columns(out)
+    if panels is not None:
+        assert not along_rows, "panels of b are no panels of its transpose"
+        if not panels.finite and kernels.parts_b > 1:
+            return False
     if along_rows:
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
         c = _transposed(c) if c is not None else None
@@ -428,6 +489,8 @@ def gemm(
     products = m * n * k * kernels.parts_a * kernels.parts_b
     workers = 1 if products < micro_kernel.shared_from else threads.num_threads()
     shift = _shift(m, n, out)
+    if panels is not None and shift:
+        shift = None
     cut = _cut(
         m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b,
         micro_kernel.block_bytes, micro_kernel.inner_bytes, workers,
@@ -440,5 +503,7 @@ def gemm(
         raise ValueError("int8 products take no alpha, beta, bias or activation")
     # A is packed while the result is written; where that would destroy `c` it is looked at before.
     checks = cut.check_tasks if kernels.parts_a > 1 and c is not None else 0
+    if panels is not None:
+        fields[J.PACK_B_TASKS] = 0
     fields[J.PACK_TASKS] = fields[J.PACK_B_TASKS] + checks
-    return _run(kernels, cut, fields, min(workers, max(cut.tasks, 1)))
+    return _run(kernels, cut, fields, min(workers, max(cut.tasks, 1)), panels)

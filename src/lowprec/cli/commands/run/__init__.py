@@ -2,7 +2,9 @@
 
 It behaves as under plain python. With --mode, lowprec's default mode and the switches of PyTorch, JAX, TensorFlow,
 CuPy and Paddle are set, each as soon as the program has imported it; what the program chooses later holds. With
---guard, lowprec and these libraries compute in full FP32. Processes that the program starts are under the same.
+--guard, lowprec and these libraries compute in full FP32. With --intercept, the products of PyTorch's own operators are
+taken through lowprec, and with --profile lowprec's products are recorded; either shows a table at the end, on standard
+error. Processes that the program starts are under the same.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ EXAMPLES = """\
 examples:
   lowprec run --mode tf32 train.py --epochs 3
   lowprec run --guard train.py
+  lowprec run --mode bf16 --intercept train.py
+  lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
 
 Options of lowprec come first; all that follows the script or the module is the program's own.
@@ -31,7 +35,8 @@ Options of lowprec come first; all that follows the script or the module is the 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.usage = "lowprec run [-h] (--mode MODE [--force] | --guard) (SCRIPT | -m MODULE) ..."
+    how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
+    parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
     chosen.add_argument(
@@ -43,6 +48,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--force",
         action="store_true",
         help="with --mode: lowprec keeps the mode, whatever the program chooses",
+    )
+    parser.add_argument(
+        "--intercept",
+        action="store_true",
+        help="with --mode: PyTorch's products in the thread that imports it, and in backward passes, are lowprec's",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show at the end which products lowprec ran, and how fast",
     )
     parser.add_argument(
         "-m",
@@ -62,13 +77,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Become the program."""
-    if options.mode is None and not options.guard:
-        raise CommandError("run: give --mode MODE or --guard, before the script or the module")
-    if options.force and options.guard:
-        raise CommandError("run: --force goes with --mode; nothing overrules --guard")
+    mode, guard = options.mode, options.guard
+    if mode is None and not guard and not options.profile:
+        raise CommandError(
+            "run: give --mode MODE, --guard or --profile, before the script or the module"
+        )
+    if options.force and mode is None:
+        why = "nothing overrules --guard" if guard else "give --mode MODE"
+        raise CommandError(f"run: --force goes with --mode; {why}")
+    if options.intercept and mode is None:
+        raise CommandError("run: --intercept goes with --mode; give --mode MODE")
     command = launcher.python_command(_program(options))
-    chosen, force = _in_force(options.mode, options.force)
-    variables = environment.child_environment(launcher.STARTUP, chosen, force=force)
+    force = options.force
+    if mode is not None:
+        mode, force = _in_force(mode, force)
+        guard = mode is None
+    variables = environment.child_environment(
+        launcher.STARTUP,
+        mode,
+        guard=guard,
+        force=force,
+        intercept=options.intercept,
+        profile=options.profile,
+    )
     return launcher.start(command, variables)
 
 
@@ -109,14 +140,12 @@ def _check(script: str) -> None:
 # -- what stands above the command line ------------------------------------------------------------
 
 
-def _in_force(asked: MathMode | None, force: bool) -> tuple[MathMode | None, bool]:
+def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
     """Return the mode (None: the guard) and whether to force it, as far as the environment lets the user choose.
 
     A program under ``lowprec run`` may start another one so; what was imposed on the first holds for the second.
     """
     taken = environment.snapshot()
-    if asked is None:
-        return None, False
     if taken.fp32_guard:
         note(f"lowprec run: LOWPREC_FP32_GUARD overrules --mode {asked}")
         return None, False

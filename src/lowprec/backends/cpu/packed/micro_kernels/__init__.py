@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.cpuinfo import cpu_flags, system_flags
 from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
@@ -123,6 +123,8 @@ def obstacle(kernel: MicroKernel) -> str:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"the {kernel.unit} are used on Linux on x86-64 only"
     absent = sorted(kernel.cpu_flags - cpu_flags())
+    if absent and kernel.cpu_flags <= system_flags():
+        return f"LOWPREC_MAX_CPU_ISA hides the {kernel.unit} of this CPU"
     if absent:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
     # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product

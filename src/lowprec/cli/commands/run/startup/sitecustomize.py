@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 #: The modules to wait for; the libraries' names are the same.
 _LIBRARIES = frozenset(["torch", "jax", "tensorflow", "cupy", "paddle"])
 _GUARD = "fp32_guard"
+_LOWPREC = "lowprec"
 
 
 class _Watcher:
     """A finder that finds what the others find, and has a library's switches set once it is executed."""
 
-    def __init__(self, order: str, home: str) -> None:
+    def __init__(self, order: str, home: str, intercepts: bool, profiles: bool) -> None:
         self.order = order
         self.home = home
+        self.intercepts = intercepts
+        self.profile = None  # type: Any
         self.tells_changes = False
+        self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        if name not in _LIBRARIES:
+        if name not in self.names:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -40,7 +44,18 @@ class _Watcher:
         return None
 
     def library_is_there(self, name: str) -> None:
-        why = self.set_switches(name)
+        if name == _LOWPREC:
+            self.start_profile()
+            return
+        why = self.on_path(self.set_switches, name)
+        if self.intercepts and name == "torch":
+            failure = self.on_path(self.intercept)
+            if failure is not None:
+                _tell(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
+        elif why is None:
+            left = self.on_path(self.without_effect, name)
+            if left:
+                _tell(f"lowprec run --mode {self.order} changes nothing in {name} ({left})")
         if why is None:
             return
         if self.order == _GUARD:
@@ -51,26 +66,59 @@ class _Watcher:
             f"lowprec run --mode {self.order} does not reach {name} ({why}); it keeps its own setting"
         )
 
-    def set_switches(self, name: str) -> "str | None":
-        """Return why the switches could not be set."""
+    def on_path(self, call: "Any", *arguments: "Any") -> "Any":
+        """Call with lowprec on the path; return what the call does, or what it raised in words."""
         # At the end, where it hides nothing: the program need not have lowprec on its path.
         absent = [self.home] if self.home not in sys.path else []
         sys.path += absent
         try:
-            from lowprec.policy import process
-
-            why = process.set_library(name, self.order)
+            return call(*arguments)
         except Exception as error:  # noqa: BLE001 - the program must not break for it
             return f"{type(error).__name__}: {error}"
         finally:
             for path in absent:
                 sys.path.remove(path)
+
+    def set_switches(self, name: str) -> "str | None":
+        """Return why the switches could not be set."""
+        from lowprec.policy import process
+
+        why = process.set_library(name, self.order)
         if why is None and self.order == _GUARD and not self.tells_changes:
             import atexit
 
             self.tells_changes = True
             atexit.register(_tell_changes, process.changes)
         return why
+
+    def without_effect(self, name: str) -> "str | None":
+        """Return what the switches leave alone."""
+        from lowprec.policy import process
+
+        return process.without_effect(name, self.order)
+
+    def intercept(self) -> None:
+        """Take the products of this thread through lowprec until the process ends."""
+        import atexit
+
+        from lowprec.torch.interception import intercept
+
+        seen = intercept("fp32" if self.order == _GUARD else self.order)
+        atexit.register(self.on_path, lambda: _tell(str(seen.report())))
+        seen.__enter__()
+
+    def start_profile(self) -> None:
+        """Record lowprec's products until the process ends."""
+        from lowprec.profiling import profile
+
+        self.profile = profile("of the program")
+        self.profile.__enter__()
+
+    def show_profile(self) -> None:
+        if self.profile is not None:
+            _tell(str(self.profile))
+        elif os.environ.get("LOWPREC_RUN_PROFILE") == str(os.getpid()):
+            _tell("lowprec run --profile: the program did not import lowprec")
 
 
 class _Loader:
@@ -114,11 +162,17 @@ def _start() -> None:
     sys.path_importer_cache.pop(here, None)
     # Without the variable, the program has decided that its child is on its own.
     order = os.environ.get("LOWPREC_RUN")
-    if order:
+    intercepts, profiles = map(os.environ.get, ("LOWPREC_RUN_INTERCEPT", "LOWPREC_RUN_PROFILE"))
+    if order or profiles:
         home = here
         for _ in ("lowprec", "cli", "commands", "run", "startup"):
             home = os.path.dirname(home)
-        sys.meta_path.insert(0, _Watcher(order, home))
+        watcher = _Watcher(order or "", home, bool(intercepts), bool(profiles))
+        sys.meta_path.insert(0, watcher)
+        if profiles:
+            import atexit
+
+            atexit.register(watcher.on_path, watcher.show_profile)
 
 
 _start()

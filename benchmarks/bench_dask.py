@@ -1,0 +1,155 @@
+"""A product of two large Dask arrays on two processes: `dask.array.matmul` beside lowprec's chain over the chunks of k.
+
+usage: python benchmarks/bench_dask.py [--quick] [--output DIR] [--seed N] [--limit BYTES]
+
+Each run has workers of its own. Time and the workers' resident memory are those of the product alone: the operands are
+there before. The error is that of a few rows, against float64. With `--limit` each worker may hold so much before it
+spills to disk, and lowprec's product is run once more under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import common  # isort: skip - sets a variable that must come before NumPy
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+
+import lowprec
+
+VARIANTS = {"dask.array.matmul": da.matmul, "lowprec.matmul": lowprec.matmul}
+#: Against float64: rows of the result that are checked.
+ROWS = 3
+
+
+@contextmanager
+def cluster(limit: str) -> Iterator[Any]:
+    """Two processes of one thread each."""
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, memory_limit=limit, dashboard_address=None
+        ) as made,
+        distributed.Client(made) as client,
+    ):
+        yield client
+
+
+class Peak:
+    """The most memory that the workers had together, in bytes, sampled each 50 ms."""
+
+    def __init__(self, client: Any) -> None:
+        self._pids = list(client.run(_pid).values())
+        self.bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._end.wait(0.05):
+            self.bytes = max(self.bytes, sum(map(resident, self._pids)))
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def resident(pid: int) -> int:
+    """Return the resident memory of a process, in bytes."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, Any]:
+    """Return the time, the memory and the error of one product."""
+    with cluster(limit) as client:
+        rng = da.random.default_rng(seed)
+        x, y = (
+            rng.standard_normal((n, n), chunks=chunk, dtype=np.float32).persist() for _ in range(2)
+        )
+        distributed.wait([x, y])
+        with Peak(client) as peak:
+            start = time.perf_counter()
+            product = VARIANTS[variant](x, y).persist()
+            distributed.wait(product)
+            seconds = time.perf_counter() - start
+        rows = np.linspace(0, n - 1, ROWS).astype(int)
+        found, a = dask.compute(product[rows], x[rows])
+        exact = np.zeros((ROWS, n))
+        for k in range(0, n, chunk):
+            exact += a[:, k : k + chunk].astype(np.float64) @ y[k : k + chunk].compute().astype(
+                np.float64
+            )
+        metrics = client.scheduler_info()["workers"].values()
+        return {
+            "variant": variant,
+            "n": n,
+            "chunk": chunk,
+            "memory_limit": limit,
+            "seconds": seconds,
+            "peak_bytes": peak.bytes,
+            "spilled_bytes": sum(w["metrics"]["spilled_bytes"]["disk"] for w in metrics),
+            "error": float(np.linalg.norm(found - exact) / np.linalg.norm(exact)),
+        }
+
+
+def dask_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how lowprec's product compares, runs without a tight limit alone, and whether the others ended."""
+    free = [r for r in rows if r["memory_limit"] == FREE]
+
+    def ratio(what: str) -> float:
+        middle = [
+            statistics.median(r[what] for r in free if r["variant"] == name) for name in VARIANTS
+        ]
+        return middle[1] / middle[0]
+
+    claims = [
+        common.claim(f"{words}, over dask.array.matmul's", ratio(what), 1.0, at_most=True)
+        for words, what in (("time", "seconds"), ("peak memory", "peak_bytes"), ("error", "error"))
+    ]
+    tight = [r for r in rows if r["memory_limit"] != FREE]
+    if tight:
+        ended = sum(np.isfinite(r["error"]) and r["error"] < 1e-4 for r in tight)
+        claims.append(common.claim("runs under the limit that ended well", ended, len(tight)))
+    return claims
+
+
+FREE = "6GB"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    made = common.parser(__doc__)
+    made.add_argument("--limit", default="1.5GB", help="memory of a worker in the runs that spill")
+    arguments = made.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # workers that are told to end
+    n, chunk, rounds = (400, 100, 1) if arguments.quick else (12_000, 3_000, 3)
+    rows = []
+    for round_ in range(rounds):
+        for variant in VARIANTS:
+            rows.append(run(variant, n, chunk, arguments.seed + round_, FREE))
+            print(rows[-1], flush=True)
+    rows += [run(variant, n, chunk, arguments.seed, arguments.limit) for variant in VARIANTS]
+    common.report("dask", arguments, rows, dask_claims(rows), limit=arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Nested containers of arrays: lists, tuples, named tuples and mappings, with None where there is nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays import is_array
+from lowprec.errors import ArrayError, ShapeError, quoted
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the arrays of a container, in its order.
+
+    Raises
+    ------
+    ArrayError
+        If something in it is neither a container nor an array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> len(leaves({"w": np.ones(2), "layers": [(np.ones(1), None)]}))
+    2
+    """
+    found: list[Any] = []
+    mapped(found.append, tree)
+    return found
+
+
+def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return the keys that lead to each array, in the order of :func:`leaves`; of lists and tuples the numbers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> paths({"norm": [np.ones(1), None, np.ones(1)]})
+    [('norm', '0'), ('norm', '2')]
+    """
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)).items()
+    else:
+        return [above]
+    return [path for key, item in items for path in paths(item, (*above, str(key)))]
+
+
+def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
+    """Return a container of the same structure with the function's results in the place of the arrays.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the array, and the ones in the same place of the other containers.
+    tree : container
+    *others : container
+        Of the same structure.
+    numbers : bool
+        Whether a number of Python's or NumPy's may stand where an array may.
+
+    Raises
+    ------
+    ArrayError
+        If something is neither a container nor an array.
+    ShapeError
+        If another container has another structure.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> mapped(lambda x: x * 2, {"w": np.ones(2), "b": None})
+    {'w': array([2., 2.]), 'b': None}
+    """
+    if tree is None:
+        _check(all(other is None for other in others), tree, others)
+        return None
+    if isinstance(tree, Mapping):
+        _check(
+            all(isinstance(o, Mapping) and o.keys() == tree.keys() for o in others), tree, others
+        )
+        items = {
+            key: mapped(function, item, *(o[key] for o in others), numbers=numbers)
+            for key, item in tree.items()
+        }
+        return items if type(tree) is dict else _like(tree, items)
+    if isinstance(tree, list | tuple):
+        same = all(isinstance(o, list | tuple) and len(o) == len(tree) for o in others)
+        _check(same, tree, others)
+        row = [mapped(function, *item, numbers=numbers) for item in zip(tree, *others, strict=True)]
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*row)
+        return type(tree)(row)
+    if is_array(tree) or (numbers and isinstance(tree, int | float | np.generic)):
+        return function(tree, *others)
+    raise ArrayError(
+        f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "
+        "None may stand where there is no array"
+    )
+
+
+def _like(tree: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class, which may have a state of its own (a ``defaultdict``)."""
+    try:
+        made = copy.copy(tree)
+        for key, item in items.items():
+            made[key] = item
+    except TypeError:  # one that cannot be written
+        return items
+    return made
+
+
+def _check(same: bool, tree: Any, others: Any) -> None:
+    if not same:
+        shapes = " and ".join(quoted(type(other).__name__) for other in others)
+        raise ShapeError(
+            f"containers of different structures: {quoted(type(tree).__name__)} of {_size(tree)} beside {shapes}; "
+            "give both the same keys and lengths"
+        )
+
+
+def _size(tree: Any) -> str:
+    return "nothing" if tree is None else f"{len(tree)}"

@@ -1,0 +1,136 @@
+"""How a loss scale follows from the one before: one rule, for numbers and for arrays in a traced program.
+
+Sources: PyTorch's ``torch.amp.GradScaler`` (its arguments, defaults and arithmetic: the product of the scale and a
+factor is rounded once, to float32); P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from lowprec.amp.errors import SettingError
+from lowprec.errors import quoted
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """When and how the loss scale changes.
+
+    Parameters
+    ----------
+    growth_factor : float
+        The scale is multiplied by it after ``growth_interval`` steps in sequence without Inf or NaN; above 1.
+    backoff_factor : float
+        The scale is multiplied by it after a step with Inf or NaN; between 0 and 1.
+    growth_interval : int
+        At least 1.
+    min_scale, max_scale : float, optional
+        Floor and cap of the scale. jmp has a floor of 1, MXNet a cap of 2^24.
+    dynamic : bool
+        Whether the scale changes at all.
+
+    Raises
+    ------
+    SettingError
+        If a number is out of its range.
+
+    Examples
+    --------
+    >>> rule = ScaleRule(growth_interval=2)
+    >>> rule.next(1024.0, 1, False), rule.next(1024.0, 1, True)
+    ((2048.0, 0), (512.0, 0))
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = None
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("growth_factor", self.growth_factor, self.growth_factor > 1, "above 1")
+        shrinks = 0 < self.backoff_factor < 1
+        _check_number("backoff_factor", self.backoff_factor, shrinks, "between 0 and 1")
+        interval = self.growth_interval
+        is_count = not isinstance(interval, bool) and index(interval) >= 1
+        _check_number("growth_interval", interval, is_count, "an integer from 1 on")
+        for name in ("min_scale", "max_scale"):
+            limit = getattr(self, name)
+            if limit is not None:
+                check_scale(name, limit)
+        if None not in (self.min_scale, self.max_scale) and self.min_scale > self.max_scale:  # type: ignore[operator]
+            raise SettingError(
+                f"min_scale={self.min_scale} is above max_scale={self.max_scale}; exchange them"
+            )
+
+    def next(self, scale: float, tracker: int, found_inf: bool) -> tuple[float, int]:
+        """Return scale and growth tracker after a step, as float32 and int32 have them.
+
+        Parameters
+        ----------
+        scale : float
+        tracker : int
+            How many steps in sequence were without Inf or NaN since the scale changed last.
+        found_inf : bool
+            Whether this step's gradients held Inf or NaN.
+        """
+        if not self.dynamic:
+            return scale, tracker
+        if found_inf:
+            return self.limited(_rounded(scale * self.backoff_factor)), 0
+        if tracker + 1 != self.growth_interval:
+            return scale, tracker + 1
+        grown = _rounded(scale * self.growth_factor)
+        return (self.limited(grown) if math.isfinite(grown) else scale), 0
+
+    def next_traced(self, xp: Any, scale: Any, tracker: Any, found_inf: Any) -> tuple[Any, Any]:
+        """Return what :meth:`next` does for arrays of one element, without a branch on their values."""
+        if not self.dynamic:
+            return scale, tracker
+        shrunk = self._limited_traced(xp, scale * self.backoff_factor)
+        grown = self._limited_traced(xp, scale * self.growth_factor)
+        grown = xp.where(xp.isfinite(scale * self.growth_factor), grown, scale)
+        grows = tracker + 1 == self.growth_interval
+        none = xp.zeros_like(tracker)
+        after = xp.where(found_inf, shrunk, xp.where(grows, grown, scale))
+        return after, xp.where(found_inf, none, xp.where(grows, none, tracker + 1))
+
+    def limited(self, scale: float) -> float:
+        """Return the scale within floor and cap."""
+        if self.max_scale is not None:
+            scale = min(scale, self.max_scale)
+        return scale if self.min_scale is None else max(scale, self.min_scale)
+
+    def _limited_traced(self, xp: Any, scale: Any) -> Any:
+        if self.max_scale is not None:
+            scale = xp.where(scale > self.max_scale, xp.full_like(scale, self.max_scale), scale)
+        if self.min_scale is not None:
+            scale = xp.where(scale < self.min_scale, xp.full_like(scale, self.min_scale), scale)
+        return scale
+
+
+def _rounded(value: float) -> float:
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
+def _check_number(name: str, value: Any, legal: bool, words: str) -> None:
+    if not (legal and math.isfinite(value)):
+        raise SettingError(f"{name} is {words}, got {quoted(value)}")
+
+
+def check_scale(name: str, value: Any) -> float:
+    """Return a scale as float32 holds it; raise :class:`SettingError` if it is no positive number of float32."""
+    try:
+        found = _rounded(float(value))
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise SettingError(f"{name} is a positive number that float32 holds, got {quoted(value)}")
+    return found

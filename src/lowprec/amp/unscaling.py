@@ -1,0 +1,278 @@
+"""Gradients divided by the scale, with the look for Inf and NaN in the same pass, library by library.
+
+What is found stays where the arrays are: nothing here waits for a GPU. Whether a gradient is finite is asked of the
+gradient as it came, before the division, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowprec.amp.casts import dtype_name, shape_of
+from lowprec.amp.containers import leaves, mapped
+from lowprec.amp.errors import GradientTypeError
+from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.namespaces import array_module
+from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.errors import ArrayError, DTypeError, ShapeError
+
+#: Element types of gradients.
+DTYPES = ("float32", "float64", "bfloat16")
+
+#: Elements per block of NumPy's way: source, result and what is found fit the second-level cache together.
+_BLOCK = 1 << 16
+
+#: Elements that a thread takes at a time, and below which there is one thread.
+_PIECE = 1 << 20
+
+#: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
+_PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
+
+_KERNELS = "lowprec.amp.unscale_kernels"
+
+
+def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
+    """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
+
+    Parameters
+    ----------
+    grads : container of arrays
+    scale : float
+    out : container of arrays, optional
+        Receives the results; it may be ``grads``.
+
+    Returns
+    -------
+    container of arrays
+    list
+        One flag per library and device; ``bool`` of a flag waits for its device.
+    """
+    arrays = leaves(grads)
+    targets = [None] * len(arrays) if out is None else _targets(grads, out)
+    for array, target in zip(arrays, targets, strict=True):
+        _check(array, target)
+    # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
+    inverse = np.float32(1.0 / scale)
+    groups: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        groups.setdefault(_group(array), []).append(i)
+    results: list[Any] = [None] * len(arrays)
+    flags = []
+    for (library, *_), members in groups.items():
+        work = _WORK.get(library, _by_namespace)
+        own = [targets[i] for i in members]
+        found, flag = work([arrays[i] for i in members], own, inverse)
+        flags.append(flag)
+        for i, result in zip(members, found, strict=True):
+            results[i] = result
+    if out is not None:
+        return out, flags
+    following = iter(results)
+    return mapped(lambda _: next(following), grads), flags
+
+
+def _targets(grads: Any, out: Any) -> list[Any]:
+    found: list[Any] = []
+    mapped(lambda _, target: found.append(target), grads, out)
+    return found
+
+
+def _group(array: Any) -> tuple[str, str]:
+    """Return what makes gradients one group: their library, and for PyTorch and CuPy their device."""
+    library = library_name(array)
+    if library == "dlpack" and hasattr(array, "__array_namespace__"):
+        library = type(array).__module__.partition(".")[0]
+    return library, str(getattr(array, "device", "")) if library in ("torch", "cupy") else ""
+
+
+def _check(array: Any, target: Any) -> None:
+    name = dtype_name(array)
+    if name == "float16":
+        raise GradientTypeError(
+            "float16 gradients must not be unscaled: what is small is lost again. Keep master weights in float32 "
+            "(lowprec.amp.MasterWeights) and cast their gradients to float32 first"
+        )
+    if name not in DTYPES:
+        raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
+    if getattr(array, "is_sparse", False):
+        raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
+    if target is None:
+        return
+    if type(target) is not type(array) or dtype_name(target) != name:
+        raise DTypeError(
+            f"out holds {type(target).__name__} of {dtype_name(target)} beside a gradient that is "
+            f"{type(array).__name__} of {name}; make both alike"
+        )
+    if shape_of(target) != shape_of(array):
+        raise ShapeError(
+            f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}"
+        )
+
+
+# -- NumPy, and what is known only by DLPack ------------------------------------------------------
+
+
+def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    results = [
+        np.empty_like(x, subok=False) if out is None else out
+        for x, out in zip(arrays, targets, strict=True)
+    ]
+    for out in results:
+        if not out.flags.writeable:
+            raise ArrayError("out is read-only; pass an array that may be written")
+    pairs = list(zip(arrays, results, strict=True))
+    found: list[bool] = [_strided(x, out, inverse) for x, out in pairs if not _is_flat(x, out)]
+    flat = [(x.ravel("K"), out.ravel("K")) for x, out in pairs if _is_flat(x, out)]
+    _run(flat, inverse, found)
+    return results, any(found)
+
+
+def _is_flat(x: Any, out: Any) -> bool:
+    """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
+    same = x.ctypes.data == out.ctypes.data
+    one_run = x.flags.forc and x.strides == out.strides
+    return one_run and (same or not np.may_share_memory(x, out))
+
+
+def _strided(x: Any, out: Any, inverse: Any) -> bool:
+    found = not np.isfinite(x).all()
+    with np.errstate(all="ignore"):
+        out[...] = x * x.dtype.type(inverse)
+    return bool(found)
+
+
+def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> None:
+    elements = sum(x.size for x, _ in flat)
+    loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
+    compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.has_kernels()
+    # Taking the next element of a list's iterator is atomic.
+    pieces = iter(
+        [
+            (x[first : first + _PIECE], out[first : first + _PIECE])
+            for x, out in flat
+            for first in range(0, x.size, _PIECE)
+        ]
+    )
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for x, out in pieces:
+                kernel = _kernel(x.dtype.name) if compiled else None
+                step = functools.partial(_by_kernel, kernel) if kernel else _by_blocks
+                if step(x, out, inverse):
+                    found.append(True)
+
+    threads.run(work, threads.num_threads() if elements > _PIECE else 1)
+
+
+@functools.cache
+def _kernel(dtype: str) -> Any:
+    from lowprec.amp import unscale_kernels
+
+    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.DTYPES else None
+
+
+def _by_kernel(kernel: Any, x: Any, out: Any, inverse: Any) -> bool:
+    factor = np.array(inverse, x.dtype)
+    with buffers.borrow(64) as scratch:
+        flag = kernel(x.ctypes.data, out.ctypes.data, x.size, factor.ctypes.data, scratch)
+    return bool(flag)
+
+
+def _by_blocks(x: Any, out: Any, inverse: Any) -> bool:
+    found = False
+    for first in range(0, x.size, _BLOCK):
+        piece = slice(first, first + _BLOCK)
+        found |= not np.isfinite(x[piece]).all()
+        if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+            out[piece] = x[piece].astype(np.float32) * inverse
+        else:
+            np.multiply(x[piece], x.dtype.type(inverse), out=out[piece])
+    return found
+
+
+def _by_dlpack(
+    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
+) -> tuple[list[Any], Any]:
+    views = [library_of(x).view(x) for x in arrays]
+    if not all(view.device.is_host for view in views):
+        raise ArrayError(
+            "gradients that are known only by DLPack are unscaled in host memory; pass arrays of PyTorch, JAX or "
+            "CuPy, for example by their from_dlpack"
+        )
+    own = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
+    results, flag = _by_numpy([view.ndarray() for view in views], own, inverse)
+    return [DLPackArray(x) for x in results], flag
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+
+def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    torch: Any = sys.modules["torch"]
+    device = arrays[0].device
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    factor = torch.full((), float(inverse), dtype=torch.float32, device=device)
+    results = []
+    with torch.no_grad():
+        by_dtype: dict[Any, list[Any]] = {}
+        for x, out in zip(arrays, targets, strict=True):
+            if out is None:
+                result = x.detach().clone()
+            elif out is x:
+                result = out
+            else:
+                result = out.copy_(x)
+            results.append(result)
+            by_dtype.setdefault(result.dtype, []).append(result.detach())
+        # One kernel for all tensors of an element type.
+        for group in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+    return results, flag
+
+
+def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    if any(out is not None for out in targets):
+        raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
+    return _jax_program()(list(arrays), inverse)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _jax_program() -> Any:
+    jax: Any = sys.modules["jax"]
+    xp = jax.numpy
+
+    def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
+        found = [xp.any(~xp.isfinite(x)) for x in arrays]
+        # A bfloat16 is multiplied in float32 and rounded once.
+        return [(x * inverse).astype(x.dtype) for x in arrays], functools.reduce(
+            xp.logical_or, found
+        )
+
+    return jax.jit(program)
+
+
+def _by_namespace(
+    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
+) -> tuple[list[Any], Any]:
+    """Multiply and look in two passes, by the functions of the Array API."""
+    results, flag = [], None
+    for x, out in zip(arrays, targets, strict=True):
+        xp = array_module(x)
+        found = xp.any(~xp.isfinite(x))
+        flag = found if flag is None else xp.logical_or(flag, found)
+        result = x * float(inverse)
+        if out is not None:
+            out[...] = result
+            result = out
+        results.append(result)
+    return results, flag
+
+
+_WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "jax": _by_jax}

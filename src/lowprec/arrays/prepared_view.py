@@ -1,0 +1,130 @@
+"""Views of prepared operands: lowprec's own copy of an array, and what kernels have made of it.
+
+Whatever is computed from such a view could be computed from its elements. Backends that make something of ``b`` which
+does not depend on ``a`` keep it here, by a key of everything that it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.device_memory import LEGACY_STREAM, provider
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.view import ArrayView, Device
+from lowprec.errors import ArrayError
+from lowprec.formats import DType
+
+
+class Form(NamedTuple):
+    """What a kernel made of an operand: rounded, split or packed."""
+
+    value: Any
+    nbytes: int
+
+
+class PreparedView(ArrayView):
+    """A view of memory that nobody writes, with the forms that kernels keep of it.
+
+    Parameters
+    ----------
+    view : ArrayView
+        Of the copy.
+    mode : str
+        In which products keep what they make of it.
+    forms : dict
+        By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
+        first together make a form each, and the dictionary keeps one.
+    """
+
+    __slots__ = ("forms", "mode")
+
+    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form]) -> None:
+        super().__init__(
+            view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
+        )
+        self.mode = mode
+        self.forms = forms
+
+    def ndarray(self) -> NDArray[Any]:
+        """Return the copy itself. Host memory only."""
+        array: NDArray[Any] = self.owner if self.device.is_host else super().ndarray()
+        return array
+
+    def form(self, key: Any, make: Callable[[], Form]) -> Any:
+        """Return a form, made if it is not there."""
+        found = self.forms.get(key)
+        if found is None:
+            found = self.forms.setdefault(key, make())
+        return found.value
+
+    @property
+    def transposed(self) -> PreparedView:
+        """The same memory with the last two axes exchanged, and the same forms."""
+        if self.device.is_host:
+            return PreparedView(host_view(self.owner.swapaxes(-1, -2)), self.mode, self.forms)
+        turned = ArrayView(
+            self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
+        )  # fmt: skip
+        return PreparedView(turned, self.mode, self.forms)
+
+
+def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
+    return (*extents[:-2], extents[-1], extents[-2])
+
+
+class PreparedLibrary(Library):
+    """Stands for the library of an operand in a product's call; results are never its arrays."""
+
+    name = "lowprec"
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view that passes for an array."""
+        view: ArrayView = array
+        return view
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Refused: results are like ``a``, which no prepared operand is."""
+        raise ArrayError("a prepared operand is no array of which a result could be one")
+
+
+def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
+    """Return the view of a copy with the same strides, in the order of a stream where there are any, and ready.
+
+    The strides decide how a library multiplies, and so does the alignment of the first element.
+    """
+    if view.device.is_host:
+        return host_view(_host_copy(view))
+    device, (first, last) = view.device, view.extent()
+    memory, stream = provider(device), stream or LEGACY_STREAM
+    before = first % _ALIGNMENT_BYTES
+    block = memory.allocate(last - first + before, device, stream)
+    if last > first:
+        memory.copy(first, block.address + before, last - first, device, stream)
+        memory.synchronize(stream, device)
+    address = block.address + before + view.address - first
+    return ArrayView(view.dtype, view.shape, view.strides, device, block, True, address)
+
+
+_ALIGNMENT_BYTES = 256
+
+
+def _host_copy(view: ArrayView) -> NDArray[Any]:
+    """Return a copy of the elements alone; where large gaps lie between them, the system gives no memory."""
+    if not view.size:
+        return np.empty(view.shape, view.ndarray().dtype)
+    first, last = view.extent()
+    memory = np.empty(last - first + 2 * _ALIGNMENT_BYTES, np.uint8)
+    start = (first - memory.ctypes.data) % _ALIGNMENT_BYTES + view.address - first
+    x = view.ndarray()
+    copy: NDArray[Any] = np.ndarray(x.shape, x.dtype, memory, start, x.strides)
+    once = tuple(slice(1) if step == 0 else slice(None) for step in x.strides)
+    copy[once] = x[once]
+    copy.flags.writeable = False
+    return copy

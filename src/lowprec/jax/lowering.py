@@ -1,0 +1,153 @@
+"""What the primitive becomes: operations of XLA's own, which it fuses, partitions among devices and exports.
+
+On the CPU operands are rounded and split here and multiplied in FP32: XLA accepts some ``DotAlgorithmPreset`` there and
+ignores them. On NVIDIA GPUs the preset of the mode is asked for, with operands that were rounded here where there is
+one product; products of float16 parts are split here. Complex operands are split on either, and multiplied in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import reshard
+
+from lowprec import formats
+from lowprec.formats import DType, dtype_from_name
+from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
+from lowprec.modes import MathMode, ModeRow, row
+from lowprec.planning.schedule import make_schedule
+
+#: As of ``lax.dot_general``: the axes of each operand that are summed, and those of the batch.
+Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+#: By the name of the format of 16-bit data.
+_PRESETS_16_BIT = {"float16": "F16_F16_F32", "bfloat16": "BF16_BF16_F32"}
+
+
+def kept(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of an operand that are neither summed nor of the batch."""
+    return tuple(axis for axis in range(ndim) if axis not in contracted and axis not in batch)
+
+
+class Shape(NamedTuple):
+    """Which axes are multiplied, and how the result is to be sharded; None for as JAX finds."""
+
+    dimensions: Dimensions
+    out_sharding: Any = None
+
+
+def on_cpu(
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    mode: str,
+    out_dtype: str,
+    **_: Any,
+) -> Any:
+    """Multiply with what XLA does on every platform."""
+    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=False)
+
+
+def on_gpu(
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    mode: str,
+    out_dtype: str,
+    **_: Any,
+) -> Any:
+    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
+    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=True)
+
+
+def _multiply(a: Any, b: Any, shape: Shape, mode: str, out_dtype: str, *, on_gpu: bool) -> Any:
+    storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
+    if storage is DType.INT8:
+        return _dot(a, b, shape, None, "int32")
+    if storage.bits == 16:
+        preset = _PRESETS_16_BIT[storage.label]
+        if not on_gpu:
+            preset, a, b = "F32_F32_F32", a.astype(jnp.float32), b.astype(jnp.float32)
+        return _dot(a, b, shape, preset, "float32").astype(out_dtype)
+    if not storage.is_single_precision:
+        return _dot(a, b, shape, None, storage.label)
+    if found.widens:
+        return _widened(a, b, shape)
+    if found.operand_format is formats.FLOAT32:
+        return _fp32(a, b, shape)
+    if on_gpu and found.jax_preset and not storage.is_complex and found.data is not DType.FLOAT16:
+        if found.parts == 1:
+            a, b = round_to(a, found.operand_format), round_to(b, found.operand_format)
+        return _dot(a, b, shape, found.jax_preset, storage.label)
+    return _of_parts(a, b, shape, found, on_gpu=on_gpu)
+
+
+def _dot(a: Any, b: Any, shape: Shape, preset: str | None, result: str) -> Any:
+    return lax.dot_general(
+        a,
+        b,
+        shape.dimensions,
+        precision=lax.Precision.HIGHEST if preset is None else lax.DotAlgorithmPreset[preset],
+        preferred_element_type=np.dtype(result),
+        out_sharding=shape.out_sharding,
+    )
+
+
+def _fp32(a: Any, b: Any, shape: Shape) -> Any:
+    # Presets know no complex numbers.
+    preset = None if jnp.iscomplexobj(a) else "F32_F32_F32"
+    return _dot(a, b, shape, preset, str(a.dtype))
+
+
+def _widened(a: Any, b: Any, shape: Shape) -> Any:
+    """Multiply in FP64 and round once; whether JAX's user has 64-bit types or not."""
+    narrow = a.dtype
+    with jax.enable_x64(True):
+        wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
+        a, b = (lax.convert_element_type(x, wide) for x in (a, b))
+        return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
+
+
+def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
+    summed, exponents = shape.dimensions[0], None
+    fp16 = found.operand_format is formats.FLOAT16
+    if fp16 and (on_gpu or found.parts > 1):
+        (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), summed, strict=True))
+        exponents = _outer_sum(of_a, of_b, shape)
+    dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, shape)  # noqa: E731
+    if fp16 and on_gpu and not jnp.iscomplexobj(a):
+        # The values are float16's: the cast changes none of them.
+        dot = lambda x, y: _dot(  # noqa: E731
+            x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
+        )
+    parts_of_a, parts_of_b = split(a, found), split(b, found)
+    total = None
+    for product in make_schedule(found, (True, True), k=1):
+        term = dot(parts_of_a[product.a_part], parts_of_b[product.b_part])
+        if product.factor != 1:
+            term = term * product.factor
+        total = term if total is None else total + term
+    return total if exponents is None else times_power_of_two(total, -exponents, 3)
+
+
+def _outer_sum(of_a: Any, of_b: Any, shape: Shape) -> Any:
+    """Return the sums of two operands' exponents, as the result has its axes: batch, of ``a``, of ``b``."""
+    (contract_a, contract_b), (batch_a, batch_b) = shape.dimensions
+    kept_a = kept(of_a.ndim, contract_a, batch_a)
+    kept_b = kept(of_b.ndim, contract_b, batch_b)
+    of_a = jnp.transpose(of_a, (*batch_a, *kept_a, *contract_a))
+    of_b = jnp.transpose(of_b, (*batch_b, *kept_b, *contract_b))
+    batch, rows = of_a.shape[: len(batch_a)], of_a.shape[len(batch_a) :][: len(kept_a)]
+    columns = of_b.shape[len(batch_b) :][: len(kept_b)]
+    of_a = of_a.reshape(*batch, *rows, *(1 for _ in columns))
+    found = of_a + of_b.reshape(*batch, *(1 for _ in rows), *columns)
+    return found if shape.out_sharding is None else reshard(found, shape.out_sharding)

@@ -1,0 +1,219 @@
+"""``lowprec_dot_general``: the product as a primitive of JAX's, with the rules of its transformations.
+
+Its dimensions are those of ``lax.dot_general``, so that every product that comes out of a transformation is one again.
+``mode`` is the mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lowprec import policy
+from lowprec.errors import DeviceError
+from lowprec.formats import dtype_from_name, promote
+from lowprec.jax.lowering import Dimensions, kept, on_cpu, on_gpu
+
+_product_p = Primitive("lowprec_dot_general")
+
+
+def dot_general(
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    mode: str,
+    backward_mode: str,
+    out_dtype: str,
+    out_sharding: Any = None,
+) -> Any:
+    """Multiply two arrays of one element type, as ``lax.dot_general`` does, in a mode.
+
+    Under ``shard_map`` each operand is first made to vary over the axes of the mesh over which the other does: that is
+    what the transposition of the gradients' sum over devices comes from.
+    """
+    over_a, over_b = _varying(a), _varying(b)
+    if over_b - over_a:
+        a = lax.pcast(a, tuple(over_b - over_a), to="varying")
+    if over_a - over_b:
+        b = lax.pcast(b, tuple(over_a - over_b), to="varying")
+    return _product_p.bind(
+        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
+        out_sharding=out_sharding,
+    )  # fmt: skip
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """Return the axes of a mesh over which an array varies under ``shard_map``."""
+    kind = jax.typeof(x)
+    found = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return frozenset(found)
+
+
+@_product_p.def_abstract_eval
+def _abstract(
+    a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
+) -> Any:
+    """Return shape, type, sharding and manual axes of the result as ``lax.dot_general`` has them."""
+    kind, _ = lax.dot_general_p.abstract_eval(
+        a,
+        b,
+        dimension_numbers=dimensions,
+        precision=None,
+        preferred_element_type=np.dtype(out_dtype),
+        out_sharding=out_sharding,
+    )
+    return kind
+
+
+# -- computed at once, and lowered ----------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(**params: Any) -> Any:
+    forms = {
+        "cpu": functools.partial(on_cpu, **params),
+        "cuda": functools.partial(on_gpu, **params),
+    }
+    return jax.jit(lambda a, b: lax.platform_dependent(a, b, **forms))
+
+
+@_product_p.def_impl
+def _compute(a: Any, b: Any, **params: Any) -> Any:
+    sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
+    if len(sets) == 2 and sets[0] != sets[1]:
+        raise DeviceError(
+            f"the operands are on {sets[0]} and on {sets[1]}; put one where the other is, by jax.device_put"
+        )
+    return _compiled(**params)(a, b)
+
+
+for _platform, _form in (("cpu", on_cpu), ("cuda", on_gpu)):
+    mlir.register_lowering(
+        _product_p, mlir.lower_fun(_form, multiple_results=False), platform=_platform
+    )
+
+
+# -- derivatives: the product is linear in each operand -------------------------------------------
+
+
+def _gradient_of_a(
+    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, backward_mode: str, **_: Any
+) -> Any:
+    (contracted, other_contracted), (batch, other_batch) = dimensions
+    rows = kept(a.aval.ndim, contracted, batch)
+    columns = kept(b.ndim, other_contracted, other_batch)
+    last = tuple(range(gradient.ndim - len(columns), gradient.ndim))
+    return _gradient(gradient, b, a.aval, (last, columns), (batch, other_batch), rows,
+                     (contracted, other_contracted), backward_mode)  # fmt: skip
+
+
+def _gradient_of_b(
+    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, backward_mode: str, **_: Any
+) -> Any:
+    (other_contracted, contracted), (other_batch, batch) = dimensions
+    rows = kept(a.ndim, other_contracted, other_batch)
+    columns = kept(b.aval.ndim, contracted, batch)
+    middle = tuple(range(len(batch), len(batch) + len(rows)))
+    return _gradient(gradient, a, b.aval, (middle, rows), (batch, other_batch), columns,
+                     (contracted, other_contracted), backward_mode)  # fmt: skip
+
+
+def _gradient(
+    gradient: Any,
+    other: Any,
+    aval: Any,
+    summed: tuple[tuple[int, ...], tuple[int, ...]],
+    batches: tuple[tuple[int, ...], tuple[int, ...]],
+    free: tuple[int, ...],
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    backward_mode: str,
+) -> Any:
+    """Return the gradient of an operand: the product with the other one over the axes that only that one has.
+
+    Parameters
+    ----------
+    gradient, other
+        The result's gradient, and the other operand.
+    aval
+        Shape and type of the operand.
+    summed
+        Axes of ``gradient`` and ``other`` that are summed.
+    batches, contracted
+        Those of the operand and of ``other``, in the forward product.
+    free
+        Axes that only the operand has.
+    backward_mode
+        A guard that is open now stands above it.
+    """
+    mode = policy.resolve(backward_mode).mode.value
+    dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
+    x, y = (v.astype(dtype.label) for v in (gradient, other))
+    # What is left of the other operand are the axes that were summed, in that one's order.
+    in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
+    axes = [*batches[0], *free, *in_order]
+    found = dot_general(
+        x, y, dimensions=(summed, (tuple(range(len(batches[0]))), batches[1])),
+        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
+        out_sharding=_explicit_sharding(aval, axes),
+    )  # fmt: skip
+    return lax.transpose(found, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)
+
+
+def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
+    """Return the sharding of an operand with its axes in this order, None where its mesh has no explicit axes.
+
+    Without it JAX would not know how to sum a gradient over devices.
+    """
+    mesh = aval.sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    return NamedSharding(mesh, PartitionSpec(*(aval.sharding.spec[axis] for axis in axes)))
+
+
+ad.defbilinear(_product_p, _gradient_of_a, _gradient_of_b)
+
+
+# -- vmap -----------------------------------------------------------------------------------------
+
+
+def _batched(
+    operands: tuple[Any, Any],
+    mapped: tuple[int | None, int | None],
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    **rest: Any,
+) -> tuple[Any, int]:
+    """Return the product of operands with a further axis: one of the batch where both have it, else a free one."""
+    (summed_a, summed_b), (batch_a, batch_b) = dimensions
+    of_a, of_b = mapped
+    summed_a, batch_a = _shifted(summed_a, of_a), _shifted(batch_a, of_a)
+    summed_b, batch_b = _shifted(summed_b, of_b), _shifted(batch_b, of_b)
+    a, b = operands
+    if of_a is not None and of_b is not None:
+        batch_a, batch_b, place = (of_a, *batch_a), (of_b, *batch_b), 0
+    elif of_a is not None:
+        place = len(batch_a) + kept(a.ndim, summed_a, batch_a).index(of_a)
+    else:
+        place = a.ndim - len(summed_a) + kept(b.ndim, summed_b, batch_b).index(cast(int, of_b))
+    if out_sharding is not None:
+        spec = list(out_sharding.spec)
+        out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:place], None, *spec[place:]))
+    wider = ((summed_a, summed_b), (batch_a, batch_b))
+    return dot_general(a, b, dimensions=wider, out_sharding=out_sharding, **rest), place
+
+
+def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
+    """Return the axes of an operand that has one more, the mapped one."""
+    return axes if mapped is None else tuple(axis + (axis >= mapped) for axis in axes)
+
+
+batching.primitive_batchers[_product_p] = _batched

@@ -1,0 +1,144 @@
+"""Operands rounded and split as the modes say, in operations that every transformation and compiler of XLA's keeps.
+
+Rounding is integer arithmetic on the bits of float32. A cast to a narrow type and back is no rounding to XLA, which may
+leave it out. ``lax.reduce_precision`` it keeps, but that flushes the subnormal numbers of float16, and sends the ties
+of TF32 to even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lowprec import formats
+from lowprec.formats import NumberFormat
+from lowprec.modes import ModeRow
+
+#: The largest magnitude of a scaled row lies in [2^14, 2^15), in the top binade but one of float16.
+_TOP_EXPONENT = 14
+
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def _bits(x: Any) -> Any:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: Any) -> Any:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _unless_nan(rounded: Any, bits: Any) -> Any:
+    """Return what was rounded, but NaN where it was: the carry of its payload reaches the exponent or the sign."""
+    return _float(jnp.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC00000, rounded))
+
+
+def _to_tf32(x: Any) -> Any:
+    bits = _bits(x)
+    return _unless_nan((bits + 0x1000) & ~0x1FFF, bits)
+
+
+def _to_bfloat16(x: Any) -> Any:
+    bits = _bits(x)
+    return _unless_nan((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF, bits)
+
+
+def _to_float16(x: Any) -> Any:
+    bits = _bits(x)
+    size = bits & _MAGNITUDE
+    normal = (bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF
+    # 65520 is halfway between the largest float16 and 2^16.
+    overflows = size >= 0x477FF000
+    normal = jnp.where(overflows, (bits & ~_MAGNITUDE) | _INFINITY, normal)
+    # Below 2^-14 the numbers of float16 are the multiples of 2^-24.
+    steps = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
+    small = _bits(steps * 2.0**-24)
+    return _unless_nan(jnp.where(size < 0x38800000, small, normal), bits)
+
+
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    formats.TF32.name: _to_tf32,
+    formats.BFLOAT16.name: _to_bfloat16,
+    formats.FLOAT16.name: _to_float16,
+}
+
+
+def round_to(x: Any, to: NumberFormat) -> Any:
+    """Return float32 or complex64 numbers rounded to a format; the values stay in their type.
+
+    Parameters
+    ----------
+    x : jax.Array
+        dtype float32 or complex64.
+    to : NumberFormat
+        TF32 (ties away from zero), bfloat16 or float16 (ties to even).
+
+    Returns
+    -------
+    jax.Array
+        Of the shape and dtype of ``x``.
+
+    Examples
+    --------
+    >>> round_to(jnp.float32(1 + 2**-11), formats.TF32) == 1 + 2**-10
+    Array(True, dtype=bool)
+    """
+    return each_component(_ROUNDINGS[to.name], x)
+
+
+def each_component(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return the function of an array, of its real and its imaginary part where it is complex."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(function(x.real), function(x.imag))
+    return function(x)
+
+
+def split(x: Any, row: ModeRow) -> list[Any]:
+    """Return the parts of an operand that a mode multiplies, the sum of all last where the mode has it.
+
+    Infinities and NaN leave NaN in the second part, so that every sum they enter is NaN.
+    """
+    parts = [round_to(x, row.operand_format)]
+    rest = x
+    for _ in range(row.parts - 1):
+        rest = (rest - parts[-1]) * 2.0**row.part_exponent
+        parts.append(round_to(rest, row.operand_format))
+    if row.sums_parts:
+        parts.append(round_to(parts[0] + parts[1], row.operand_format))
+    return parts
+
+
+def _power_of_two(exponent: Any) -> Any:
+    return _float((exponent + 127) << 23)
+
+
+def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
+    """Return ``x * 2**exponent`` in as many factors as keep each of them within float32."""
+
+    def multiplied(real: Any) -> Any:
+        done = jnp.int32(0)
+        for step in range(1, steps + 1):
+            upto = exponent * step // steps
+            real, done = real * _power_of_two(upto - done), upto
+        return real
+
+    return each_component(multiplied, x)
+
+
+def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return ``x`` times 2^e, exactly, and the exponents e, which are shared along ``axes``; 0 for zeros alone.
+
+    What is not finite has no say in the exponent. The exponents keep ``axes`` with length one.
+    """
+    sizes = [
+        _bits(part) & _MAGNITUDE for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
+    ]
+    sizes = [jnp.where(size >= _INFINITY, 0, size) for size in sizes]
+    largest = sizes[0] if len(sizes) == 1 else jnp.maximum(*sizes)
+    binade = jnp.max(largest, axis=axes, keepdims=True, initial=0) >> 23
+    exponent = jnp.where(binade == 0, 0, _TOP_EXPONENT + 127 - binade)
+    return times_power_of_two(x, exponent, 2), exponent

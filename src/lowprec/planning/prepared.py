@@ -1,0 +1,51 @@
+"""Whether a product keeps what it makes of a prepared operand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowprec.formats import DType
+from lowprec.planning.reasons import Reason, Why
+
+if TYPE_CHECKING:
+    from lowprec.planning.plan import GemmPlan
+
+
+def is_kept(plan: GemmPlan, prepared_for: str) -> bool:
+    """Whether what a product in this plan makes of ``b``, prepared for a mode, is kept for the next one."""
+    return _why(plan, prepared_for) is Why.KEPT
+
+
+def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
+    """Return the same as a reason, why or why not."""
+    return Reason.of(
+        _why(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for
+    )
+
+
+def _why(plan: GemmPlan, prepared_for: str) -> Why:
+    kernel = plan.kernel_row
+    if plan.mode_has_effect and plan.mode != prepared_for:
+        return Why.PREPARED_FOR_ANOTHER_MODE
+    if not kernel.keeps_b:
+        return Why.NOT_KEPT
+    if kernel.micro_kernel:
+        return _why_packed(plan)
+    return Why.KEPT if _converts_b(plan) else Why.NOTHING_TO_KEEP
+
+
+def _why_packed(plan: GemmPlan) -> Why:
+    out = plan.layout.out
+    if plan.layout.batch_count > 1:
+        return Why.BATCH_OF_PRODUCTS
+    if out.row_stride == 1 and out.col_stride != 1:
+        return Why.TRANSPOSED_RESULT
+    return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
+
+
+def _converts_b(plan: GemmPlan) -> bool:
+    """Whether ``b`` is not multiplied as it lies there; int8 is, whatever it is held in."""
+    if not plan.flops or plan.compute_dtype is DType.INT8:
+        return False
+    rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format
+    return rounds or plan.problem.b.dtype is not plan.accumulator

@@ -1,0 +1,199 @@
+"""Every product of an unmodified model by lowprec: a mode of PyTorch's that sees its operators below autograd."""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowprec import dispatch, policy
+from lowprec.errors import (
+    ArrayError,
+    DeviceError,
+    DTypeError,
+    LowprecError,
+    ShapeError,
+    UnsupportedError,
+)
+from lowprec.modes import MathMode, parse_mode
+from lowprec.policy.switches import Block, hold, release
+from lowprec.torch.attention import CONTROLLER
+from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+from lowprec.torch.products import ACTED_ON, Form, Terms, form_of
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+#: What is raised before any work is done: PyTorch multiplies then.
+_REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
+
+_Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
+
+
+class intercept:
+    """Take the products of PyTorch's own operators through lowprec, inside a ``with`` block.
+
+    Taken are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that PyTorch
+    makes of them: ``matmul``, ``linear``, ``einsum``, layers, attention (in its plain form, to which the block switches
+    the process), under ``torch.inference_mode`` too. Products on whose element types no mode acts, and those inside
+    fused kernels, are left to PyTorch; :meth:`report` names them.
+
+    The block sees the operators that run inside it, in this thread and in the threads of a backward pass that it
+    starts. A backward pass after the block is PyTorch's own. What ``torch.compile`` would compile runs as it is, as
+    under every such mode of PyTorch's; :func:`inductor_options` is for compiled models.
+
+    Parameters
+    ----------
+    math_mode : str or MathMode
+        Of the products; an ``fp32_guard`` stands above it.
+
+    Raises
+    ------
+    ModeError
+        If there is no such mode.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.Linear(4, 2)
+    >>> with intercept("bf16") as seen:
+    ...     layer(torch.ones(3, 4)).sum().backward()
+    >>> [(p.operator, p.backward, p.count) for p in seen.report().taken]
+    [('addmm', False, 1), ('mm', True, 1)]
+    """
+
+    def __init__(self, math_mode: str | MathMode) -> None:
+        self.math_mode = parse_mode(math_mode)
+        self._mode = _Intercepting(self.math_mode)
+        self._blocks: list[Block] = []
+
+    def __enter__(self) -> intercept:
+        block = Block()
+        try:
+            hold(block, [CONTROLLER], MathMode.FP32, False)
+            self._mode.__enter__()
+            self._blocks.append(block)
+            return self
+        except BaseException:
+            release(block)
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._mode.__exit__(*exception)
+        finally:
+            release(self._blocks.pop())
+
+    def report(self) -> InterceptionReport:
+        """Return which products were taken so far, and which passed by and why."""
+        return self._mode.report()
+
+    def __repr__(self) -> str:
+        return f"lowprec.torch.intercept({self.math_mode.value!r})"
+
+
+class _Intercepting(TorchDispatchMode):
+    def __init__(self, math_mode: MathMode) -> None:
+        super().__init__()
+        self._math_mode = math_mode
+        # By thread too, so that each thread writes its own entries and no lock is needed.
+        self._counts: dict[tuple[int, _Key], int] = {}
+        self._records_grad = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        form = form_of(func)
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            # A subclass splits the operator into those of the tensors it holds, and this mode sees them. A fake one
+            # holds none: it stands for a shape, as where a DTensor's is worked out.
+            is_fake = any(issubclass(t, FakeTensor) for t in types)
+            return func(*args, **kwargs) if is_fake else NotImplemented
+        if form is None:
+            return func(*args, **kwargs)
+        if form.decomposes:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if form.terms is None:
+            found = func(*args, **kwargs)
+            self._count(form.name, (*args, *kwargs.values()), "", form.passed_by)
+            return found
+        return self._multiply(form, func, args, kwargs)
+
+    def _multiply(self, form: Form, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = dict(kwargs)
+        out = given.pop("out", None)
+        assert form.terms is not None
+        terms = form.terms(*args, **given)
+        operands = (terms.a, terms.b)
+        why, detail = PassedBy.ELEMENT_TYPE, ""
+        if all(x.dtype in ACTED_ON and x.dtype == terms.a.dtype for x in operands):
+            try:
+                mode = policy.resolve(self._math_mode).mode.value
+                found = _product(terms, mode)
+            except LowprecError as error:
+                if not isinstance(error, _REFUSALS):
+                    raise
+                why, detail = PassedBy.REFUSED, str(error)
+            else:
+                self._count(form.name, operands, mode, None)
+                return _stored(found, args[0] if form.in_place else out)
+        result = func(*args, **kwargs)
+        self._count(form.name, operands, "", why, detail)
+        return result
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def _count(
+        self, name: str, arguments: Any, mode: str, why: PassedBy | None, detail: str = ""
+    ) -> None:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        shapes = tuple(tuple(x.shape) for x in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        backward = torch._C._current_autograd_node() is not None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            self._records_grad = True
+        key = get_ident(), (name, shapes, dtype, backward, mode, why, detail)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def report(self) -> InterceptionReport:
+        """Return the counts of all threads."""
+        sums: dict[_Key, int] = {}
+        for (_, key), count in self._counts.copy().items():
+            sums[key] = sums.get(key, 0) + count
+        products = tuple(
+            InterceptedProduct(name, shapes, dtype, backward, mode, count, why, detail)
+            for (name, shapes, dtype, backward, mode, why, detail), count in sums.items()
+        )
+        remarks: tuple[str, ...] = ()
+        if self._records_grad and not any(p.backward for p in products):
+            remarks = (
+                "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision.",
+            )
+        return InterceptionReport(self._math_mode.value, products, remarks)
+
+
+def _product(terms: Terms, mode: str) -> Tensor:
+    """Multiply; here autograd is done with the operands, which may still say that they require grad."""
+    a, b, c, alpha, beta = terms
+    found: Tensor
+    if c is None:
+        found = dispatch.matmul(a.detach(), b.detach(), math_mode=mode)
+    elif c.ndim == 1 and a.ndim == b.ndim == 2 and alpha == beta == 1 and len(c) == b.shape[-1]:
+        found = dispatch.matmul(a.detach(), b.detach(), bias=c.detach(), math_mode=mode)
+    elif beta == 0:
+        found = dispatch.matmul(a.detach(), b.detach(), alpha=alpha, math_mode=mode)
+    else:
+        found = dispatch.matmul(
+            a.detach(), b.detach(), c=c.detach(), alpha=alpha, beta=beta, math_mode=mode
+        )
+    return found
+
+
+def _stored(found: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return found
+    if out.shape != found.shape:
+        out.resize_(found.shape)
+    return out.copy_(found)

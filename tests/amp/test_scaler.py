@@ -1,0 +1,583 @@
+"""``LossScaler`` beside PyTorch's ``GradScaler``, jmp's and Keras's rules, and what it refuses."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
+from frameworks.conftest import load_or_skip
+from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
+from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
+from lowprec.amp.rules import ScaleRule
+from lowprec.errors import ArrayError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
+def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+    return load_or_skip(request.param)
+
+
+# -- beside PyTorch's -----------------------------------------------------------------------------
+
+
+class Optimizer:
+    """What ``GradScaler`` needs of an optimizer."""
+
+    def __init__(self, torch: Any) -> None:
+        self.parameter = torch.zeros(2, requires_grad=True)
+        self.param_groups = [{"params": [self.parameter]}]
+        self.steps = 0
+
+    def step(self) -> str:
+        self.steps += 1
+        return "stepped"
+
+
+def random_arguments(rng: np.random.Generator) -> dict[str, Any]:
+    return {
+        "init_scale": float(2.0 ** rng.integers(-3, 120)) * float(rng.choice([1.0, 1.1, 3.7])),
+        "growth_factor": float(rng.choice([2.0, 1.5, 1.001, 7.3, 2.0**40])),
+        "backoff_factor": float(rng.choice([0.5, 0.25, 0.1, 0.999])),
+        "growth_interval": int(rng.integers(1, 5)),
+    }
+
+
+def compare_sequence(torch: Any, seed: int) -> None:
+    """Drive both scalers through one random sequence, and look at everything after every step."""
+    rng = np.random.default_rng(seed)
+    arguments = random_arguments(rng)
+    ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu", **arguments)
+    optimizers = [Optimizer(torch) for _ in range(int(rng.integers(1, 3)))]
+    kinds = rng.choice(["finite", "inf", "nan"], size=(12, len(optimizers)), p=[0.8, 0.1, 0.1])
+    theirs.scale(torch.ones(()))  # it makes its scale at the first use
+    for number, row in enumerate(kinds):
+        for name, (kind, optimizer) in enumerate(zip(row, optimizers, strict=True)):
+            values = rng.standard_normal(2).astype(np.float32)
+            if kind != "finite":
+                values[rng.integers(2)] = np.inf if kind == "inf" else np.nan
+            optimizer.parameter.grad = torch.from_numpy(values.copy())
+            found = ours.unscale(values, optimizer=name)
+            explicit = rng.integers(2)
+            if explicit:
+                theirs.unscale_(optimizer)
+            stepped = theirs.step(optimizer)
+            assert ours.step(lambda: "stepped", optimizer=name) == stepped
+            np.testing.assert_array_equal(found, optimizer.parameter.grad.numpy())
+        ours.update()
+        theirs.update()
+        assert ours.state_dict() == theirs.state_dict(), (seed, number)
+        if rng.random() < 0.1:  # through a checkpoint, to the other library
+            state = ours.state_dict()
+            ours, theirs = LossScaler(), torch.amp.GradScaler("cpu")
+            ours.load_state_dict(copy.deepcopy(state))
+            theirs.load_state_dict(state)
+            theirs.scale(torch.ones(()))
+
+
+def test_the_same_as_pytorch_at_every_step() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    for seed in range(150):
+        compare_sequence(torch, seed)
+
+
+@pytest.mark.sweep
+def test_the_same_as_pytorch_over_ten_thousand_sequences() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    for seed in range(10_000):
+        compare_sequence(torch, seed)
+
+
+def test_the_arguments_and_defaults_are_pytorchs() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    scaler = torch.amp.GradScaler("cpu")
+    assert LossScaler().state_dict() == scaler.state_dict()
+    assert (
+        LossScaler(enabled=False).state_dict()
+        == {}
+        == torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    )
+
+
+def test_states_interchange_with_pytorch() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    theirs = torch.amp.GradScaler("cpu", 1000.0, 3.0, 0.3, 7)
+    ours = LossScaler()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == theirs.get_scale() == 1000.0
+    assert ours.state_dict() == theirs.state_dict()
+    back = torch.amp.GradScaler("cpu")
+    back.load_state_dict(ours.state_dict())
+    assert back.state_dict() == theirs.state_dict()
+
+
+def test_growth_stops_at_the_end_of_float32() -> None:
+    rule = ScaleRule(growth_interval=1)
+    assert rule.next(2.0**127, 0, False) == (2.0**127, 0)
+    assert rule.next(2.0**126, 0, False) == (2.0**127, 0)
+    # Below the smallest float32 a scale of zero is what PyTorch gives, too.
+    assert rule.next(2.0**-149, 0, True) == (0.0, 0)
+
+
+# -- the rules of others, by parameters -----------------------------------------------------------
+
+
+def jmp_rule(scale: float, counter: int, finite: bool, period: int) -> tuple[float, int]:
+    """Of ``jmp.DynamicLossScale``: factor 2, floor 1."""
+    if not finite:
+        return max(1.0, scale / 2), 0
+    if counter == period - 1:
+        return (scale * 2 if scale * 2 <= FLOAT32_MAX else scale), 0
+    return scale, counter + 1
+
+
+def keras_rule(scale: float, counter: int, finite: bool, period: int) -> tuple[float, int]:
+    """Of Keras 3's ``LossScaleOptimizer``: factor 2, no floor."""
+    if not finite:
+        return scale / 2, 0
+    return (scale * 2, 0) if counter == period - 1 else (scale, counter + 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments"),
+    [(jmp_rule, {"min_scale": 1.0}), (keras_rule, {})],
+    ids=["jmp", "keras"],
+)
+def test_the_rules_of_jmp_and_keras(rule: Any, arguments: dict[str, float]) -> None:
+    rng = np.random.default_rng(5)
+    scaler = LossScaler(2.0**15, growth_interval=3, **arguments)
+    scale, counter, lowest = 2.0**15, 0, 2.0**15
+    for finite in [*(rng.random(60) < 0.8), *[False] * 40, *[True] * 30]:
+        scaler.unscale(np.array([1.0 if finite else np.inf], np.float32))
+        scaler.update()
+        scale, counter = rule(scale, counter, bool(finite), 3)
+        lowest = min(lowest, scale)
+        state = scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (scale, counter)
+    assert (lowest == 1.0) is (rule is jmp_rule)
+
+
+def test_jmp_itself() -> None:
+    jmp = pytest.importorskip("jmp", reason="jmp is not installed")
+    jnp = load_or_skip(Backend.JAX).jax.numpy
+    rng = np.random.default_rng(6)
+    theirs = jmp.DynamicLossScale(jnp.float32(2.0**4), jnp.int32(0), period=2)
+    ours = LossScaler(2.0**4, growth_interval=2, min_scale=1.0)
+    for finite in rng.random(60) < 0.5:
+        theirs = theirs.adjust(jnp.asarray(finite))
+        ours.unscale(np.array([1.0 if finite else np.nan], np.float32))
+        ours.update()
+        assert ours.get_scale() == float(theirs.loss_scale)
+        assert ours.state_dict()["_growth_tracker"] == int(theirs.counter)
+
+
+def test_mxnets_cap() -> None:
+    scaler = LossScaler(2.0**23, growth_interval=1, max_scale=2.0**24)
+    for expected in (2.0**24, 2.0**24):
+        scaler.unscale(np.ones(1, np.float32))
+        scaler.update()
+        assert scaler.get_scale() == expected
+
+
+def test_a_static_scale_stays_and_skips() -> None:
+    scaler = LossScaler(128.0, dynamic=False)
+    for value in (np.inf, 1.0):
+        scaler.unscale(np.array([value], np.float32))
+        assert scaler.step(lambda: "stepped") == (None if np.isinf(value) else "stepped")
+        scaler.update()
+        assert scaler.get_scale() == 128.0
+
+
+# -- the functional twin --------------------------------------------------------------------------
+
+
+def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
+    module: Any = {"numpy": np, "torch": getattr(xp, "torch", None)}.get(xp.name)
+    module = module or xp.jax.numpy  # type: ignore[attr-defined]
+    rule = ScaleRule(growth_interval=2, min_scale=0.5, max_scale=2.0**12)
+    scaler = LossScaler(2.0**10, growth_interval=2, min_scale=0.5, max_scale=2.0**12)
+    state = functional.init(module, 2.0**10)
+    rng = np.random.default_rng(7)
+    for finite in [*(rng.random(40) < 0.6), *[False] * 16, *[True] * 30]:
+        values = np.array([3.0, 1.0 if finite else -np.inf], np.float32)
+        grads = {"w": xp.asarray(values)}
+        found, found_inf = functional.unscale(grads, state)
+        np.testing.assert_array_equal(
+            xp.to_numpy(found["w"]), xp.to_numpy(scaler.unscale(grads)["w"])
+        )
+        assert bool(found_inf) is scaler.found_inf is not bool(finite)
+        state = functional.update(state, found_inf, rule)
+        scaler.update()
+        expected = scaler.state_dict()
+        assert (float(state.scale), int(state.growth_tracker)) == (
+            expected["scale"],
+            expected["_growth_tracker"],
+        )
+
+
+def test_the_twin_under_jit() -> None:
+    jax = load_or_skip(Backend.JAX).jax
+    jnp, rule = jax.numpy, ScaleRule(growth_interval=2)
+
+    @jax.jit
+    def train(state: Any, w: Any, x: Any) -> tuple[Any, Any]:
+        loss = lambda w: functional.scale(jnp.sum(w * x), state)  # noqa: E731
+        grads, found_inf = functional.unscale(jax.grad(loss)(w), state)
+        w = functional.select(found_inf, w, w - 0.5 * grads)
+        return functional.update(state, found_inf, rule), w
+
+    state, w = functional.init(jnp, 1024.0), jnp.ones(2, jnp.float32)
+    x = jnp.asarray([1.0, 2.0], jnp.float32)
+    state, w = train(state, w, x)
+    assert (w == jnp.asarray([0.5, 0.0])).all()
+    state, w = train(state, w, x * jnp.inf)
+    assert (w == jnp.asarray([0.5, 0.0])).all()
+    assert (float(state.scale), int(state.growth_tracker)) == (512.0, 0)
+    assert train._cache_size() == 1
+    over = jax.lax.scan(lambda s, f: (functional.update(s, f, rule), s.scale), state, x < 0)[0]
+    assert (float(over.scale), int(over.growth_tracker)) == (1024.0, 0)
+
+
+def test_the_twin_refuses() -> None:
+    state = functional.init(np)
+    with pytest.raises(GradientTypeError, match="cast them to float32 first"):
+        functional.unscale(np.ones(2, np.float16), state)
+    with pytest.raises(ArrayError, match="no gradients to unscale"):
+        functional.unscale([None], state)
+
+
+# -- containers, out, types -----------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", ["w", "b"])
+
+
+def test_containers_keep_their_structure(xp: ArrayNamespace) -> None:
+    one = lambda: xp.asarray(np.full(3, 8.0, np.float32))  # noqa: E731
+    grads = {
+        "layers": [Pair(one(), None), (one(),)],
+        "more": collections.OrderedDict(x=one()),
+        "rest": collections.defaultdict(list, y=one()),
+    }
+    scaler = LossScaler(4.0)
+    found = scaler.unscale(grads)
+    assert type(found["layers"][0]) is Pair
+    assert found["layers"][0].b is None
+    assert type(found["more"]) is collections.OrderedDict
+    assert found["rest"].default_factory is list
+    for x in (found["layers"][0].w, found["layers"][1][0], found["more"]["x"], found["rest"]["y"]):
+        assert isinstance(x, xp.result_type)
+        np.testing.assert_array_equal(xp.to_numpy(x), 2.0)
+    np.testing.assert_array_equal(xp.to_numpy(grads["rest"]["y"]), 8.0)
+
+
+def test_several_libraries_in_one_container() -> None:
+    torch, jnp = load_or_skip(Backend.TORCH).torch, load_or_skip(Backend.JAX).jax.numpy
+    values = [np.full(2, 4.0, np.float32), torch.full((2,), 4.0), jnp.full(2, 4.0, jnp.float32)]
+    for bad in (None, 0, 1, 2):
+        grads = [value * (float("inf") if i == bad else 1.0) for i, value in enumerate(values)]
+        scaler = LossScaler(2.0)
+        found = scaler.unscale(grads)
+        assert scaler.found_inf is (bad is not None)
+        assert [type(x) for x in found] == [type(x) for x in values]
+
+
+def test_other_arrays_of_the_standard_and_of_dlpack() -> None:
+    strict = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
+    scaler = LossScaler(2.0)
+    found = scaler.unscale([strict.asarray([2.0, 4.0], dtype=strict.float32)])
+    assert found[0].dtype == strict.float32
+    assert (np.asarray(found[0]) == [1.0, 2.0]).all()
+    assert not scaler.found_inf
+    scaler.update()
+    found = scaler.unscale([DLPackOnly(np.array([2.0, np.nan], np.float32))])
+    assert isinstance(found[0], DLPackArray)
+    assert np.asarray(found[0])[0] == 1.0
+    assert scaler.found_inf
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 70_001, 300_003])
+def test_every_element_is_divided_and_looked_at(dtype: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal(n).astype(getattr(ml_dtypes, dtype, dtype))
+    inverse = np.float32(1 / 3.0)
+    wide = np.float64 if dtype == "float64" else np.float32
+    expected = (x.astype(wide) * wide(inverse)).astype(x.dtype)
+    scaler = LossScaler(3.0, dynamic=False)
+    np.testing.assert_array_equal(scaler.unscale(x), expected)
+    assert not scaler.found_inf
+    for place in {0, n // 2, n - 1} if n else ():
+        for value in (np.inf, -np.inf, np.nan):
+            bad = x.copy()
+            bad[place] = value
+            scaler.update()
+            scaler.unscale(bad, out=bad)
+            assert scaler.found_inf
+            bad[place] = expected[place]
+            np.testing.assert_array_equal(bad, expected)
+
+
+def test_every_nan_is_seen() -> None:
+    bits = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF], np.uint32)
+    for pattern in bits:
+        x = np.ones(40, np.float32)
+        x.view(np.uint32)[21] = pattern
+        scaler = LossScaler()
+        scaler.unscale(x)
+        assert scaler.found_inf
+    x.fill(FLOAT32_MAX)
+    x[0] = 1e-45
+    scaler = LossScaler()
+    scaler.unscale(x)
+    assert not scaler.found_inf
+
+
+def test_numpy_computes_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.backends.cpu import casting
+
+    x = np.random.default_rng(1).standard_normal(300_003).astype(np.float32)
+    first = LossScaler(3.0).unscale(x)
+    monkeypatch.setattr(casting, "has_kernels", lambda: False)
+    np.testing.assert_array_equal(LossScaler(3.0).unscale(x), first)
+
+
+@pytest.mark.parametrize("view", ["transposed", "reversed", "strided", "broadcast"])
+def test_views_are_read_and_written_in_place(view: str) -> None:
+    whole = np.arange(1.0, 41.0, dtype=np.float32).reshape(8, 5)
+    x = {
+        "transposed": whole.T,
+        "reversed": whole[::-1, ::-1],
+        "strided": whole[::2, 1:4],
+        "broadcast": np.broadcast_to(whole[0], (3, 5)),
+    }[view]
+    expected = x * np.float32(0.25)
+    np.testing.assert_array_equal(LossScaler(4.0).unscale(x), expected)
+    if view != "broadcast":
+        outside = whole.sum() - x.sum()
+        assert LossScaler(4.0).unscale(x, out=x) is x
+        np.testing.assert_array_equal(x, expected)
+        assert whole.sum() - x.sum() == outside
+
+
+def test_an_out_that_overlaps_partly() -> None:
+    x = np.arange(1000, dtype=np.float32)
+    expected = x[:-1] * np.float32(0.25)
+    LossScaler(4.0).unscale(x[:-1], out=x[1:])
+    np.testing.assert_array_equal(x[1:], expected)
+
+
+def test_tensors_in_place_and_apart() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    x = torch.full((3,), 8.0, requires_grad=True)
+    other = torch.empty(3)
+    assert LossScaler(4.0).unscale([x], out=[other])[0] is other
+    assert (other == 2).all()
+    assert (x == 8).all()
+    assert LossScaler(4.0).unscale(x, out=x) is x
+    assert (x == 2).all()
+
+
+def test_a_loss_keeps_its_type(xp: ArrayNamespace) -> None:
+    scaler = LossScaler()
+    for dtype in (np.float32, np.float16, np.dtype(ml_dtypes.bfloat16)):
+        loss = xp.asarray(np.array(0.5, dtype))
+        found = scaler.scale({"loss": loss})["loss"]
+        assert found.dtype == loss.dtype
+        # 65536 itself is beyond float16.
+        assert float(found) == 2.0**15
+    assert scaler.scale(0.5) == 2.0**15
+    found = scaler.scale(np.float16(0.5))
+    assert (found, found.dtype) == (2.0**15, np.float16)
+
+
+# -- order, several optimizers, several processes -------------------------------------------------
+
+
+def test_mistakes_in_the_order_are_refused() -> None:
+    scaler, grads = LossScaler(), np.ones(2, np.float32)
+    with pytest.raises(ScalerStateError, match=r"update\(\) before any gradients were unscaled"):
+        scaler.update()
+    with pytest.raises(RuntimeError, match=r"before unscale\(\); call unscale\(grads\) first"):
+        scaler.step(print)
+    scaler.unscale(grads)
+    with pytest.raises(ScalerStateError, match=r"unscaled already; call update\(\)"):
+        scaler.unscale(grads)
+    scaler.step(lambda: None)
+    with pytest.raises(ScalerStateError, match=r"unscale\(\) after step\(\)"):
+        scaler.unscale(grads)
+    with pytest.raises(ScalerStateError, match="was called since the last update"):
+        scaler.step(print)
+    scaler.update()
+    scaler.unscale(grads)
+    with pytest.raises(ScalerStateError, match=r"of optimizer 'b' before unscale"):
+        scaler.step(print, optimizer="b")
+
+
+def test_refused_gradients_leave_the_scaler_ready() -> None:
+    scaler, good = LossScaler(), np.ones(2, np.float32)
+    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled") as caught:
+        scaler.unscale([good, np.ones(2, np.float16)], out=[good, good])
+    assert isinstance(caught.value, ValueError)
+    assert (good == 1).all(), "nothing was written before the refusal"
+    with pytest.raises(DTypeError, match="float32, float64, bfloat16, got int64"):
+        scaler.unscale(np.ones(2, np.int64))
+    with pytest.raises(ShapeError, match=r"out of shape \(3,\)"):
+        scaler.unscale(good, out=np.ones(3, np.float32))
+    with pytest.raises(ShapeError, match="different structures"):
+        scaler.unscale({"a": good}, out={"b": good})
+    with pytest.raises(DTypeError, match="make both alike"):
+        scaler.unscale(good, out=np.ones(2))
+    with pytest.raises(ArrayError, match="expected arrays in lists, tuples or dicts, got 'x'"):
+        scaler.unscale(["x"])
+    good.flags.writeable = False
+    with pytest.raises(ArrayError, match="out is read-only"):
+        scaler.unscale(good, out=good)
+    scaler.unscale(good)
+    scaler.update()
+
+
+def test_jax_has_no_out() -> None:
+    jnp = load_or_skip(Backend.JAX).jax.numpy
+    x = jnp.ones(2, jnp.float32)
+    with pytest.raises(ArrayError, match="leave out= away"):
+        LossScaler().unscale(x, out=x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"growth_factor": 1.0}, "growth_factor is above 1, got 1.0"),
+        ({"growth_factor": float("nan")}, "growth_factor is above 1, got nan"),
+        ({"backoff_factor": 1.0}, "backoff_factor is between 0 and 1, got 1.0"),
+        ({"growth_interval": 0}, "growth_interval is an integer from 1 on, got 0"),
+        ({"init_scale": 0.0}, "init_scale is a positive number that float32 holds, got 0.0"),
+        ({"init_scale": 1e39}, "init_scale is a positive number"),
+        ({"init_scale": "big"}, "init_scale is a positive number that float32 holds, got 'big'"),
+        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message) as caught:
+        LossScaler(**arguments)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, LowprecError)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": -1.0}, "scale is a positive number"),
+        ({"_growth_tracker": -1}, "counts steps from 0 on"),
+        ({"growth_factor": 0.5}, "growth_factor is above 1"),
+    ],
+)
+def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
+    scaler = LossScaler(32.0)
+    before = scaler.state_dict()
+    with pytest.raises(SettingError, match=message):
+        scaler.load_state_dict({**before, "growth_interval": 5, **change})
+    assert scaler.state_dict() == before
+    with pytest.raises(SettingError, match="is empty, as of a scaler that was not enabled"):
+        scaler.load_state_dict({})
+    with pytest.raises(SettingError, match="lacks scale, growth_factor"):
+        scaler.load_state_dict({"growth_interval": 1, "_growth_tracker": 0})
+
+
+def test_a_step_that_raises_may_be_repeated() -> None:
+    scaler = LossScaler()
+    scaler.unscale(np.ones(1, np.float32))
+
+    def fails() -> None:
+        raise KeyError("disk")
+
+    with pytest.raises(KeyError, match="disk"):
+        scaler.step(fails)
+    assert scaler.step(lambda: 3) == 3
+
+
+def test_one_scaler_for_several_optimizers() -> None:
+    scaler, stepped = LossScaler(8.0), []
+    scaler.unscale(np.array([np.inf], np.float32), optimizer="generator")
+    scaler.unscale(np.ones(1, np.float32), optimizer="critic")
+    for name in ("generator", "critic"):
+        scaler.step(stepped.append, name, optimizer=name)
+    assert stepped == ["critic"]
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_processes_agree_by_a_reduction() -> None:
+    here = [np.ones(1, np.float32), np.array([np.nan], np.float32)]
+    calls: list[bool] = []
+    scalers = [LossScaler(8.0, reduce=lambda found: calls.append(found) or True) for _ in here]
+    for scaler, grads in zip(scalers, here, strict=True):
+        scaler.unscale(grads)
+        assert scaler.step(lambda: "stepped") is None
+        assert scaler.found_inf
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+    assert calls == [False, True], "asked once for each optimizer and update"
+
+
+def test_accumulation_and_clipping() -> None:
+    scaler = LossScaler(16.0)
+    x = [np.array([3.0, 4.0], np.float32), np.array([9.0, 12.0], np.float32)]
+    total = sum(part * np.float32(scaler.scale(0.5)) for part in x)
+    grads = scaler.unscale([total])
+    norm = float(np.linalg.norm(grads[0]))
+    assert norm == 10.0
+    clipped = grads[0] / norm
+    np.testing.assert_allclose(scaler.step(lambda: clipped), [0.6, 0.8], rtol=1e-7)
+    scaler.update()
+
+
+def test_a_new_scale_is_taken() -> None:
+    scaler = LossScaler(max_scale=64.0, init_scale=4.0)
+    scaler.update(new_scale=32.0)
+    assert scaler.get_scale() == 32.0
+    with pytest.raises(SettingError, match="new_scale is a positive number"):
+        scaler.update(new_scale=-1.0)
+    assert scaler.get_scale() == 32.0
+
+
+def test_one_that_is_not_enabled_does_nothing() -> None:
+    scaler, grads = LossScaler(enabled=False), np.array([np.inf], np.float32)
+    assert scaler.scale(grads) is grads
+    assert scaler.unscale(grads) is grads
+    assert scaler.step(lambda: "stepped") == "stepped"
+    scaler.update()
+    scaler.load_state_dict({})
+    assert scaler.get_scale() == 1.0
+    assert repr(scaler) == "LossScaler(enabled=False)"
+
+
+def test_it_is_shown_copied_and_pickled() -> None:
+    scaler = LossScaler(32.0)
+    assert repr(scaler) == "LossScaler(scale=32, dynamic, growth_tracker=0)"
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize("backend", [Backend.TORCH])
+def test_the_decision_is_asked_for_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag is a wait for a GPU: one per step."""
+    torch = load_or_skip(backend).torch
+    asked = []
+    original = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: asked.append(1) or original(x))
+    scaler = LossScaler()
+    grads = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16)]
+    scaler.unscale(grads)
+    assert not asked
+    scaler.step(lambda: None)
+    assert scaler.found_inf is False
+    scaler.update()
+    assert len(asked) == 1

@@ -1,0 +1,197 @@
+"""Processors with fewer instruction sets than this one: LOWPREC_MAX_CPU_ISA hides them from lowprec, for tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowprec.backends.cpu import cpuinfo, openblas
+from lowprec.backends.cpu.packed import micro_kernels
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, obstacle
+from lowprec.errors import EnvironmentVariableError
+from lowprec.policy import environment
+
+ISA = "LOWPREC_MAX_CPU_ISA"
+
+#: The micro-kernels that may run below each limit.
+ALLOWED = {
+    "baseline": set(),
+    "avx2": set(),
+    "avx2_vnni": {"avx_vnni"},
+    "avx512": {"avx_vnni"},
+    "avx512_vnni": {"avx_vnni", "avx512_vnni"},
+    "avx512_bf16": {"avx_vnni", "avx512_vnni", "avx512_bf16"},
+    "amx": {kernel.name for kernel in MICRO_KERNELS},
+}
+
+# The errors are those of lowprec's own bounds, from float64 products of the operands as they are stored.
+_PRODUCTS = """
+import json, sys
+import numpy as np, ml_dtypes
+import lowprec
+from lowprec.backends.cpu import openblas
+from lowprec.backends.cpu.device import features
+
+rng = np.random.default_rng(0)
+excess = {}
+for m, n, k in ((37, 65, 130), (300, 257, 129), (300, 1, 400)):
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((m, k), (k, n)))
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        x, y = a.astype(dtype), np.asfortranarray(b.astype(dtype))
+        exact = x.astype(np.float64) @ y.astype(np.float64)
+        for mode in ("fp32", "tf32", "bf16", "fp16"):
+            plan = lowprec.plan(x, y, math_mode=mode, out_dtype=np.float32)
+            got = lowprec.matmul(x, y, math_mode=mode, out_dtype=np.float32)
+            scale = np.linalg.norm(x.astype(np.float64)) * np.linalg.norm(y.astype(np.float64))
+            error = np.linalg.norm(got - exact) / scale
+            excess[f"{m}x{n}x{k} {x.dtype} {mode}"] = float(error / plan.bound.relative)
+    a, b = (rng.integers(-128, 128, s, dtype=np.int8) for s in ((m, k), (k, n)))
+    got, exact = lowprec.matmul(a, b), a.astype(np.int64) @ b.astype(np.int64)
+    excess[f"{m}x{n}x{k} int8"] = 0.0 if np.array_equal(got, exact) else 2.0
+blas = openblas.openblas()
+zmm = None
+if "numba" in sys.modules:
+    from lowprec.backends.cpu import casting_kernels
+    kept = casting_kernels.native._keep_alive
+    zmm = any("zmm" in compiled.inspect_llvm() or "%zmm" in compiled._library.get_asm_str()
+              for compiled in kept if compiled.cache_hits == 0)
+print({"excess": excess, "features": sorted(features()),
+       "core_type": blas and blas.core_type, "zmm": zmm})
+"""
+
+
+def _run(isa: str, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, ISA: isa, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        isa if isa in ("baseline", "avx2") else pytest.param(isa, marks=pytest.mark.sweep)
+        for isa in ALLOWED
+    ],
+)
+def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
+    # A cache of its own, so that what is looked at was compiled here.
+    done = _run(isa, _PRODUCTS, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = ast.literal_eval(done.stdout)
+    assert {name: x for name, x in found["excess"].items() if x > 1} == {}
+    units = set(found["features"]) - {"openblas", "numba"}
+    assert units <= ALLOWED[isa]
+    here = {kernel.name for kernel in MICRO_KERNELS if not obstacle(kernel)}
+    assert units == here & ALLOWED[isa]
+    if found["core_type"] is not None and "avx512f" in cpuinfo.system_flags():
+        best = {"baseline": "Nehalem", "avx2": "Haswell", "avx2_vnni": "Haswell"}
+        assert found["core_type"] == best.get(isa, "SkylakeX")
+    if isa in ("baseline", "avx2", "avx2_vnni") and found["zmm"] is not None:
+        assert found["zmm"] is False
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("isa", ["baseline", "avx2_vnni", "avx512"])
+def test_the_numerics_tests_below_a_limit(isa: str) -> None:
+    here = Path(__file__).parent
+    names = ("test_matmul_numerics.py", "test_micro_kernels.py", "test_casting.py")
+    files = [here / name for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)],
+        env={**os.environ, ISA: isa},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_a_limit_that_is_none_is_refused_before_any_work_and_told_by_info() -> None:
+    program = """
+import json, numpy as np, lowprec
+told = lowprec.info()
+try:
+    lowprec.matmul(np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
+except lowprec.EnvironmentVariableError as error:
+    raised = str(error)
+print(json.dumps({"raised": raised, "warnings": told["warnings"], "devices": told["devices"]}))
+"""
+    done = _run("avx1024", program)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    legal = ", ".join(ALLOWED)
+    assert f"{ISA}: 'avx1024' is none of {legal}" in found["raised"]
+    assert found["raised"] in found["warnings"]
+    assert found["devices"][0]["instruction_sets"] == []
+
+
+@pytest.mark.skipif(
+    "avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2"
+)
+def test_info_tells_what_is_hidden() -> None:
+    program = "import json, lowprec; print(json.dumps(lowprec.info()))"
+    done = _run("baseline", program)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    sets = {x["name"]: x for x in found["devices"][0]["instruction_sets"]}
+    assert sets["avx2"]["present"] is True
+    assert sets["avx2"]["used"] is False
+    assert sets["avx2"]["by"] == f"hidden by {ISA}"
+    (row,) = (x for x in found["environment"] if x["name"] == ISA)
+    assert (row["value"], row["effect"]) == ("baseline", "nothing above baseline is used")
+
+
+def test_a_plan_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = micro_kernels.AVX512_BF16
+    monkeypatch.setattr(micro_kernels.sys, "platform", "linux")
+    monkeypatch.setattr(micro_kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(micro_kernels, "system_flags", lambda: kernel.cpu_flags)
+    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: kernel.cpu_flags - {"avx512_bf16"})
+    assert obstacle.__wrapped__(kernel) == f"{ISA} hides the {kernel.unit} of this CPU"
+
+
+def test_every_flag_of_a_micro_kernel_is_one_that_a_limit_hides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ISA, "baseline")
+    environment.refresh()
+    try:
+        hidden = environment.hidden_cpu_flags()
+    finally:
+        environment.refresh()
+    needed = set().union(*(kernel.cpu_flags for kernel in MICRO_KERNELS))
+    assert needed <= hidden
+    for _, flags in openblas._CORE_TYPES:
+        assert flags <= hidden
+
+
+def test_a_limit_is_read_again_after_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.refresh()
+    monkeypatch.setenv(ISA, "sse")
+    with pytest.raises(EnvironmentVariableError, match="LOWPREC_MAX_CPU_ISA: 'sse' is none of"):
+        cpuinfo.hidden_flags.__wrapped__()
+    monkeypatch.setenv(ISA, "amx")
+    assert cpuinfo.hidden_flags.__wrapped__() == frozenset()
+    environment.refresh()
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_another_architecture_has_no_units_of_x86(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    for kernel in MICRO_KERNELS:
+        assert "on Linux on x86-64 only" in obstacle.__wrapped__(kernel)

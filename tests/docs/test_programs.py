@@ -1,0 +1,46 @@
+"""The programs in ``examples/``, each run as its page says, in a small size."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+#: By program: what it needs, arguments that make it small, and what it must print.
+PROGRAMS = {
+    "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
+    "transformer_torch.py": (("torch", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
+    "transformer_jax.py": (("jax", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
+
+
+def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
+    found = {path.name for path in EXAMPLES.glob("*.py")}
+    assert found == PROGRAMS.keys()
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"examples/(\w+\.py)", page)) == found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_runs(name: str) -> None:
+    needs, arguments, output = PROGRAMS[name]
+    for module in needs:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(output, done.stdout), done.stdout

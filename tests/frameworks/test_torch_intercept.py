@@ -1,0 +1,452 @@
+"""Every product of a model that knows nothing of lowprec: by a mode of PyTorch's, and in compiled graphs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+#: Unit roundoff of bfloat16, to which both operands of a product are rounded.
+UNIT = 2.0**-8
+
+
+@pytest.fixture
+def torch() -> Any:
+    return load_or_skip(Backend.TORCH).torch
+
+
+@pytest.fixture
+def intercept(torch: Any) -> Any:
+    import lowprec.torch as lt
+
+    before = attention_switches(torch)
+    yield lt.intercept
+    assert attention_switches(torch) == before
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def attention_switches(torch: Any) -> Any:
+    from torch.nn.attention import _cur_sdpa_kernel_backends
+
+    return _cur_sdpa_kernel_backends(), torch.backends.mha.get_fastpath_enabled()
+
+
+def draw(torch: Any, *shape: int, dtype: Any = None, seed: int = 0) -> Any:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=made, dtype=dtype or torch.float32)
+
+
+def counts(report: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for p in report.taken:
+        found[p.operator] = found.get(p.operator, 0) + p.count
+    return found
+
+
+# -- which products are taken ---------------------------------------------------------------------
+
+PRODUCTS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[str, ...]]] = {
+    "mm": (lambda t, a, b: t.mm(a, b), ("mm",)),
+    "mm, out": (lambda t, a, b: t.mm(a, b, out=a.new_empty(0)), ("mm",)),
+    "mm, strided out": (lambda t, a, b: t.mm(a, b, out=a.new_empty(4, 4).T), ("mm",)),
+    "matmul, a batch": (lambda t, a, b: t.matmul(a.expand(2, 4, 4), b), ("mm", "bmm")),
+    "bmm": (lambda t, a, b: t.bmm(a[None], b[None]), ("bmm",)),
+    "mv": (lambda t, a, b: a @ b[0], ("mv",)),
+    "dot": (lambda t, a, b: t.dot(a[0], b[0]), ("dot",)),
+    "vdot": (lambda t, a, b: t.vdot(a[0], b[0]), ("dot", "vdot")),
+    "addmm": (lambda t, a, b: t.addmm(b, a, b, beta=0.5, alpha=2), ("addmm",)),
+    "addmm, a column": (lambda t, a, b: t.addmm(b[:, :1], a, b), ("addmm",)),
+    "addmm, a number": (lambda t, a, b: t.addmm(b[0, 0], a, b), ("addmm",)),
+    "addmm, nothing added": (
+        lambda t, a, b: t.addmm(t.full_like(b, t.nan), a, b, beta=0),
+        ("addmm",),
+    ),
+    "addmm_": (lambda t, a, b: b.clone().addmm_(a, b), ("addmm",)),
+    "addmm, out": (lambda t, a, b: t.addmm(b[0], a, b, out=a.new_empty(4, 4)), ("addmm",)),
+    "baddbmm": (lambda t, a, b: t.baddbmm(b[None], a[None], b[None], alpha=3), ("baddbmm",)),
+    "addmv": (lambda t, a, b: t.addmv(b[0], a, b[1], alpha=2), ("addmv",)),
+    "addbmm": (
+        lambda t, a, b: t.addbmm(b, t.stack([a, b]), t.stack([b, a]), beta=2),
+        ("addbmm",),
+    ),
+    "linear": (lambda t, a, b: t.nn.functional.linear(a, b, b[0]), ("addmm",)),
+    "einsum": (lambda t, a, b: t.einsum("ij,jk->ki", a, b), ("bmm",)),
+    "tensordot": (lambda t, a, b: t.tensordot(a, b, 1), ("mm",)),
+    "chain": (lambda t, a, b: t.linalg.multi_dot([a, b, a]), ("mm",)),
+    "attention": (
+        lambda t, a, b: t.nn.functional.scaled_dot_product_attention(
+            a[None, None], b[None, None], a[None, None]
+        ),
+        ("bmm",),
+    ),
+    "conjugated": (lambda t, a, b: t.complex(a, b).mH @ t.complex(b, a), ("mm",)),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_taken(torch: Any, intercept: Any, name: str, inference: bool) -> None:
+    call, operators = PRODUCTS[name]
+    a, b = draw(torch, 4, 4), draw(torch, 4, 4, seed=1)
+    true = call(torch, a.double(), b.double())
+    with torch.inference_mode(inference), lowprec.profile() as profile, intercept("tf32") as seen:
+        found = call(torch, a, b)
+    report = seen.report()
+    assert counts(report).keys() & set(operators)
+    assert not report.passed
+    assert {r.mode for r in profile.records} == {"tf32"}
+    assert found.shape == true.shape
+    # Two operands rounded to 11 bits, sums of at most 8 products of normal deviates with factors up to 3, at most two
+    # products deep; the exponential of attention stretches by less than what follows.
+    torch.testing.assert_close(found.to(true.dtype), true, rtol=2**-8, atol=2**-6)
+
+
+def test_out_receives_the_product(torch: Any, intercept: Any) -> None:
+    a = draw(torch, 4, 4)
+    out, strided = torch.zeros(4, 4), torch.zeros(4, 4).T
+    with intercept("fp32"):
+        assert torch.mm(a, a, out=out) is out
+        assert torch.mm(a, a, out=strided) is strided
+        a_copy = a.clone()
+        assert a_copy.addmm_(a, a) is a_copy
+    torch.testing.assert_close(out, a @ a)
+    torch.testing.assert_close(strided, a @ a)
+    torch.testing.assert_close(a_copy, a + a @ a)
+    assert strided.stride() == (1, 4)
+
+
+PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "no mode"),
+    "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "no mode"),
+    "convolution": (
+        lambda t: t.conv2d(t.ones(1, 1, 3, 3), t.ones(1, 1, 2, 2)),
+        "convolution",
+        "a convolution is no matrix product",
+    ),
+    "solver": (lambda t: t.linalg.inv(t.eye(2)), "linalg_inv_ex", "a solver or a factorisation"),
+    "distances": (lambda t: t.cdist(t.ones(2, 3), t.ones(2, 3)), "_cdist_forward", "hides"),
+    "sparse": (
+        lambda t: t.eye(2).to_sparse() @ t.eye(2),
+        "mm",
+        r"refused by lowprec: .*layout torch.sparse_coo; pass tensor.to_dense\(\)",
+    ),
+    "lstm": (
+        lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)),
+        "mkldnn_rnn_layer",
+        "recurrent layers in one kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_passes_by_is_told_with_its_reason(torch: Any, intercept: Any, name: str) -> None:
+    import re
+
+    call, operator, why = PASSED[name]
+    with torch.no_grad(), intercept("bf16") as seen:
+        call(torch)
+    (passed,) = seen.report().passed
+    assert (passed.operator, passed.count, passed.mode) == (operator, 1, "")
+    assert re.search(why, passed.reason)
+    assert not counts(seen.report())
+    assert operator in str(seen.report())
+
+
+def test_wrong_shapes_are_told_by_torch(torch: Any, intercept: Any) -> None:
+    with intercept("bf16") as seen, pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert seen.report().products == ()
+    with pytest.raises(lowprec.ModeError, match="bf17"):
+        intercept("bf17")
+
+
+# -- an encoder -----------------------------------------------------------------------------------
+
+
+def encoder(torch: Any, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def step(torch: Any, model: Any, run: Any = None, dtype: Any = None) -> Any:
+    """Return the output and the gradients of a step, by the name of the parameter."""
+    model.zero_grad()
+    x, target = draw(torch, 2, 5, 16), draw(torch, 2, 5, 16, seed=1)
+    y = (model if run is None else run)(x.to(dtype))
+    (y * target.to(dtype)).sum().backward()
+    return {"output": y.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def distances(found: Any, true: Any) -> dict[str, float]:
+    return {n: float((found[n].double() - true[n]).norm()) for n in true}
+
+
+def with_errors(torch: Any, model: Any, seed: int) -> Any:
+    """Return a step in float64 in which each product is off by its bound in bfloat16, with signs of chance.
+
+    Operands that are rounded by ``u`` each change a product by at most ``(2u + u^2) |A| |B|``, element by element.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = torch.Generator().manual_seed(seed)
+
+    class Disturbing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            found = func(*args, **(kwargs or {}))
+            if func._opname in ("mm", "bmm", "addmm"):
+                a, b = (x.detach().abs() for x in args[-2:])
+                signs = torch.randint(0, 2, found.shape, generator=made) * 2 - 1
+                found = found + (2 * UNIT + UNIT**2) * signs * (a @ b)
+            return found
+
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH), Disturbing():
+        return step(torch, model, dtype=torch.float64)
+
+
+#: Of one layer of an encoder: the projection of q, k and v, two of attention, one behind it, two of the feed-forward
+#: part; each twice in the backward pass, but for the gradient of the input of the first one.
+FORWARD, BACKWARD = 6, 12
+
+
+def test_an_encoder_is_taken_forward_and_backward(torch: Any, intercept: Any) -> None:
+    model = encoder(torch)
+    with intercept("bf16") as seen, lowprec.profile() as profile:
+        low = step(torch, model)
+    with intercept("fp32"):
+        full = step(torch, model)
+    report = seen.report()
+    assert not report.passed
+    assert not report.remarks
+    assert sum(p.count for p in report.taken if not p.backward) == 2 * FORWARD
+    assert sum(p.count for p in report.taken if p.backward) == 2 * BACKWARD - 1
+    assert len(profile) == 2 * (FORWARD + BACKWARD) - 1
+    assert {r.mode for r in profile.records} == {"bf16"}
+    wide = model.double()
+    true = step(torch, wide, dtype=torch.float64)
+    disturbed = [distances(with_errors(torch, wide, seed), true) for seed in range(5)]
+    found, in_full = distances(low, true), distances(full, true)
+    for name in true:
+        # The errors of bfloat16 are at most those of a disturbed run, so the square of what they make of a gradient has
+        # on average at most its mean square, to first order.
+        typical = np.sqrt(np.mean([d[name] ** 2 for d in disturbed]))
+        # What is no product is in FP32: sums of at most ten numbers, and LayerNorm's.
+        single = 2.0**-18 * (1 + float(true[name].norm()))
+        assert found[name] <= 3 * typical + single
+        # FP32 is 2^-16 of that for the roundings of a product, times sums of up to 32 products.
+        assert in_full[name] <= 2.0**-10 * typical + single
+    assert found["output"] > 2.0**-6 * np.mean([d["output"] for d in disturbed])
+
+
+def test_an_encoder_in_inference_mode(torch: Any, intercept: Any) -> None:
+    model = encoder(torch).eval()
+    x = draw(torch, 2, 5, 16)
+    for guard in (torch.no_grad(), torch.inference_mode()):
+        with guard, intercept("bf16") as seen:
+            model(x)
+        assert sum(p.count for p in seen.report().taken) == 2 * FORWARD
+        assert not seen.report().passed
+        assert not seen.report().remarks
+
+
+def test_forward_derivatives_checkpoints_and_transforms(torch: Any, intercept: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, v = draw(torch, 4, 4), draw(torch, 4, 4, seed=1)
+    f = lambda x: (x @ x).sin() @ x  # noqa: E731
+    made = {
+        "jvp": lambda: torch.func.jvp(f, (x,), (v,))[1],
+        "jacrev": lambda: torch.func.jacrev(f)(x),
+        "vmap": lambda: torch.vmap(f)(torch.stack([x, v])),
+        "checkpoint": lambda: torch.autograd.grad(
+            checkpoint(f, leaf, use_reentrant=False).sum(), leaf
+        )[0],
+    }
+    leaf = x.clone().requires_grad_()
+    for call in made.values():
+        true = call()
+        with intercept("fp32") as seen:
+            found = call()
+        assert counts(seen.report())
+        assert not seen.report().passed
+        torch.testing.assert_close(found, true)
+
+
+# -- what stands around the block -----------------------------------------------------------------
+
+
+def test_a_backward_pass_after_the_block_is_told(torch: Any, intercept: Any) -> None:
+    layer = torch.nn.Linear(4, 4)
+    with intercept("bf16") as seen:
+        y = layer(torch.ones(2, 4))
+    y.sum().backward()
+    assert "No backward pass ran inside the block" in str(seen.report())
+    assert sum(p.count for p in seen.report().taken) == 1
+
+
+def test_the_guard_stands_above(torch: Any, intercept: Any) -> None:
+    x = torch.full((4, 4), 1 + 2.0**-9)
+    with intercept("bf16") as seen:
+        assert float((x @ x)[0, 0]) == 4
+        with lowprec.fp32_guard(frameworks=False):
+            assert float((x @ x)[0, 0]) > 4
+    assert [(p.mode, p.count) for p in seen.report().taken] == [("bf16", 1), ("fp32", 1)]
+
+
+def test_nested_blocks_and_other_modes(torch: Any, intercept: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.full((4, 4), 1 + 2.0**-9)
+    with FlopCounterMode(display=False) as flops, intercept("bf16") as seen:
+        assert float((x @ x)[0, 0]) == 4
+        torch.addmm(x, x, x, out=torch.empty(0))
+    assert flops.get_total_flops() == 2 * 2 * 4**3
+    assert sum(p.count for p in seen.report().taken) == 2
+    with intercept("fp32") as outer, intercept("bf16") as inner:
+        assert float((x @ x)[0, 0]) == 4
+    assert counts(inner.report()) == {"mm": 1}
+    assert not counts(outer.report())
+    with inner, inner:
+        x @ x
+    assert counts(inner.report()) == {"mm": 2}
+
+
+def test_blocks_of_threads_that_overlap_put_attention_back_once(torch: Any, intercept: Any) -> None:
+    """Left in the order in which they were entered, the second one must not put back what it found in the first."""
+    before = attention_switches(torch)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with intercept("bf16"):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with intercept("bf16"):
+        thread.start()
+        assert entered.wait(60)
+    inside = attention_switches(torch)
+    leave.set()
+    thread.join()
+    assert inside != before
+    assert attention_switches(torch) == before
+
+
+def test_an_error_inside_leaves_nothing(torch: Any, intercept: Any) -> None:
+    with pytest.raises(ZeroDivisionError, match="division"), intercept("bf16"):
+        1 / 0  # noqa: B018
+
+
+def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
+    x = torch.full((4, 4), 1 + 2.0**-9)
+    assert float(compiled(x)[0, 0]) > 4
+    with intercept("bf16") as seen:
+        assert float(compiled(x)[0, 0]) == 4
+    assert counts(seen.report()) == {"mm": 1}
+    torch._dynamo.reset()
+
+
+# -- compiled graphs ------------------------------------------------------------------------------
+
+
+def passes_alone(mode: str) -> Any:
+    """Return a backend of torch.compile that runs Inductor's graphs after lowprec's passes, without its kernels."""
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    import lowprec.torch as lt
+
+    options = lt.inductor_options(mode)
+
+    def whole(graph: Any, *args: Any) -> Any:
+        options["joint_custom_pre_pass"](graph.graph)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    def partition(graph: Any, *args: Any, **keywords: Any) -> Any:
+        options["joint_custom_pre_pass"](graph.graph)
+        graph.recompile()
+        return default_partition(graph, *args, **keywords)
+
+    def half(graph: Any, *args: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        options["pre_grad_custom_pass"](graph.graph)
+        graph.recompile()
+        return aot_autograd(
+            fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition
+        )(graph, inputs)
+
+    return backend
+
+
+@pytest.fixture
+def fresh(torch: Any) -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_encoder_compiled_agrees_with_the_block(torch: Any, intercept: Any) -> None:
+    model = encoder(torch, 1)
+    with intercept("bf16"):
+        eager = step(torch, model)
+    compiled = torch.compile(model, fullgraph=True, backend=passes_alone("bf16"))
+    with lowprec.profile() as profile:
+        found = step(torch, model, compiled)
+    assert len(profile) == FORWARD + BACKWARD - 1
+    assert {r.mode for r in profile.records} == {"bf16"}
+    for name, value in eager.items():
+        # The same products of the same operands; what differs is where a bias is added, by a rounding of FP32, which
+        # may send a later operand to the next bfloat16.
+        torch.testing.assert_close(found[name], value, rtol=UNIT, atol=UNIT)
+    with torch.no_grad(), lowprec.profile() as profile:
+        compiled(draw(torch, 2, 5, 16))
+    assert len(profile) == FORWARD
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_a_compiled_graph_leaves_to_torch_is_told(torch: Any) -> None:
+    model = encoder(torch, 1).eval()
+    compiled = torch.compile(model, backend=passes_alone("bf16"))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled(draw(torch, 2, 5, 16))
+    (warning,) = [w for w in told if issubclass(w.category, lowprec.LowprecWarning)]
+    assert "leaves products to PyTorch: _transformer_encoder_layer_fwd" in str(warning.message)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_inductor_takes_the_options_and_knows_the_mode(torch: Any) -> None:
+    import lowprec.torch as lt
+
+    x = torch.full((4, 4), 1 + 2.0**-9, requires_grad=True)
+    f = lambda x: torch.addmm(x, x, x, beta=0, alpha=2)  # noqa: E731
+    full = 8 * (1 + 2.0**-9) ** 2
+    for mode, value in {"bf16": 8.0, "fp32": full, "tf32": full}.items():
+        compiled = torch.compile(f, fullgraph=True, options=lt.inductor_options(mode))
+        y = compiled(x)
+        assert float(y.detach()[0, 0]) == value
+        (gradient,) = torch.autograd.grad(y, x, torch.full((4, 4), 1.0))
+        # Both operands are the same, and each gives sums of four numbers by the factor of two.
+        assert float(gradient[0, 0]) == (16.0 if mode == "bf16" else 16 * (1 + 2.0**-9))
+    keys = {p.uuid() for m in ("bf16", "tf32") for p in lt.inductor_options(m).values()}
+    assert len(keys) == 4
+    with pytest.raises(lowprec.ModeError, match="bf17"):
+        lt.inductor_options("bf17")
