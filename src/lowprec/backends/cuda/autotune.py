@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lowprec.backends.cuda import bindings, disk, runtime
+from lowprec import disk
+from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, rotated
-from lowprec.planning.calls import LtMatrix
 from lowprec.policy import environment
 
 #: How many algorithms are tried unless the caller says otherwise.

@@ -1,10 +1,10 @@
-"""What the backend keeps from one process to the next: compiled kernels, measured choices of algorithms.
+"""What the backends keep from one process to the next: compiled kernels, measured choices and costs.
 
 A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
 folder.
 
-What is read here runs on the GPU, so it must be what this user has put here. As ssh does with keys, folders and files
+What is read here may run on a GPU, so it must be what this user has put here. As ssh does with keys, folders and files
 that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
 no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
 decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
@@ -35,21 +35,37 @@ _OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
 def cache_directory() -> Path | None:
     """Return the folder of the cache, which need not exist; None, after a warning, if it is not known."""
+    found = _find_directory()
+    if isinstance(found, Path):
+        return found
+    _warn_once(f"lowprec has no cache on disk{found}")
+    return None
+
+
+def exists(name: str) -> bool:
+    """Whether the cache has a file of this name. Nobody is warned of anything."""
+    folder = _find_directory()
+    try:
+        return isinstance(folder, Path) and (folder / name).exists()
+    except OSError:  # a folder that may not be read
+        return False
+
+
+def _find_directory() -> Path | str:
+    """Return the folder of the cache, or why it is not known, as the end of a sentence."""
     chosen = environment.cache_directory()
     if chosen is not None:
         try:
             return Path(chosen).expanduser()
         except RuntimeError as error:
-            _warn_once(f"lowprec has no cache on disk: LOWPREC_CACHE_DIR={chosen}: {error}")
-            return None
+            return f": LOWPREC_CACHE_DIR={chosen}: {error}"
     try:
         platformdirs = importlib.import_module("platformdirs")
     except ImportError:
-        _warn_once(
-            "lowprec has no cache on disk, since the system's folder for caches is not known without platformdirs; "
-            "install it with: pip install platformdirs, or set LOWPREC_CACHE_DIR to a folder"
+        return (
+            ", since the system's folder for caches is not known without platformdirs; install it with: pip install "
+            "platformdirs, or set LOWPREC_CACHE_DIR to a folder"
         )
-        return None
     try:
         found = Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
     except (
@@ -57,16 +73,14 @@ def cache_directory() -> Path | None:
         OSError,
         KeyError,
     ) as error:  # there is no home, or the system does not tell
-        _warn_once(f"lowprec has no cache on disk: {error}; {_OWN_FOLDER}")
-        return None
+        return f": {error}; {_OWN_FOLDER}"
     if (
         not found.is_absolute()
     ):  # "~" stays where there is no home, and would be a folder of that name
-        _warn_once(
-            f"lowprec has no cache on disk, since the system's folder for caches, {found}, would lie in whichever "
-            f"folder is the current one; {_OWN_FOLDER}"
+        return (
+            f", since the system's folder for caches, {found}, would lie in whichever folder is the current one; "
+            f"{_OWN_FOLDER}"
         )
-        return None
     return found
 
 
