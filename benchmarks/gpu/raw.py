@@ -97,7 +97,9 @@ class LtProduct:
         # In cuBLASLt's order: its first operand is b.
         for name, scale in zip(("B_SCALE_POINTER", "A_SCALE_POINTER"), scales, strict=False):
             attributes[name] = upload(np.array([scale], np.float32))
-        operation = bindings.matmul_descriptor(COMPUTE[compute], _cuda(scale_dtype), attributes)
+        operation = bindings.create(
+            "matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes
+        )
         rows, cols = (k, n) if inner_contiguous else (n, k)
         result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
         second = (

@@ -38,7 +38,7 @@ def cache_directory() -> Path | None:
     found = _find_directory()
     if isinstance(found, Path):
         return found
-    _warn_once(f"lowprec has no cache on disk{found}")
+    _warn_once(f"lowprec has no cache on disk: {found}")
     return None
 
 
@@ -52,36 +52,26 @@ def exists(name: str) -> bool:
 
 
 def _find_directory() -> Path | str:
-    """Return the folder of the cache, or why it is not known, as the end of a sentence."""
+    """Return the folder of the cache, or why it is not known, in words."""
     chosen = environment.cache_directory()
-    if chosen is not None:
-        try:
+    try:
+        if chosen is not None:
             return Path(chosen).expanduser()
-        except RuntimeError as error:
-            return f": LOWPREC_CACHE_DIR={chosen}: {error}"
-    try:
         platformdirs = importlib.import_module("platformdirs")
-    except ImportError:
-        return (
-            ", since the system's folder for caches is not known without platformdirs; install it with: pip install "
-            "platformdirs, or set LOWPREC_CACHE_DIR to a folder"
-        )
-    try:
         found = Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
+        if found.is_absolute():
+            return found
+        # "~" stays where there is no home, and would be a folder of that name.
+        why = f"the system's folder for caches, {found}, would lie in whichever folder is the current one;"
+    except ImportError:
+        why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
     except (
         RuntimeError,
         OSError,
         KeyError,
     ) as error:  # there is no home, or the system does not tell
-        return f": {error}; {_OWN_FOLDER}"
-    if (
-        not found.is_absolute()
-    ):  # "~" stays where there is no home, and would be a folder of that name
-        return (
-            f", since the system's folder for caches, {found}, would lie in whichever folder is the current one; "
-            f"{_OWN_FOLDER}"
-        )
-    return found
+        why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
+    return f"{why} {_OWN_FOLDER}"
 
 
 def read_bytes(name: str) -> bytes | None:
@@ -106,17 +96,15 @@ def read_bytes(name: str) -> bytes | None:
 def read_json(name: str) -> dict[str, Any]:
     """Return the object that a file holds, an empty one if there is no file; a damaged file is set aside."""
     data = read_bytes(name)
-    if data is None:
-        return {}
     try:
-        value = json.loads(data)
+        value = json.loads(data) if data is not None else {}
     except (ValueError, RecursionError) as error:
         set_aside(name, f"it is not JSON: {error}")
         return {}
-    if not isinstance(value, dict):
-        set_aside(name, "it does not hold a JSON object")
-        return {}
-    return value
+    if isinstance(value, dict):
+        return value
+    set_aside(name, "it does not hold a JSON object")
+    return {}
 
 
 def set_aside(name: str, reason: str) -> None:

@@ -142,7 +142,9 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
     library = library_of(b)
     view = library.view(b)
-    plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    plan_gemm(
+        GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode
+    )
     stream = None if view.device.is_host else library.current_stream(view.device)
     return PreparedOperand(PreparedView(copy_of(view, stream), mode, {}))
 

@@ -109,7 +109,7 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(
         return queue(*arguments)
 
     monkeypatch.setattr(software.software.driver, "cuLaunchKernel", interrupted)
-    for cache in (packing._packer, epilogue._launcher):
+    for cache in (packing.prepare_packing, epilogue.prepare_epilogue):
         cache.cache_clear()  # launches keep the function of the driver
     lowprec.matmul(x, y, math_mode=mode)
     for position in range(1, 1 + (2 if mode == "bf16" else 4)):

@@ -169,7 +169,7 @@ def test_no_product_reads_what_one_before_has_read(
     monkeypatch.setattr(autotune, "rotated", noted)
     turns_of(monkeypatch, lambda: lowprec.autotune(x, y, out=out, **addend), check)
     # A set is rounded up to the alignment of each array.
-    assert seen[0] > 2 * runtime.l2_bytes(0) * 0.9
+    assert seen[0] > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
 
 
 @pytest.mark.parametrize("why", ["large", "too little memory"])
@@ -177,7 +177,7 @@ def test_operands_that_are_not_copied(
     software: SoftwareGpu, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "large":
-        monkeypatch.setattr(runtime, "l2_bytes", lambda index: 1000)
+        monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:
         allocate = measuring.memory.temporary
 

@@ -249,13 +249,14 @@ def test_the_plan_and_the_descriptor_follow_the_mode_row(
     software: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    make = invocation.bindings.matmul_descriptor
+    make = invocation.bindings.create
 
-    def recorded(compute_type: int, *rest: Any) -> Any:
-        made.append(compute_type)
-        return make(compute_type, *rest)
+    def recorded(kind: str, arguments: Any, attributes: Any) -> Any:
+        if kind == "matmul_desc":
+            made.append(arguments[0])
+        return make(kind, arguments, attributes)
 
-    monkeypatch.setattr(invocation.bindings, "matmul_descriptor", recorded)
+    monkeypatch.setattr(invocation.bindings, "create", recorded)
     a, b = software.put(draw(0, 16, 16)), software.put(draw(1, 16, 16))
     for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
         row = replace(modes.row(MathMode.TF32), compute_type=compute_type)

@@ -62,6 +62,8 @@ def test_gradients_and_gradients_of_gradients(torch: Any, a: Any, b: Any) -> Non
 def test_gradients_of_complex_operands_and_factors(torch: Any) -> None:
     x = operands(torch, (3, 4), (4, 2), torch.complex128)
     assert torch.autograd.gradcheck(lambda a, b: lowprec.matmul(a, b, alpha=2.0), x)
+    assert torch.autograd.gradcheck(lambda a, b: lowprec.matmul(a, b, alpha=1 + 2j), x)
+    assert torch.autograd.gradgradcheck(lambda a, b: lowprec.matmul(a, b, alpha=1j), x)
 
 
 def test_gradients_of_everything_that_follows_the_product(torch: Any) -> None:
@@ -330,6 +332,22 @@ def test_tangents_of_the_operator_are_refused_not_zero(torch: Any) -> None:
 
 
 # -- what is refused ------------------------------------------------------------------------------
+
+
+def test_what_follows_the_product_is_checked_as_without_gradients(torch: Any) -> None:
+    x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 2)
+    for a in (x, x.detach()):
+        with pytest.raises(lowprec.ShapeError, match=r"c has shape \(5, 3, 2\), which does not"):
+            lowprec.matmul(a, y, c=torch.ones(5, 3, 2), beta=1.0)
+        with pytest.raises(lowprec.ShapeError, match=r"bias has shape \(3, 2\)"):
+            lowprec.matmul(a, y, bias=torch.ones(3, 2))
+        with pytest.raises(lowprec.DTypeError, match=r"bias has dtype .*float64.* added in"):
+            lowprec.matmul(a, y, bias=torch.ones(2, dtype=torch.float64))
+        with pytest.raises(lowprec.DTypeError, match="alpha is complex, but the operands are"):
+            lowprec.matmul(a, y, alpha=2j)
+        low = lowprec.matmul(a, y, bias=torch.ones(2), out_dtype=np.float16)
+        assert low.dtype == torch.float16
+        assert low.detach().tolist() == [[5.0, 5.0]] * 3
 
 
 def test_wrong_operands_are_told_by_type(torch: Any) -> None:

@@ -66,13 +66,48 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas,
 
 
 def test_vector_units_take_any_product_but_batches_of_the_smallest():
-    for dtype, kernel in ((BF16, "avx512_bf16"), (I8, "avx512_vnni")):
-        single = GemmProblem(array(dtype, 8, 8), array(dtype, 8, 8))
-        batch = GemmProblem(array(dtype, 99, 8, 8), array(dtype, 99, 8, 8))
-        larger = GemmProblem(array(dtype, 99, 32, 32), array(dtype, 99, 32, 32))
-        kernels = [plan(p, capabilities=AVX512).kernel for p in (single, batch, larger)]
-        assert kernels == [kernel, "numpy", kernel]
-        assert "for each product of a batch" in plan(batch, capabilities=AVX512).kernel_reason
+    single = GemmProblem(array(I8, 8, 8), array(I8, 8, 8))
+    batch = GemmProblem(array(I8, 99, 8, 8), array(I8, 99, 8, 8))
+    larger = GemmProblem(array(I8, 99, 32, 32), array(I8, 99, 32, 32))
+    kernels = [plan(p, capabilities=AVX512).kernel for p in (single, batch, larger)]
+    assert kernels == ["avx512_vnni", "numpy", "avx512_vnni"]
+    assert "for each product of a batch" in plan(batch, capabilities=AVX512).kernel_reason
+
+
+SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "size", "kernel"),
+    [
+        ({}, MathMode.FP32, 8, "openblas"),  # one call of a BLAS is all
+        ({"bias": array(F32, 8)}, MathMode.FP32, 8, "direct"),
+        ({"has_alpha": True}, MathMode.FP32, 8, "direct"),
+        ({"activation": Activation.RELU}, MathMode.FP32, 8, "direct"),
+        ({"out_dtype": BF16}, MathMode.FP32, 8, "direct"),
+        ({"out": OperandSpec(F32, (8, 8), (16, 2))}, MathMode.FP32, 8, "direct"),
+        ({}, MathMode.TF32, 8, "direct"),
+        ({}, MathMode.BF16, 8, "direct"),
+        ({}, MathMode.FP16, 8, "direct"),
+        ({}, MathMode.FP64, 8, "direct"),
+        ({}, MathMode.BF16X3, 8, "openblas"),  # a sum of products
+        ({}, MathMode.TF32, 73, "direct"),
+        ({}, MathMode.TF32, 74, "openblas"),
+        ({}, MathMode.BF16, 19, "avx512_bf16"),
+        ({"has_alpha": True}, MathMode.FP32, 74, "openblas"),
+    ],
+)
+def test_small_products_that_are_more_than_a_call_of_a_blas(changes, mode, size, kernel):
+    p = GemmProblem(array(F32, size, size), array(F32, size, size), **changes)
+    assert plan(p, mode, SMALL).kernel == kernel
+
+
+def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
+    p = GemmProblem(array(F32, 1, 1000), array(F32, 1000, 5))
+    row = dataclasses.replace(ROWS["amx_bf16_pair"], minimum_elements=0)
+    able = dataclasses.replace(AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"})
+    found = plan(p, MathMode.TF32, able)
+    assert (found.kernel, found.fallback.name) == ("amx_bf16_pair", "openblas")
 
 
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():

@@ -87,7 +87,7 @@ def _compiled(**params: Any) -> Any:
 
 @_product_p.def_impl
 def _compute(a: Any, b: Any, **params: Any) -> Any:
-    sets = [x.devices() for x in (a, b) if x.committed]
+    sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
     if len(sets) == 2 and sets[0] != sets[1]:
         raise DeviceError(
             f"the operands are on {sets[0]} and on {sets[1]}; put one where the other is, by jax.device_put"

@@ -63,6 +63,7 @@ class KernelRow:
     single_product: bool = False  # runs schedules of one product only
     concatenates: bool = False  # products of parts run as one, the parts side by side
     matrix_vector: bool = False  # runs real products of a matrix and a vector only
+    rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     scales_float16: bool = False  # by powers of two, before operands are rounded to float16
@@ -72,6 +73,7 @@ class KernelRow:
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch
     minimum_elements_complex: int = 0
+    maximum_elements: int | None = None  # above these it does not pay either
     minimum_k: int = 0
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
@@ -134,11 +136,12 @@ def choose_kernel(
     *,
     is_complex: bool = False,
     products: int = 1,
+    is_plain: bool = False,
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
-    ``products`` is the length of the schedule.
+    ``products`` is the length of the schedule, ``is_plain`` says whether one call of a BLAS is all there is to do.
 
     Examples
     --------
@@ -157,11 +160,17 @@ def choose_kernel(
             continue
         if row.matrix_vector and (is_complex or 1 not in (layout.m, layout.n)):
             continue
+        if row.rewrites and (is_complex or is_plain):
+            continue
+        if row.maximum_elements is not None and _elements(layout) > row.maximum_elements:
+            continue
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products)
         if reason is not None:
             if chosen is None:
                 passed_over.append(reason)
         elif chosen is not None:
+            if not row.blas:
+                continue
             return KernelChoice(chosen, tuple(passed_over), fallback=row)
         elif row.fallback is None:
             return KernelChoice(row, tuple(passed_over))
@@ -188,6 +197,12 @@ def _measured_ratio(row: KernelRow, capabilities: Capabilities, layout: GemmLayo
     return times[0] / times[1]
 
 
+def _elements(layout: GemmLayout) -> int:
+    """Return the elements of a, b and the result, of one product of a batch."""
+    m, n, k = layout.m, layout.n, layout.k
+    return m * k + k * n + m * n
+
+
 def _unsupported_reason(
     row: KernelRow,
     capabilities: Capabilities,
@@ -200,6 +215,7 @@ def _unsupported_reason(
     Tile kernels pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass.
     """
     m, n, k = layout.m, layout.n, layout.k
+    elements = _elements(layout)
     if row.requires is not None and row.requires not in capabilities.features:
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     slower = _measured_ratio(row, capabilities, layout)
@@ -207,7 +223,6 @@ def _unsupported_reason(
         return Reason.of(Why.MEASURED_SLOWER, kernel=row.name, ratio=slower)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    elements = m * k + k * n + m * n
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:
         return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec import dispatch, policy
@@ -105,8 +106,10 @@ class _Intercepting(TorchDispatchMode):
         form = form_of(func)
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
-            # A subclass splits the operator into those of the tensors it holds, and this mode sees them.
-            return NotImplemented
+            # A subclass splits the operator into those of the tensors it holds, and this mode sees them. A fake one
+            # holds none: it stands for a shape, as where a DTensor's is worked out.
+            is_fake = any(issubclass(t, FakeTensor) for t in types)
+            return func(*args, **kwargs) if is_fake else NotImplemented
         if form is None:
             return func(*args, **kwargs)
         if form.decomposes:

@@ -56,7 +56,7 @@ _KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 _INFINITY, _SIGN = 0x7F800000, 0x80000000
 
 # numba's cache on disk looks at the file of a kernel alone.
-_FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
+FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
 
 # --- vectors of bits of float32 ---------------------------------------------------------------
 
@@ -168,7 +168,7 @@ def _cast_function(index: int) -> Any:
     storage = CASTS[index][0]
     kind = _KINDS[storage]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = _FINGERPRINT
+    fingerprint = FINGERPRINT
 
     def cast(source, row_stride, col_stride, rows, cols, target, scratch):
         for row in range(rows):
@@ -191,13 +191,19 @@ def _cast_function(index: int) -> Any:
 
 
 @cache
+def cast_address(index: int) -> int:
+    """Return the address of :func:`cast_kernel`'s kernel."""
+    return compile_kernel(_cast_function(index), 7)
+
+
+@cache
 def cast_kernel(index: int) -> Any:
     """Return the kernel of one of `CASTS`, to be called with seven integers.
 
     Address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a row-major
     float32 matrix without gaps; the address of 512 bytes of scratch memory.
     """
-    return native.callable_at(compile_kernel(_cast_function(index), 7), 7)
+    return native.callable_at(cast_address(index), 7)
 
 
 # --- narrowing results ------------------------------------------------------------------------
@@ -219,23 +225,27 @@ def _narrow_float16(builder: Any, bits: Any) -> Any:
     return builder.select(is_nan, _splat(0x7E00), result)
 
 
+def narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
+    """Round 16 float32, given by their bits, to nearest even: the bits of float16 or bfloat16."""
+    if is_float16:
+        sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
+        words = builder.or_(sign, _narrow_float16(builder, bits))
+    else:
+        floats = _floats(builder, bits)
+        is_nan = builder.fcmp_unordered("uno", floats, floats)
+        quiet = builder.or_(bits, _splat(0x00400000))
+        rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
+        words = builder.lshr(rounded, _splat(16))
+    return builder.trunc(words, ir.VectorType(I16, _LANES))
+
+
 @intrinsic(prefer_literal=True)
 def _narrow_run(typing_context, is_float16, source, target):
     """Round 16 float32 in sequence to 16-bit numbers in sequence."""
     to_float16 = bool(is_float16.literal_value)
 
     def generate(context, builder, signature, args):
-        bits = _read(builder, "float32", args[1])
-        if to_float16:
-            sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
-            words = builder.or_(sign, _narrow_float16(builder, bits))
-        else:
-            floats = _floats(builder, bits)
-            is_nan = builder.fcmp_unordered("uno", floats, floats)
-            quiet = builder.or_(bits, _splat(0x00400000))
-            rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
-            words = builder.lshr(rounded, _splat(16))
-        row = builder.trunc(words, ir.VectorType(I16, _LANES))
+        row = narrowed(builder, _read(builder, "float32", args[1]), is_float16=to_float16)
         builder.store(row, pointer(builder, args[2], row.type), align=1)
         return context.get_dummy_value()
 
@@ -243,7 +253,7 @@ def _narrow_run(typing_context, is_float16, source, target):
 
 
 def _narrow_function(is_float16: int) -> Any:
-    fingerprint = _FINGERPRINT
+    fingerprint = FINGERPRINT
 
     def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
         for row in range(rows):
@@ -359,7 +369,7 @@ def _axpys(typing_context, index, cols, source, col_stride, steps, x, y):
 def _gemv_function(index: int) -> Any:
     kind = _KINDS[CASTS[index][0]]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = _FINGERPRINT
+    fingerprint = FINGERPRINT
 
     def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
         if col_stride == item:

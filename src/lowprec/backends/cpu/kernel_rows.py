@@ -79,10 +79,8 @@ AVX512_BF16 = replace(
     requires="avx512_bf16",
     missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
-    minimum_elements=0,
+    minimum_elements=1_000,
     minimum_k=0,
-    # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
-    minimum_batch_flops=5_000,
     cost_per_flop=0.4,
     cost_per_element=40.0,
     summation=Summation.PAIRS,
@@ -97,6 +95,9 @@ AVX512_VNNI = replace(
     requires="avx512_vnni",
     missing="no int8 vector units (AVX512-VNNI)",
     instruction_sets=("avx512_vnni",),
+    minimum_elements=0,
+    # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
+    minimum_batch_flops=5_000,
     cost_per_flop=0.25,
     cost_per_element=10.0,
 )
@@ -127,6 +128,23 @@ GEMV = KernelRow(
     minimum_elements=20_000,
 )
 
+#: One call of native code in place of ten of NumPy.
+DIRECT = KernelRow(
+    name="direct",
+    units="FP32 units, all in one call",
+    executor="lowprec.backends.cpu.direct:prepare",
+    formats=frozenset({"float32", "float64", "tf32", "bfloat16", "float16"}),
+    requires="numba",
+    missing="numba is not installed",
+    cost_per_flop=2.0,
+    cost_per_element=100.0,
+    reads_any_strides=True,
+    holds_in=DType.FLOAT32,
+    single_product=True,
+    rewrites=True,
+    maximum_elements=1 << 14,
+)
+
 #: numpy.matmul on the rounded operands.
 NUMPY = KernelRow(
     name="numpy",
@@ -153,5 +171,6 @@ OPENBLAS = replace(
 )
 
 KERNELS = (
-    GEMV, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, OPENBLAS, NUMPY,
+    GEMV, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, DIRECT, OPENBLAS,
+    NUMPY,
 )  # fmt: skip

@@ -90,8 +90,12 @@ def _general(able: Capabilities) -> KernelRow:
 
 
 def _measurable(able: Capabilities) -> list[KernelRow]:
-    """Return the kernels that run here: those for some numbers, and the first of those for any."""
-    special = [row for row in KERNELS if row.formats and row.requires in able.features]
+    """Return the kernels that run large products here: those for some numbers, and the first of those for any."""
+    special = [
+        row
+        for row in KERNELS
+        if row.formats and row.requires in able.features and not row.maximum_elements
+    ]
     return [*special, _general(able)]
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from lowprec import disk
 from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.backends.cuda.measuring import Contest, Measured, rotated
+from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
 from lowprec.policy import environment
 
 #: How many algorithms are tried unless the caller says otherwise.
@@ -46,15 +45,13 @@ def tune(
     handle: int,
     stream: int,
     operands: Operands,
-    *,
     candidates: int = CANDIDATES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product that has one, keep the choice on disk, and return all, the chosen one first.
 
     The operands are read, and the result goes to temporary memory, so nothing of the caller's is written. The stream is
-    waited for. ``progress`` gets the number of measurements done and that of all. Those that do not run are passed
-    over; where none does, the first one's error is raised.
+    waited for. Those that do not run are passed over; where none does, the first one's error is raised.
     """
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:

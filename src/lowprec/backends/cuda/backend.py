@@ -12,6 +12,7 @@ from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
 from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.execution import (
     AlgorithmTiming,
@@ -105,7 +106,7 @@ def tune(
     arguments: Arguments,
     *,
     candidates: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
@@ -114,12 +115,11 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
-        measured = execute.tune(arguments, candidates, progress)
         return tuple(
             AlgorithmTiming(
                 x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
             )
-            for x in measured
+            for x in execute.tune(arguments, candidates, progress)
         )
 
 

@@ -15,27 +15,26 @@ _PER_LAUNCH = 3
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """The batch of one launch.
+    """The batch of one launch; offsets and strides are counted in elements."""
 
-    Parameters
-    ----------
-    count : int
-        Of matrices.
-    before : int
-        Matrices of the launches before it.
-    offsets : tuple of int
-        Elements of each array before its first matrix.
-    extents : tuple of int
-        The inner two of the three dimensions.
-    strides : tuple of (int, int, int)
-        Per array, over the three dimensions, in elements.
-    """
-
+    #: Of matrices, and of those of the launches before it.
     count: int
     before: int
+    #: Of the first matrix of each array.
     offsets: tuple[int, ...]
+    #: The inner two of the three dimensions.
     extents: tuple[int, int]
+    #: Per array, over the three dimensions.
     strides: tuple[tuple[int, int, int], ...]
+
+
+def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -> list[Dimension]:
+    """Return a batch whose first array has its matrices ``step`` elements apart, the others these strides."""
+    found: list[Dimension] = []
+    for extent, *others in reversed(list(zip(shape, *strides, strict=True))):
+        found.insert(0, (extent, (step, *others)))
+        step *= extent
+    return found
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 
 # ``cublasStatus_t``.
-_ALLOC_FAILED = 3
-_INVALID_VALUE = 7
-_ARCH_MISMATCH = 8
-_NOT_SUPPORTED = 15
+_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
 
 #: Errors by status; every other status is a :class:`BackendError`. What cuBLASLt does not compute it refuses as
 #: "invalid value" in some versions, as "not supported" in others.
@@ -92,34 +88,25 @@ def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
         destroy(pointer)
 
 
-def create_handle() -> int:
-    """Return a new handle on the current device."""
-    with translated(lambda: "create a handle"):
-        return int(libraries().cublas_lt.create())
+def create_handle(library: str = "cublas_lt") -> int:
+    """Return a new handle of a library, ``cublas_lt`` or ``cublas``, on the current device."""
+    with translated(lambda: f"create a handle of {library}"):
+        return int(getattr(libraries(), library).create())
 
 
-def destroy_handle(handle: int) -> None:
+def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
     """Destroy a handle; the device finishes all its work first."""
-    with translated(lambda: "destroy a handle"):
-        libraries().cublas_lt.destroy(handle)
+    with translated(lambda: f"destroy a handle of {library}"):
+        getattr(libraries(), library).destroy(handle)
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the number and the C type of an attribute, by the enumeration and its getter's name."""
-    enumeration, getter = _ATTRIBUTES[kind]
+    """Return the number and the C type of an attribute of a kind, for example ``matmul_desc``."""
     cublas_lt = libraries().cublas_lt
+    enumeration = "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
     member = getattr(getattr(cublas_lt, enumeration), name)
-    return int(member), np.dtype(getattr(cublas_lt, getter)(member))
-
-
-_ATTRIBUTES = {
-    "matmul_desc": ("MatmulDescAttribute", "get_matmul_desc_attribute_dtype"),
-    "matrix_layout": ("MatrixLayoutAttribute", "get_matrix_layout_attribute_dtype"),
-    "matmul_preference": ("MatmulPreferenceAttribute", "get_matmul_preference_attribute_dtype"),
-    "matmul_algo_config": ("MatmulAlgoConfigAttribute", "get_matmul_algo_config_attribute_dtype"),
-    "matmul_algo_cap": ("MatmulAlgoCapAttribute", "get_matmul_algo_cap_attribute_dtype"),
-}
+    return int(member), np.dtype(getattr(cublas_lt, f"get_{kind}_attribute_dtype")(member))
 
 
 def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
@@ -138,7 +125,8 @@ def _get_attribute(kind: str, pointer: int, name: str) -> int:
     return int(buffer[0])
 
 
-def _create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
+def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
+    """Return an object of a kind, made from what its creating function takes, with these attributes set."""
     cublas_lt = libraries().cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
     made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
@@ -151,29 +139,12 @@ def _create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) 
     return made
 
 
-def matmul_descriptor(
-    compute_type: int, scale_type: int, attributes: Mapping[str, int]
-) -> Descriptor:
-    """Return a descriptor of the operation.
-
-    Parameters
-    ----------
-    compute_type : int
-        ``cublasComputeType_t``.
-    scale_type : int
-        ``cudaDataType`` of alpha and beta.
-    attributes : mapping
-        By the names of ``MatmulDescAttribute``.
-    """
-    return _create("matmul_desc", (compute_type, scale_type), attributes)
-
-
 def matrix_layout(
     data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]
 ) -> Descriptor:
     """Return the layout of a batch of column-major matrices: how many, and the elements from one to the next."""
     attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
-    return _create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
+    return create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
 
 
 def preference(
@@ -187,7 +158,7 @@ def preference(
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
     attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
-    return _create("matmul_preference", (), attributes)
+    return create("matmul_preference", (), attributes)
 
 
 # -- algorithms -----------------------------------------------------------------------------------
@@ -268,35 +239,20 @@ def check_algorithm(
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmInfo:
-    """What cuBLASLt tells of an algorithm.
-
-    Parameters
-    ----------
-    id : int
-    tile, stages : str
-        Names of ``MatmulTile`` and ``MatmulStages``, for example ``"128x256"`` and ``"64x4"``.
-    split_k : int
-        Into how many parts the inner dimension is cut; 1 for one.
-    reduction : str
-        How the parts are summed, a name of ``ReductionScheme``.
-    workspace_bytes : int
-    units : str
-        Instruction that multiplies, as the numerical implementation flags tell it.
-    input_type, accumulator : str
-        What that instruction reads, and what it sums in.
-    uses_tensor_cores : bool or None
-        Whether the instruction is one of the tensor cores'; None where the flags do not tell.
-    """
+    """What cuBLASLt tells of an algorithm, by the names of its enumerations."""
 
     id: int
     tile: str
     stages: str
+    #: Into how many parts the inner dimension is cut, 1 for one, and how they are summed.
     split_k: int
     reduction: str
     workspace_bytes: int
+    #: By the numerical implementation flags: the instruction that multiplies, what it reads, and what it sums in.
     units: str
     input_type: str
     accumulator: str
+    #: None where the flags do not tell.
     uses_tensor_cores: bool | None
 
 
@@ -311,20 +267,19 @@ _INPUTS = {
 _INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
-def _named(flags: int, names: Mapping[int, str]) -> str:
-    return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not told"
-
-
 def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
     """Return what an algorithm is, as cuBLASLt itself reports it."""
     data = np.frombuffer(algorithm.data, np.uint8).copy()
     pointer = data.ctypes.data
     cublas_lt = libraries().cublas_lt
+    flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
 
     def config(name: str) -> int:
         return _get_attribute("matmul_algo_config", pointer, name)
 
-    flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
+    def named(names: Mapping[int, str]) -> str:
+        return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not told"
+
     return AlgorithmInfo(
         id=config("ID"),
         tile=_member(cublas_lt.MatmulTile, config("TILE_ID"), "TILE_"),
@@ -332,9 +287,9 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
         split_k=max(config("SPLITK_NUM"), 1),
         reduction=_member(cublas_lt.ReductionScheme, config("REDUCTION_SCHEME"), ""),
         workspace_bytes=algorithm.workspace_bytes,
-        units=_named(flags, _UNITS),
-        input_type=_named(flags, _INPUTS),
-        accumulator=_named(flags, _ACCUMULATORS),
+        units=named(_UNITS),
+        input_type=named(_INPUTS),
+        accumulator=named(_ACCUMULATORS),
         uses_tensor_cores=bool(flags & _TENSOR_CORES) if flags & _INSTRUCTIONS else None,
     )
 
@@ -349,18 +304,6 @@ def _member(enumeration: Any, value: int, prefix: str) -> str:
 
 
 # -- cuBLAS ---------------------------------------------------------------------------------------
-
-
-def create_cublas_handle() -> int:
-    """Return a new handle of cuBLAS, the library beside cuBLASLt, on the current device."""
-    with translated(lambda: "create a cuBLAS handle"):
-        return int(libraries().cublas.create())
-
-
-def destroy_cublas_handle(handle: int) -> None:
-    """Destroy a handle of cuBLAS; the device finishes all its work first."""
-    with translated(lambda: "destroy a cuBLAS handle"):
-        libraries().cublas.destroy(handle)
 
 
 def math_mode(handle: int) -> int:

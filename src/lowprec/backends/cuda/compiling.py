@@ -48,6 +48,11 @@ NEEDS_CUDA_12 = (
     'pip install "lowprec[cuda12]"'
 )
 
+_NEEDS_NVRTC = (
+    "NVRTC, CUDA's run-time compiler, must be installed and know this device: pip install -U "
+    '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+)
+
 #: Lines of the compiler's log that a message shows.
 _LOG_LINES = 8
 
@@ -73,33 +78,9 @@ class _Arguments(NamedTuple):
 class Launch:
     """A kernel with its grid and its arguments, of which a call sets only what varies.
 
-    The kernel takes addresses, then what never changes, then factors. It is compiled, by :func:`kernel`, at the first
-    call.
-
-    Parameters
-    ----------
-    name, file, definitions, device
-        Of :func:`kernel`.
-    grid : int
-    block : tuple of int
-    addresses : int
-        How many.
-    constants : sequence of int
-    factors : int
-        How many, float64.
+    The kernel, ``kernel(*made_of)``, is compiled at the first call. It takes so many ``addresses``, then the
+    ``constants``, which are integers, then so many ``factors``, which are float64.
     """
-
-    __slots__ = (
-        "_constants",
-        "_extents",
-        "_factors",
-        "_function",
-        "_idle",
-        "_kernel",
-        "_made_of",
-        "_queue",
-        "_set",
-    )
 
     def __init__(
         self,
@@ -165,23 +146,14 @@ def pick_blocks(wanted: int, device: int) -> int:
 
 
 def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
-    """Return a function of a file in ``kernels/``, compiled with these macros for the architecture of a device.
-
-    Raises
-    ------
-    BackendError
-        If NVRTC is missing or refuses the source.
-    """
+    """Return a function of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
     core = libraries().core
     major, minor = runtime.properties(device).capability
     key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
-    found = _kernels.get(key)
-    if found is None:
-        with _lock:
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels.setdefault(key, _load(*key))
-    return found
+    with _lock:
+        if key not in _kernels:
+            _kernels[key] = _load(*key)
+        return _kernels[key]
 
 
 def source_text(
@@ -203,12 +175,16 @@ def _load(
     """Return a kernel from the disk, else from the compiler."""
     source = source_text(file, definitions)
     path = _file_name(core, arch, name, source)
-    code = _stored(path)
-    if code is not None:
+    data = disk.read_bytes(path)
+    if data is not None:
+        digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        why = "it is damaged"
         try:
-            return core.ObjectCode.from_cubin(code).get_kernel(name)
+            if hashlib.sha256(code).digest() == digest:
+                return core.ObjectCode.from_cubin(code).get_kernel(name)
         except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
-            disk.set_aside(path, f"the driver does not load it: {error}")
+            why = f"the driver does not load it: {error}"
+        disk.set_aside(path, why)
     code = _compiled(core, arch, name, source)
     try:
         loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
@@ -240,28 +216,12 @@ def _nvrtc_version() -> str:
     return "" if status else f"{major}.{minor}"
 
 
-def _stored(path: str) -> bytes | None:
-    data = disk.read_bytes(path)
-    if data is None:
-        return None
-    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() != digest:
-        disk.set_aside(path, "it is damaged")
-        return None
-    return code
-
-
 def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
     try:
         options = core.ProgramOptions(arch=arch, **_OPTIONS)
         code = core.Program(source, "c++", options).compile("cubin").code
     except Exception as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
-        remedy = (
-            "NVRTC, CUDA's run-time compiler, must be installed and know this device: pip install -U "
-            '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
-        )
-        if arch in ("sm_70", "sm_72"):
-            remedy = NEEDS_CUDA_12
+        remedy = NEEDS_CUDA_12 if arch in ("sm_70", "sm_72") else _NEEDS_NVRTC
         raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{remedy}") from error
     return bytes(code)

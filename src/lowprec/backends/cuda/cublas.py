@@ -29,17 +29,21 @@ _at_start = 0
 
 
 def _create() -> int:
-    handle = bindings.create_cublas_handle()
+    handle = bindings.create_handle("cublas")
     try:
         if _at_start:
             bindings.set_math_mode(handle, _at_start)
     except BaseException:
-        bindings.destroy_cublas_handle(handle)
+        _destroy(handle)
         raise
     return handle
 
 
-_pool = HandlePool(_create, bindings.destroy_cublas_handle)
+def _destroy(handle: int) -> None:
+    bindings.destroy_handle(handle, "cublas")
+
+
+_pool = HandlePool(_create, _destroy)
 
 
 def cublas_handle(device: int | None = None) -> int:
@@ -91,11 +95,9 @@ class CublasController:
     name = "cublas"
     module = "lowprec.backends.cuda.cublas"
     tier = Tier.PROCESS
-    switches: Mapping[str, str] = MappingProxyType(
-        {
-            "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
-        }
-    )
+    switches: Mapping[str, str] = MappingProxyType({
+        "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
+    })  # fmt: skip
     modes = tuple(_MATH)
 
     def save(self) -> dict[str, Any]:

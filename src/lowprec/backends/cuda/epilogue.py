@@ -10,16 +10,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lowprec.backends.cuda.batching import (
     LaunchBatch,
     are_multiples,
+    batch_dimensions,
     in_sequence,
     launch_batches,
 )
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
 from lowprec.planning.batches import Dimension, coalesce
@@ -40,34 +41,23 @@ class Epilogue:
     """What becomes of a product; which element types and activations there are, planning has checked.
 
     int32 has no factors, and ``c`` is not read where ``beta`` is 0.
-
-    Parameters
-    ----------
-    product_dtype : DType
-        In which the arithmetic is done.
-    leading_dimension : int
-        The product lies row-major and matrix after matrix, its rows so many elements apart.
-    out : MatrixStack
-        Where the result goes; the product has its extents.
-    c : MatrixStack or None
-        The addend, with the shape of ``out``; where it is broadcast its strides are zero.
-    bias : OperandSpec or None
-        One addend per column.
-    activation : Activation or None
-    scaled : bool
-        Whether the product is divided by 2^e, e the sum of two exponents (int32), one per row, one per column of each
-        matrix.
-    product_rows : int
-        Of each matrix of the product, with padding; 0 for those of ``out``.
     """
 
+    #: In which the arithmetic is done.
     product_dtype: DType
+    #: The product lies row-major and matrix after matrix, its rows so many elements apart.
     leading_dimension: int
+    #: Where the result goes, with the product's extents.
     out: MatrixStack
+    #: The addend, with the shape of ``out``; where it is broadcast its strides are zero.
     c: MatrixStack | None = None
+    #: One addend per column.
     bias: OperandSpec | None = None
     activation: Activation | None = None
+    #: Whether the product is divided by 2^e, e the sum of two exponents (int32), one per row, one per column of each
+    #: matrix.
     scaled: bool = False
+    #: Of each matrix of the product, with padding; 0 for those of ``out``.
     product_rows: int = 0
 
 
@@ -75,17 +65,12 @@ class Epilogue:
 _PRODUCT, _OUT, _C, _COLUMN = range(4)
 
 
+@cached
 def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
     """Return the function that queues it on a stream of a device, which is the current one then.
 
     The kernel is compiled at its first call.
     """
-    return _launcher(libraries().core, spec, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _launcher(core: Any, spec: Epilogue, device: int) -> EpilogueLauncher:
-    """Look up or make a launcher; the library is a part of the key, so that tests may exchange it."""
     if not spec.out.rows * spec.out.cols:
         return in_sequence(())
     batch, rows, cols = _dimensions(spec)
@@ -98,18 +83,14 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     """Return the batch, the rows and the columns, coalesced."""
     out, c = spec.out, spec.c
     per_column = int(spec.bias is not None or spec.scaled)
-    product_stride = (spec.product_rows or out.rows) * spec.leading_dimension
-    batch: list[Dimension] = []
-    c_strides = c.batch_strides if c else (0,) * len(out.batch_shape)
-    for extent, out_stride, c_stride in reversed(
-        list(zip(out.batch_shape, out.batch_strides, c_strides, strict=True))
-    ):
-        batch.insert(0, (extent, (product_stride, out_stride, c_stride, 0)))
-        product_stride *= extent
-    rows: Dimension = (
-        out.rows,
-        (spec.leading_dimension, out.row_stride, c.row_stride if c else 0, 0),
+    step, none = (
+        (spec.product_rows or out.rows) * spec.leading_dimension,
+        (0,) * len(out.batch_shape),
     )
+    c_strides = c.batch_strides if c else none
+    batch = batch_dimensions(out.batch_shape, step, out.batch_strides, c_strides, none)
+    c_row = c.row_stride if c else 0
+    rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c_row, 0))
     cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
     if spec.scaled:  # the exponents know matrices, rows and columns
         return coalesce(batch), rows, cols

@@ -28,7 +28,7 @@ from lowprec.backends.cuda.invocation import (
     byte_offsets,
     number,
 )
-from lowprec.backends.cuda.measuring import Measured
+from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
@@ -58,13 +58,7 @@ _MOST_REFUSED = 4096
 
 
 class GemmExecutor:
-    """Executes a plan; safe to call from several threads at once.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-        For a GPU; its result has elements.
-    """
+    """Executes a plan for a GPU whose result has elements; safe to call from several threads at once."""
 
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
@@ -86,42 +80,34 @@ class GemmExecutor:
             self._run(device, arguments)
 
     def _run(self, device: int, arguments: Arguments) -> None:
-        lowered = self.lowered(arguments)
-        try:
+        def run(lowered: _LoweredPlan) -> None:
             self._last.invocation = lowered.run(device, arguments)
-        except UnsupportedError as error:
-            self._last.invocation = self._otherwise(
-                arguments, lambda x: x.run(device, arguments), error
-            )
-            lowered = self.lowered(arguments)
-        if lowered.is_plain:
-            self._plain = lowered
+            if lowered.is_plain:
+                self._plain = lowered
 
-    def _as_it_can(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        try:
-            return use(self.lowered(arguments))
-        except UnsupportedError as error:
-            return self._otherwise(arguments, use, error)
+        self._use(arguments, run)
 
-    def _otherwise(
-        self, arguments: Arguments, use: Callable[[_LoweredPlan], _T], refusal: UnsupportedError
-    ) -> _T:
-        """Use the plan in the first other way that cuBLASLt takes, which it has from now on; ``refusal`` if none."""
-        tried = [self.lowered(arguments).call]
-        for way in range(self._way + 1, len(_WAYS)):
+    def _use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
+        """Use the plan in the way in force, or in the first one after it that cuBLASLt takes, which is from now on."""
+        tried: list[CublasLtCall | None] = []
+        refusal: UnsupportedError | None = None
+        for way in range(self._way, len(_WAYS)):
             lowered = self.lowered(arguments, way)
             if lowered.call in tried:
                 continue
             tried.append(lowered.call)
             try:
                 found = use(lowered)
-            except UnsupportedError:
+            except UnsupportedError as error:
+                refusal = refusal or error
                 continue
-            self._way, self._refusal = way, str(refusal)
-            if len(_refused) >= _MOST_REFUSED:
-                _refused.clear()
-            _refused[self.plan] = (way, str(refusal))
+            if refusal is not None:
+                self._way, self._refusal = way, str(refusal)
+                if len(_refused) >= _MOST_REFUSED:
+                    _refused.clear()
+                _refused[self.plan] = (way, str(refusal))
             return found
+        assert refusal is not None
         capability = self.plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
         if capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000:
             raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
@@ -141,16 +127,13 @@ class GemmExecutor:
 
     def invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run, without running it; the device is current, and the plan has a call."""
-        return self._as_it_can(arguments, lambda x: x.first_invocation(arguments))
+        return self._use(arguments, lambda x: x.first_invocation(arguments))
 
     def tune(
-        self,
-        arguments: Arguments,
-        candidates: int,
-        progress: Callable[[int, int], None] | None,
+        self, arguments: Arguments, candidates: int, progress: Progress | None
     ) -> tuple[Measured, ...]:
         """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
-        return self._as_it_can(arguments, lambda x: x.tune(arguments, candidates, progress))
+        return self._use(arguments, lambda x: x.tune(arguments, candidates, progress))
 
     def lowered(self, arguments: Arguments, way: int | None = None) -> _LoweredPlan:
         """Return the plan as it is lowered for pointers such as these; in the way in force, or another."""
@@ -219,15 +202,14 @@ class _LoweredPlan:
 
     def run_plain(self, device: int, arguments: Arguments) -> bool:
         """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
-        places = (arguments.a.address, arguments.b.address, arguments.out.address)
+        places = _places(arguments)
         return self._multiply_alone(device, arguments.stream, places, self._terms[0]) is not None
 
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
         staging = self._staging
         if staging is None:
-            places = (arguments.a.address, arguments.b.address, arguments.out.address)
-            return self._multiply(device, arguments, places, self._terms[0])
+            return self._multiply(device, arguments, _places(arguments), self._terms[0])
         room, ran = self._room, None
         with memory.temporary(staging.nbytes + room, device, arguments.stream) as block:
             places, after = staging.fill(block, arguments), block + staging.nbytes
@@ -242,15 +224,12 @@ class _LoweredPlan:
     ) -> Invocation:
         """Queue one product of the schedule."""
         stream = arguments.stream
-        if self._is_alone:
-            found = self._multiply_alone(device, stream, places, term, room)
-            if found is not None:
-                return found
-        handle = handles.handle(device)
-        operands = self._operands(arguments, places, term)
-        invocation = self._invocation(handle, stream, operands, term)
-        invocation.run(handle, stream, operands, room)
+        found = self._is_alone and self._multiply_alone(device, stream, places, term, room)
+        if found:
+            return found
+        handle, operands, invocation = self._prepared(arguments, places, term)
         self.last = invocation
+        invocation.run(handle, stream, operands, room)
         return invocation
 
     def _multiply_alone(
@@ -272,40 +251,27 @@ class _LoweredPlan:
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run for the first product of the schedule."""
-        assert self.call is not None
+        call, (a, b, d) = self._terms[0].call, _places(arguments)
         # What will lie in memory of lowprec's own is aligned.
-        a = 0 if self.call.pack_a else arguments.a.address
-        b = 0 if self.call.pack_b else arguments.b.address
-        d = 0 if self.call.staged else arguments.out.address
-        operands = self._operands(arguments, (a, b, d), self._terms[0])
-        handle = handles.handle(arguments.a.device.index)
-        return self._invocation(handle, arguments.stream, operands, self._terms[0])
+        places = (0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d)
+        return self._prepared(arguments, places, self._terms[0])[-1]
 
     def tune(
-        self,
-        arguments: Arguments,
-        candidates: int,
-        progress: Callable[[int, int], None] | None,
+        self, arguments: Arguments, candidates: int, progress: Progress | None
     ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        device, stream, term = arguments.a.device.index, arguments.stream, self._terms[0]
-        handle = handles.handle(device)
-        places = (arguments.a.address, arguments.b.address, arguments.out.address)
+        device, stream, places = arguments.a.device.index, arguments.stream, _places(arguments)
         with contextlib.ExitStack() as stack:
             if self._staging is not None:
                 block = memory.temporary(self._staging.nbytes, device, stream)
                 places = self._staging.fill(stack.enter_context(block), arguments)
-            operands = self._operands(arguments, places, term)
-            invocation = self._invocation(handle, stream, operands, term)
-            before = invocation.algorithm
+            handle, operands, invocation = self._prepared(arguments, places, self._terms[0])
+            chosen = invocation.algorithm
             try:
-                measured = autotune.tune(
-                    invocation, handle, stream, operands, candidates=candidates, progress=progress
-                )
+                measured = autotune.tune(invocation, handle, stream, operands, candidates, progress)
+                chosen = measured[0].algorithm
             finally:
-                invocation.use(before)
-        if measured:
-            invocation.use(measured[0].algorithm)
+                invocation.use(chosen)
         return measured
 
     def _operands(self, arguments: Arguments, places: Places, term: _Term) -> Operands:
@@ -327,14 +293,16 @@ class _LoweredPlan:
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
-    def _invocation(self, handle: int, stream: int, operands: Operands, term: _Term) -> Invocation:
-        """Return the prepared call for pointers of this alignment."""
-        alignment = alignment_of(
-            operands.first, operands.second, operands.c, operands.d, self._offset_bits
-        )
+    def _prepared(
+        self, arguments: Arguments, places: Places, term: _Term
+    ) -> tuple[int, Operands, Invocation]:
+        """Return the handle, the operands, and the prepared call for pointers of their alignment."""
+        plan, stream = self._plan, arguments.stream
+        handle = handles.handle(arguments.a.device.index)
+        operands = self._operands(arguments, places, term)
+        alignment = alignment_of(*operands[:4], self._offset_bits)
         found = term.invocations.get(alignment)
         if found is None:
-            plan = self._plan
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
                 term.call,
@@ -345,7 +313,7 @@ class _LoweredPlan:
                 lambda: f"{title(plan)}, {plan.compute_type}",
             )
             found = term.invocations.setdefault(alignment, made)
-        return found
+        return handle, operands, found
 
 
 def _term(
@@ -378,6 +346,10 @@ def _length(whole: CublasLtCall, product: Product) -> int:
         assert whole.pack_a is not None, "what has several parts is packed"
         length += (product.terms - 1) * whole.pack_a.part_length
     return length
+
+
+def _places(arguments: Arguments) -> Places:
+    return arguments.a.address, arguments.b.address, arguments.out.address
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:

@@ -10,16 +10,11 @@ import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles
-from lowprec.backends.cuda.bindings import (
-    Algorithm,
-    AlgorithmInfo,
-    Descriptor,
-    MatmulDescriptors,
-)
+from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
-from lowprec.planning.calls import CublasLtCall, LtMatrix
+from lowprec.planning.calls import CublasLtCall
 
 #: Alignments beyond this make no difference.
 ALIGNMENT_BYTES = 256
@@ -27,6 +22,9 @@ ALIGNMENT_BYTES = 256
 #: Address and bytes of memory that a product may have for its workspace; where it is too little, it takes some.
 Room: TypeAlias = tuple[int, int]
 NO_ROOM: Room = (0, 0)
+
+#: Attributes of the operation that hold addresses.
+_POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
 
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
@@ -50,13 +48,7 @@ class Operands(NamedTuple):
 
 
 def alignment_of(*addresses: int) -> int:
-    """Return the largest power of two, up to 256, of which all addresses are multiples.
-
-    Examples
-    --------
-    >>> alignment_of(512, 1024), alignment_of(512, 48), alignment_of(6)
-    (256, 16, 2)
-    """
+    """Return the largest power of two, up to 256, of which all addresses are multiples: of 512 and 48 it is 16."""
     bits = ALIGNMENT_BYTES
     for address in addresses:
         bits |= address
@@ -82,24 +74,9 @@ def number(value: complex, dtype: DType) -> Number:
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
-    Parameters
-    ----------
-    call : CublasLtCall
-    alignment_bytes : int
-        Of all pointers.
-    workspace_bytes : int
-        What an algorithm may use.
-    operands : Operands
-        Of the first call; the search looks at the pointers' alignment and reads nothing.
-    choose : callable
-        Returns the algorithm for this invocation, whose descriptors are made; None if there is none.
-    describe : callable
-        Returns the product in words, for errors.
-
-    Raises
-    ------
-    UnsupportedError
-        If this cuBLASLt has no algorithm for the product on this device.
+    ``operands`` are those of the first call; the search looks at their alignment and reads nothing. ``choose`` returns
+    the algorithm for this invocation, whose descriptors are made; None if there is none, an UnsupportedError then.
+    ``describe`` returns the product in words, for errors.
     """
 
     def __init__(
@@ -144,11 +121,6 @@ class Invocation:
         """What cuBLASLt tells of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    @property
-    def needed_bytes(self) -> int:
-        """Workspace of the algorithm."""
-        return self._chosen[1]
-
     def run(self, handle: int, stream: int, operands: Operands, room: Room = NO_ROOM) -> None:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
@@ -165,7 +137,9 @@ class Invocation:
                 operation, found = _operation(self.call, operands), pointers
         if found != pointers:
             with bindings.translated(lambda: f"run {self._describe()}"):
-                _set_pointers(operation, operands)
+                for name, address in zip(_POINTERS, pointers, strict=True):
+                    if address:
+                        bindings.set_attribute("matmul_desc", operation.pointer, name, address)
         self.queue(handle, stream, alpha, beta, places, room, operation.pointer)
         self._idle.append((operation, pointers))
 
@@ -235,15 +209,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
-    made = bindings.matmul_descriptor(
-        call.compute_type.value, call.scale_dtype.cuda_data_type, attributes
-    )
-    try:
-        _set_pointers(made, operands)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    attributes |= {name: x for name, x in zip(_POINTERS, _pointers_of(operands), strict=True) if x}
+    types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
+    return bindings.create("matmul_desc", types, attributes)
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
@@ -251,39 +219,25 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     made: list[Descriptor] = []
     try:
         made.append(_operation(call, operands))
-        for matrix in (call.first, call.second, call.d):
-            made.append(_layout(matrix, call.batch_count))
-        operation, first, second, d = made
         # Without an addend D stands for C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
-        c = d if call.c in (None, call.d) else _layout(call.c, call.batch_count)
+        c = None if call.c in (None, call.d) else call.c
+        for x in (call.first, call.second, call.d, *([c] if c else ())):
+            batch = (call.batch_count, x.batch_stride)
+            data_type = x.dtype.cuda_data_type
+            made.append(
+                bindings.matrix_layout(data_type, x.rows, x.cols, x.leading_dimension, batch)
+            )
     except BaseException:
         for descriptor in made:
             descriptor.close()
         raise
-    return MatmulDescriptors(operation, first, second, c, d)
-
-
-def _layout(matrix: LtMatrix, batch_count: int) -> Descriptor:
-    return bindings.matrix_layout(
-        matrix.dtype.cuda_data_type,
-        matrix.rows,
-        matrix.cols,
-        matrix.leading_dimension,
-        (batch_count, matrix.batch_stride),
-    )
+    operation, first, second, d = made[:4]
+    return MatmulDescriptors(operation, first, second, made[-1], d)
 
 
 def _pointers_of(operands: Operands) -> tuple[int, int, int]:
-    """Return the pointers that are part of the descriptor, 0 for none."""
+    """Return the pointers that are attributes of the operation, 0 for none."""
     return operands.bias, operands.scale_first, operands.scale_second
-
-
-def _set_pointers(operation: Descriptor, operands: Operands) -> None:
-    """Write the pointers that are part of the descriptor."""
-    names = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
-    for name, address in zip(names, _pointers_of(operands), strict=True):
-        if address:
-            bindings.set_attribute("matmul_desc", operation.pointer, name, address)
 
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:

@@ -44,15 +44,7 @@ _loaded: Libraries | None = None
 
 
 def libraries() -> Libraries:
-    """Return the modules, loaded and known to work.
-
-    Raises
-    ------
-    BackendError
-        If a Python package or a CUDA library is missing.
-    DeviceError
-        If there is no driver, or no device that it can use.
-    """
+    """Return the modules, known to work: a BackendError if one is missing, a DeviceError if driver or device is."""
     return _loaded if _loaded is not None else _load()
 
 

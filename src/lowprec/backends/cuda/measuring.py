@@ -13,7 +13,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
@@ -21,7 +21,6 @@ from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
 from lowprec.backends.cuda.timing import EventStopwatch
 from lowprec.errors import DeviceMemoryError, LowprecError
-from lowprec.planning.calls import LtMatrix
 
 #: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
 _ROUNDS, _FINAL_ROUNDS = 5, 15
@@ -35,6 +34,10 @@ _MARGIN = 0.01
 _CYCLES, _MOST_CYCLES = 20_000, 2_000_000
 #: Copies of the operands are together so many times as large as the L2 cache.
 _CACHES = 2
+
+
+#: Gets the number of measurements done, and that of all.
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Measured(NamedTuple):
@@ -70,7 +73,7 @@ class Contest:
         self._cycles = _CYCLES
 
     def results(
-        self, found: tuple[Algorithm, ...], progress: Callable[[int, int], None] | None
+        self, found: tuple[Algorithm, ...], progress: Progress | None
     ) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first and the others by their time.
 
@@ -108,8 +111,8 @@ class Contest:
     def _wins(self, best: _Candidate, first: _Candidate) -> bool:
         """Whether the best also wins a contest of two."""
         times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
-        old, new = map(statistics.median, zip(*times, strict=True))
-        return new < old * (1 - _MARGIN)
+        old, new = (statistics.median(x) for x in zip(*times, strict=True))
+        return bool(new < old * (1 - _MARGIN))
 
     def _measure(self, candidate: _Candidate) -> float:
         """Return the milliseconds of one product."""
@@ -149,7 +152,7 @@ def rotated(
     """
     read = ("first", "second", *(("c",) if operands.beta else ()))
     places, nbytes = _places(invocation, operands, (*read, "d"))
-    count = -(-_CACHES * runtime.l2_bytes(device) // nbytes)
+    count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)
     block = None
     if count > 1:
         with contextlib.suppress(DeviceMemoryError):
@@ -167,15 +170,13 @@ def rotated(
             more = min(done, count - done)
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
-        yield _turns(operands, places, [first + i * nbytes for i in range(count)])
+        starts = itertools.cycle([first + i * nbytes for i in range(count)])
+        yield (_moved(operands, places, start) for start in starts)
 
 
-def _turns(operands: Operands, places: dict[str, _Place], starts: list[int]) -> Iterator[Operands]:
-    for start in itertools.cycle(starts):
-        pointers = {name: start + place.pointer for name, place in places.items()}
-        if not operands.beta:
-            pointers["c"] = pointers["d"]
-        yield operands._replace(**pointers)
+def _moved(operands: Operands, places: dict[str, _Place], start: int) -> Operands:
+    pointers = {name: start + place.pointer for name, place in places.items()}
+    return operands._replace(**{"c": pointers["d"], **pointers} if not operands.beta else pointers)
 
 
 def _places(
@@ -186,16 +187,13 @@ def _places(
     matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
     places, nbytes = {}, 0
     for name in names:
+        x = matrices[name]
+        # Calls may begin at negative offsets.
         starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
-        lowest, end = _span(matrices[name], starts, call.batch_count)
+        end = max(starts) + (call.batch_count - 1) * x.batch_stride
+        end += (x.cols - 1) * x.leading_dimension + x.rows
+        lowest, end = min(starts) * x.dtype.itemsize, end * x.dtype.itemsize
         pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
         places[name] = _Place(pointer, lowest, end - lowest)
         nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return places, nbytes
-
-
-def _span(matrix: LtMatrix, starts: list[int], batch_count: int) -> tuple[int, int]:
-    """Return the first byte of all calls, from their pointer, and the one after the last; starts may be negative."""
-    furthest = (batch_count - 1) * matrix.batch_stride
-    end = max(starts) + furthest + (matrix.cols - 1) * matrix.leading_dimension + matrix.rows
-    return min(starts) * matrix.dtype.itemsize, end * matrix.dtype.itemsize

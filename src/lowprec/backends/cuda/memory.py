@@ -86,7 +86,7 @@ class _Pool:
         self._noted: deque[tuple[int, int]] = deque()
         self._dead: list[int] = []
         self._dead_bytes = 0
-        self._events: list[Any] = []
+        self.events: list[Any] = []
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
         # What is in use, without an event that will tell how long: for good, unless one comes.
         self.held: dict[int, Sequence[Any]] = {}
@@ -96,6 +96,7 @@ class _Pool:
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
+        """Return memory; a DeviceMemoryError if there is none left when all that lowprec does not use is given back."""
         pool = self._pool
         if pool is None or not is_temporary:
             if not runtime.is_capturing(stream):
@@ -142,30 +143,20 @@ class _Pool:
                 with contextlib.suppress(BackendError):
                     runtime.free(dead.pop())
 
-    # -- order ------------------------------------------------------------------------------------
+    # -- what is held -----------------------------------------------------------------------------
 
-    def order(self, before: int, after: int) -> None:
-        event = self._recorded(before)
-        try:
-            call("cudaStreamWaitEvent", after, event, 0)
-        finally:
-            # A wait means the mark that the event had when it was queued, so the event is free again.
-            self._events.append(event)
-
-    def _recorded(self, stream: int) -> Any:
+    def recorded(self, stream: int) -> Any:
         """Return an event that stands for the work which a stream holds now."""
         try:
-            event = self._events.pop()
+            event = self.events.pop()
         except IndexError:
             event = runtime.create_event()
         try:
             call("cudaEventRecord", event, stream)
         except BaseException:
-            self._events.append(event)
+            self.events.append(event)
             raise
         return event
-
-    # -- what is held -----------------------------------------------------------------------------
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Hold what :attr:`held` holds already until the work of a stream is done."""
@@ -173,7 +164,7 @@ class _Pool:
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
-        event = self._recorded(stream)
+        event = self.recorded(stream)
         with self.lock:
             queue = self._kept.setdefault(stream, deque())
             queue.append((event, owners))
@@ -200,7 +191,7 @@ class _Pool:
                         break
                     # A signal handler may have let go of it meanwhile.
                     if queue and queue[0] is first and queue.popleft():
-                        self._events.append(first[0])
+                        self.events.append(first[0])
                         done.append(first[1])
         return self._is_keeping()
 
@@ -226,8 +217,8 @@ class _Pool:
     def reset(self) -> None:
         """Give back the events, too; nobody may be waiting for one."""
         self.release()
-        while self._events:
-            call("cudaEventDestroy", self._events.pop())
+        while self.events:
+            call("cudaEventDestroy", self.events.pop())
 
 
 #: By the runtime, which tests exchange, and the device.
@@ -257,26 +248,13 @@ def temporary(nbytes: int, device: int, stream: int) -> Block:
     """Return memory for a ``with`` block that queues work on a stream of the device, which is the current one.
 
     It is aligned to 256 bytes or more. While the stream is being captured, the graph allocates and frees it when it
-    runs.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    BackendError
-        If the stream is being captured, and the device has no memory pools.
+    runs; where the device has no memory pools, that is a BackendError.
     """
     return _pool(device).allocate(nbytes, stream, is_temporary=True)
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes.
-
-    Raises
-    ------
-    DeviceMemoryError
-        If the device has not that much left, with all that lowprec does not use given back.
-    """
+    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
     with runtime.on_device(device.index):
         return _pool(device.index).allocate(nbytes, stream, is_temporary=False)
 
@@ -294,9 +272,16 @@ def own_stream(device: Device) -> int:
 
 def order(before: int, after: int, device: Device) -> None:
     """Have later work of stream ``after`` wait for what stream ``before`` holds now. The host waits for nothing."""
-    if before != after:
-        with runtime.on_device(device.index):  # 1 means the default stream of the current device
-            _pool(device.index).order(before, after)
+    if before == after:
+        return
+    with runtime.on_device(device.index):  # 1 means the default stream of the current device
+        pool = _pool(device.index)
+        event = pool.recorded(before)
+        try:
+            call("cudaStreamWaitEvent", after, event, 0)
+        finally:
+            # A wait means the mark that the event had when it was queued, so the event is free again.
+            pool.events.append(event)
 
 
 def synchronize(stream: int, device: Device) -> None:
@@ -348,14 +333,14 @@ def reset() -> None:
 _waiter = Waiter(release_finished)
 
 
-def _after_fork() -> None:
-    """Free the locks in a child: the thread that may have held one is not there."""
+def _renew_locks() -> None:
+    # The thread that may have held one is not there in a child.
     for pool in _pools.values():
         pool.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register

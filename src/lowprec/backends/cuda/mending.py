@@ -7,17 +7,20 @@ host waits for nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from lowprec.backends.cuda.batching import LaunchBatch, in_sequence, launch_batches
+from lowprec.backends.cuda.batching import (
+    LaunchBatch,
+    batch_dimensions,
+    in_sequence,
+    launch_batches,
+)
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
-from lowprec.planning.batches import Dimension
 
 _THREADS = 256
 
@@ -27,42 +30,26 @@ Mender: TypeAlias = Callable[[int, int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Mending:
-    """A product in temporary memory, and what it is made of.
+    """A product in temporary memory, and what it is made of."""
 
-    Parameters
-    ----------
-    product_dtype : DType
-        float32 or complex64, in which sums are taken.
-    leading_dimension : int
-        The product lies row-major and matrix after matrix, its rows so many elements apart.
-    a, b : MatrixStack
-        The operands where the caller has them, their batches broadcast to one shape.
-    """
-
+    #: float32 or complex64, in which sums are taken.
     product_dtype: DType
+    #: The product lies row-major and matrix after matrix, its rows so many elements apart.
     leading_dimension: int
+    #: The operands where the caller has them, their batches broadcast to one shape.
     a: MatrixStack
     b: MatrixStack
 
 
+@cached
 def prepare_mending(spec: Mending, device: int) -> Mender:
     """Return the function that queues it on a stream of a device, which is the current one then.
 
     The kernel is compiled at its first call.
     """
-    return _mender(libraries().core, spec, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _mender(core: Any, spec: Mending, device: int) -> Mender:
-    """Look up or make a mender; the library is a part of the key, so that tests may exchange it."""
     a, b = spec.a, spec.b
     step = a.rows * spec.leading_dimension
-    batch: list[Dimension] = []
-    strides = zip(a.batch_shape, a.batch_strides, b.batch_strides, strict=True)
-    for extent, a_stride, b_stride in reversed(list(strides)):
-        batch.insert(0, (extent, (step, a_stride, b_stride)))
-        step *= extent
+    batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
     return in_sequence([_launch(spec, part, device) for part in launch_batches(batch, 3)])
 
 

@@ -11,17 +11,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.batching import (
-    LaunchBatch,
-    are_multiples,
-    in_sequence,
-    launch_batches,
-)
+from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
 from lowprec.planning.batches import Dimension, coalesce
@@ -50,46 +45,30 @@ class Packing:
     Row r and column c of the source go to line r and element c, the padding is zero. Numbers are rounded to nearest,
     ties to even; NaN stays NaN, infinities stay, what is too large becomes one. Planning asks only for element types
     of which there is a kernel.
-
-    Parameters
-    ----------
-    source : MatrixStack
-    dtype : DType
-        Of what is written.
-    leading_dimension, padded_rows : int
-        At least the columns and rows that are written.
-    scaled : bool
-        Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
-        magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
-        of zeros.
-    complex_as : {"no", "pairs", "rotated"}
-        "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds
-        (re, -im) and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
-    parts : int
-        How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied
-        by 2^part_exponent, rounded.
-    part_exponent : int
-    summed : bool
-        Whether the last part is the sum of the two before it, rounded.
-    as_tf32 : bool
-        Whether float32 numbers are rounded to TF32, ties away from zero.
-    side_by_side : bool
-        Whether the parts of a line follow each other, line by line; else those of a matrix do, matrix by matrix.
-    descending : bool
-        Whether the last part comes first.
     """
 
     source: MatrixStack
+    #: Of what is written.
     dtype: DType
     leading_dimension: int
     padded_rows: int
+    #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
+    #: magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
+    #: of zeros.
     scaled: bool = False
+    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds (re, -im)
+    #: and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
     complex_as: ComplexAs = "no"
+    #: How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied
+    #: by 2^part_exponent, rounded; where ``summed``, the last part is the sum of the two before it, rounded.
     parts: int = 1
     part_exponent: int = 0
     summed: bool = False
+    #: Whether float32 numbers are rounded to TF32, ties away from zero.
     as_tf32: bool = False
+    #: Whether the parts of a line follow each other, line by line; else those of a matrix do, matrix by matrix.
     side_by_side: bool = False
+    #: Whether the last part comes first.
     descending: bool = False
 
     @property
@@ -139,17 +118,12 @@ def _shape(packing: Packing) -> _Shape:
     return _Shape(coalesce(dimensions), rows, cols, row_stride, col_stride, out_rows, out_cols)
 
 
+@cached
 def prepare_packing(packing: Packing, device: int) -> Packer:
     """Return the function that queues a packing on a stream of a device, which is the current one then.
 
     Kernels are compiled at its first call.
     """
-    return _packer(libraries().core, packing, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _packer(core: Any, packing: Packing, device: int) -> Packer:
-    """Look up or make a packer; the library is a part of the key, so that tests may exchange it."""
     shape, source = _shape(packing), packing.source
     empty = not shape.out_rows * shape.out_cols
     batches = () if empty else launch_batches(shape.batch, 1)
@@ -263,10 +237,9 @@ class _PackingLaunch:
             groups = batch.count * shape.out_rows * -(-shape.out_cols // elements)
             return -(-groups // _THREADS)
 
+        fast = ("pack_groups", wanted_of(vector), (_THREADS,), ())
         self._any = self._launch("pack_elements", wanted_of(1), (_THREADS,), ())
-        self._fast = None
-        if regular:
-            self._fast = self._launch("pack_groups", wanted_of(vector), (_THREADS,), ())
+        self._fast = self._launch(*fast) if regular else None
 
     def _by_tiles(self) -> None:
         """Adjacent threads read adjacent rows and write adjacent columns."""

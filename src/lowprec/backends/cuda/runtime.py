@@ -19,13 +19,7 @@ _MIB = 1 << 20
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Call a function of the runtime or the driver and return its value (None if it has none).
-
-    Raises
-    ------
-    BackendError
-        If it reports an error.
-    """
+    """Call a function of the runtime or the driver and return its value, None if it has none."""
     found = libraries()
     module = found.runtime if function.startswith("cuda") else found.driver
     status, *values = getattr(module, function)(*arguments)
@@ -83,18 +77,14 @@ def properties(index: int) -> DeviceProperties:
         (int(found.major), int(found.minor)),
         int(found.totalGlobalMem),
         int(found.multiProcessorCount),
-        _attribute("cudaDevAttrClockRate", index),
+        attribute("cudaDevAttrClockRate", index),
     )
 
 
-def _attribute(name: str, index: int) -> int:
+def attribute(name: str, index: int) -> int:
+    """Return a ``cudaDeviceAttr`` of a device, by its name."""
     wanted = getattr(libraries().runtime.cudaDeviceAttr, name)
     return int(call("cudaDeviceGetAttribute", wanted, index))
-
-
-def l2_bytes(index: int) -> int:
-    """Return the size of a device's L2 cache."""
-    return _attribute("cudaDevAttrL2CacheSize", index)
 
 
 def driver_version() -> tuple[int, int]:
@@ -151,7 +141,7 @@ def relaxed_capture() -> Iterator[None]:
 def create_pool(device: int, keeps_bytes: int) -> Any:
     """Return a new pool of a device's memory, which keeps so much that is unused; None where there are no pools."""
     runtime = libraries().runtime
-    if not _attribute("cudaDevAttrMemoryPoolsSupported", device):
+    if not attribute("cudaDevAttrMemoryPoolsSupported", device):
         return None
     wanted = runtime.cudaMemPoolProps()
     wanted.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned

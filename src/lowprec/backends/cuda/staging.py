@@ -22,15 +22,8 @@ _ALIGNMENT_BYTES = 256
 class Staging:
     """How the operands of a plan are packed and its product is written, described once for all calls.
 
-    One block of temporary memory has room for all: the packed operands, their exponents, the product.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-    call : CublasLtCall or None
-        None where the inner dimension is 0, and the product with it.
-    device : int
-        The current one.
+    One block of temporary memory has room for all: the packed operands, their exponents, the product. The device is the
+    current one; there is no call where the inner dimension is 0, and the product with it.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:

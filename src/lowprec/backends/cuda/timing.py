@@ -18,9 +18,10 @@ _idle: dict[tuple[Any, int], list[Any]] = {}
 
 
 class EventStopwatch:
-    """Two events around a product, the first one recorded here and now, on the current device; they are idle again once nobody is left to read the time.
+    """Two events around a product, the first of them recorded now, on the current device.
 
-    A product that is captured into a CUDA graph does not run, so it has no events and no time.
+    They are idle again once nobody is left to read the time. A product that is captured into a CUDA graph does not run,
+    so it has no events and no time.
     """
 
     __slots__ = ("_device", "_events", "_idle", "_is_captured", "_stopped", "stream")
@@ -47,10 +48,12 @@ class EventStopwatch:
             call("cudaEventRecord", event, self.stream)
 
     def stop(self) -> None:
+        """Record the second one."""
         self._mark()
         self._stopped = True
 
     def abandon(self) -> None:
+        """Leave the events to others."""
         events, self._events = self._events, []
         self._idle.extend(events)
 
@@ -60,6 +63,7 @@ class EventStopwatch:
         return runtime.event_is_done(self._events[0])
 
     def elapsed_ms(self) -> float | None:
+        """Wait for the product and return its time; None if there is none."""
         if not self._stopped or not self._events:
             return None
         start, end = self._events

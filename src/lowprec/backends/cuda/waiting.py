@@ -32,10 +32,7 @@ class Waiter:
     end of the interpreter, and by a fork, after which the child starts its own. Where no thread can be started, nothing
     is lost: the next call looks.
 
-    Parameters
-    ----------
-    look : callable
-        Lets go of what is done; returns whether there is more to wait for. It is called by one thread at a time.
+    ``look`` lets go of what is done, and returns whether there is more to wait for. One thread at a time calls it.
     """
 
     def __init__(self, look: Callable[[], bool]) -> None:

@@ -1,0 +1,308 @@
+"""Small products, and batches of them, in one call of native code: rounded, multiplied, finished and written.
+
+What a product is made of follows from the plan but for the addresses, so it is written down once, as a job of 64-bit
+words. The kernels need numba, which takes longer to import than ten thousand small products: until somebody has
+imported it, or as much time went by without, NumPy computes the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cpu import casting, epilogue, threads
+from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
+from lowprec.backends.cpu.fp32_units import rounding_format
+from lowprec.backends.cpu.kernel_rows import DIRECT
+from lowprec.backends.cpu.stacks import stacks_of
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.errors import BackendError
+from lowprec.formats import DType, NumberFormat
+from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
+from lowprec.planning.layout import addend_layout, stacked_layout
+
+# --- the words of a job; strides and steps are in bytes ---------------------------------------
+
+M, N, K = range(3)
+#: The first words of the matrices that are cast, and those that each has. `CAST` is the address of what casts, 0 for
+#: float64 that stays what it is.
+A, B, C, BIAS = range(3, 23, 5)
+ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
+(
+    A_ROW_STEP,  # of A once cast
+    A_K_STEP,
+    OUT_ROW_STRIDE,
+    OUT_COL_STRIDE,
+    RELU,
+    AT_A,  # places in the scratch memory
+    AT_B,
+    AT_C,
+    AT_BIAS,
+    AT_BLOCK,
+) = range(23, 33)
+_WORDS = 40
+
+BATCH_NEXT = 0  # the next product; written by the threads
+(
+    BATCH_JOB,
+    BATCH_PRODUCT,  # the kernel
+    BATCH_COUNT,
+    BATCH_SHARE,  # how many a thread takes at a time
+    BATCH_TABLE,  # the addresses of a, b, out and c for each product
+    BATCH_BIAS,
+    BATCH_FACTORS,
+) = range(8, 15)
+_BATCH_WORDS = 16
+
+#: Element types of results, by the number that the kernels know them by, and their bytes.
+OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)
+
+#: The scratch memory begins with what a cast needs, and goes on with what it has made where that is to be widened.
+CAST_SCRATCH = casting.SCRATCH_BYTES
+
+#: Vectors are read and written as a whole, and may begin with the last element of a matrix.
+_PAD = 256
+
+#: For each element of a, b and the result: at most 8 bytes, and as float32 4; a bias has no more of them.
+_SCRATCH_BYTES = CAST_SCRATCH + 20 * (DIRECT.maximum_elements or 0) + 16 * _PAD
+
+_KERNELS = "lowprec.backends.cpu.direct_kernels"
+
+#: Seconds without the kernels that pay for importing numba.
+_PAYS_TO_IMPORT = 0.5
+
+#: Multiplications of a batch that pay for waking a thread, and those that a thread takes at a time.
+_PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
+
+_Job, _Batch = ctypes.c_int64 * _WORDS, ctypes.c_int64 * _BATCH_WORDS
+_Factors = ctypes.c_double * 2
+
+_waited = 0.0
+
+
+class _Scratch(threading.local):
+    """Each thread's, which it lends to one call of a kernel: the product of a signal handler comes before or after."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.address = int(self.memory.ctypes.data)
+
+
+_scratch = _Scratch()
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan for small products."""
+    seconds, native = _seconds_without(plan), None
+
+    def execute(arguments: Arguments) -> None:
+        nonlocal native
+        if native is None:
+            if not _pays(seconds):
+                _multiply_by_numpy(plan, arguments)
+                return
+            native = _native(plan)
+        native(arguments)
+
+    return _native(plan) if _pays(0.0) else execute
+
+
+def _seconds_without(plan: GemmPlan) -> float:
+    """Return about how much longer a product takes without the kernels."""
+    layout = plan.layout
+    return 2e-5 + layout.k * (2e-6 + 1e-9 * layout.batch_count * layout.m * layout.n)
+
+
+def _pays(seconds: float) -> bool:
+    """Whether kernels are in the process, or as much was spent without them as it takes to get them there."""
+    global _waited
+    if "lowprec.backends.cpu.packed.native" in sys.modules or _waited + seconds >= _PAYS_TO_IMPORT:
+        return True
+    _waited += seconds
+    return False
+
+
+def _kernels() -> Any:
+    try:
+        return importlib.import_module(_KERNELS)
+    except ImportError as error:
+        raise BackendError(
+            f"numba is installed but does not work ({error}); repair or uninstall it"
+        ) from error
+
+
+# --- with the kernels -------------------------------------------------------------------------
+
+
+def _native(plan: GemmPlan) -> Executor:
+    """Return what calls the kernels for a plan."""
+    problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
+    # GELU is NumPy's, on numbers that are not yet rounded to the result's type.
+    is_gelu = problem.activation is Activation.GELU
+    staged = is_gelu and plan.out_dtype is not plan.accumulator
+    dtype = plan.accumulator if staged else plan.out_dtype
+    layout = stacked_layout(problem.a, problem.b, None if staged else problem.out, dtype)
+    c = None
+    if problem.c is not None and problem.has_beta:
+        c = addend_layout(problem.c, problem.a, problem.b, layout)
+    job = _job(plan, layout, c)
+    product = _kernels().product_kernel(wide, dtype.label)
+    multiply = (
+        _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
+    )
+    if not is_gelu:
+        return multiply
+
+    def execute(arguments: Arguments) -> None:
+        out = arguments.out.ndarray()
+        if staged:
+            numbers = np.empty(plan.out_shape, NUMPY_DTYPES[dtype])
+            multiply(arguments._replace(out=host_view(numbers)))
+        else:
+            numbers = out
+            multiply(arguments)
+        _apply(numbers, out, Activation.GELU)
+
+    return execute
+
+
+def _apply(product: Any, out: Any, activation: Activation | None) -> None:
+    """Apply an activation, and round to the result's type."""
+    epilogue.apply(product, out, alpha=1, beta=0, c=None, bias=None, activation=activation)
+
+
+def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
+    """Return the words of a product."""
+    problem, to = plan.problem, rounding_format(plan)
+    m, n, k, item = layout.m, layout.n, layout.k, plan.accumulator.itemsize
+    # A is read number by number, so it may stay in columns.
+    in_columns = abs(layout.a.row_stride) < abs(layout.a.col_stride)
+    a = layout.a.transposed if in_columns else layout.a
+    matrices = {A: (a, to), B: (layout.b, to)}
+    if c is not None:
+        matrices[C] = c, None
+    if problem.bias is not None:
+        (stride,) = problem.bias.strides
+        matrices[BIAS] = MatrixStack.of(problem.bias.dtype, 1, n, 0, stride), None
+    words = {
+        M: m, N: n, K: k,
+        A_ROW_STEP: item if in_columns else k * item,
+        A_K_STEP: m * item if in_columns else item,
+        OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
+        OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
+        RELU: int(problem.activation is Activation.RELU),
+    }  # fmt: skip
+    for first, (matrix, fmt) in matrices.items():
+        words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
+    place = CAST_SCRATCH
+    if item == 8:
+        place += 4 * max(m * k, k * n, m * n) + _PAD
+    for at, elements in ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n), (AT_BLOCK, 0)):
+        words[at] = place
+        place += elements * item + _PAD
+    job = _Job()
+    for index, word in words.items():
+        job[index] = word
+    return job
+
+
+def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, int, int, int, int]:
+    """Return how a matrix is read, from `ROWS` to `CAST`; one without gaps as a single row."""
+    rows, cols, item = matrix.rows, matrix.cols, matrix.dtype.itemsize
+    row_stride, col_stride = matrix.row_stride, matrix.col_stride
+    if col_stride == 1 and row_stride == cols:
+        rows, cols = 1, rows * cols
+    cast = 0
+    if matrix.dtype is not DType.FLOAT64:
+        index = casting.cast_index(matrix.dtype.label, to)
+        assert index is not None, "plans for this kernel multiply what it reads"
+        cast = casting.kernels().cast_address(index)
+    return rows, cols, row_stride * item, col_stride * item, cast
+
+
+def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
+    """Return the executor of a single product."""
+    from lowprec.backends.cpu.packed.native import callable_at
+
+    problem, kernel = plan.problem, callable_at(product, _kernels().PRODUCT_ARITY)
+    has_beta, has_bias = problem.has_beta, problem.bias is not None
+    has_factors = problem.has_alpha or has_beta
+    address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
+
+    def execute(arguments: Arguments) -> None:
+        a, b, out, c, bias, alpha, beta = arguments[:7]
+        factors = _Factors(alpha.real, beta.real) if has_factors else plain
+        kernel(
+            address_of(job),
+            a.address,
+            b.address,
+            out.address,
+            c.address if has_beta else 0,  # type: ignore[union-attr]
+            bias.address if has_bias else 0,  # type: ignore[union-attr]
+            address_of(factors),
+            0,
+            scratch.address,
+        )
+
+    return execute
+
+
+def _all(
+    plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
+) -> Executor:
+    """Return the executor of a batch."""
+    from lowprec.backends.cpu.packed.native import callable_at
+
+    kernel = callable_at(_kernels().batch_kernel(), _kernels().BATCH_ARITY)
+    stacks = (layout.a, layout.b, layout.out, c)
+    count, products = layout.batch_count, layout.m * layout.n * layout.k
+    kept = offsets_of(stacks) if count <= KEPT else None
+    shared = count * products >= _PAYS_TO_SHARE
+
+    def execute(arguments: Arguments) -> None:
+        workers = min(threads.num_threads(), count) if shared else 1
+        bias = arguments.bias
+        factors = _Factors(arguments.alpha.real, arguments.beta.real)
+        table = addresses_of(stacks, arguments, kept)
+        batch = _Batch()
+        batch[BATCH_JOB], batch[BATCH_PRODUCT] = ctypes.addressof(job), product
+        batch[BATCH_COUNT] = count
+        batch[BATCH_SHARE] = min(-(-_SHARE // products), -(-count // workers))
+        batch[BATCH_TABLE] = table.ctypes.data
+        batch[BATCH_BIAS] = 0 if bias is None else bias.address
+        batch[BATCH_FACTORS] = ctypes.addressof(factors)
+        address = ctypes.addressof(batch)
+
+        def work() -> None:
+            kernel(address, _scratch.address)
+
+        threads.run(work, workers)
+
+    return execute
+
+
+# --- without them -----------------------------------------------------------------------------
+
+
+def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
+    """Run a plan with the operations of the kernels, in their order."""
+    stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
+    a, b = np.empty(stacks.a.shape, dtype), np.empty(stacks.b.shape, dtype)
+    casting.cast([(stacks.a, a), (stacks.b, b)], rounding_format(plan))
+    product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
+    with np.errstate(all="ignore"):
+        for i in range(plan.layout.k):
+            product += a[..., i, None] * b[..., i, None, :]
+        epilogue.apply(
+            product, product, alpha=arguments.alpha, beta=arguments.beta, c=stacks.c, bias=stacks.bias, activation=None
+        )  # fmt: skip
+        if activation is Activation.RELU:
+            product[product < 0] = 0
+    _apply(product, stacks.out, Activation.GELU if activation is Activation.GELU else None)

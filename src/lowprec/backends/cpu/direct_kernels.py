@@ -1,0 +1,286 @@
+"""Native kernels for small products: operands are cast as they are read, and nothing is packed into strips.
+
+A product is cast to rows of float32 (float64 for accumulators of float64), multiplied in blocks of 8 rows and 16
+columns, and written with its epilogue. Every product of two numbers is rounded, and added to the sum of its element, in
+the order of k: NumPy's multiplications and additions give the same bits.
+
+Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu import casting_kernels
+from lowprec.backends.cpu import direct as D
+from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.packed.native import (
+    F32,
+    F64,
+    I32,
+    I64,
+    atomic_add,
+    call,
+    compile_kernel,
+    load,
+    pointer,
+    shuffle,
+    store,
+)
+
+PRODUCT_ARITY, BATCH_ARITY = 9, 2
+
+_ROWS, _LANES = 8, 16
+_FLOATS = {4: F32, 8: F64}
+_WORDS = {2: "u16", 4: "u32", 8: "i64"}
+
+# numba's cache on disk looks at the file of a kernel alone.
+_FINGERPRINT = (
+    zlib.crc32(Path(__file__).read_bytes() + Path(D.__file__).read_bytes())
+    ^ casting_kernels.FINGERPRINT
+)
+
+
+@njit(inline="always")
+def _field(job, index):
+    return load(job + 8 * index, "i64")
+
+
+# --- operands ---------------------------------------------------------------------------------
+
+
+@intrinsic
+def _widen_16(typing_context, source, target):
+    """Write 16 float32 in sequence as float64."""
+
+    def generate(context, builder, signature, args):
+        floats = builder.load(pointer(builder, args[0], ir.VectorType(F32, _LANES)), align=1)
+        wide = builder.fpext(floats, ir.VectorType(F64, _LANES))
+        builder.store(wide, pointer(builder, args[1], wide.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+@njit
+def _cast(job, first, source, target, scratch, item):
+    """Write a matrix, whose words begin at `first`, as rows without gaps."""
+    rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
+    row_stride = _field(job, first + D.ROW_STRIDE)
+    col_stride = _field(job, first + D.COL_STRIDE)
+    cast = _field(job, first + D.CAST)
+    if cast == 0:  # float64 as it is
+        for i in range(rows):
+            for j in range(cols):
+                word = load(source + i * row_stride + j * col_stride, "i64")
+                store(target + (i * cols + j) * 8, word, "i64")
+        return
+    floats = target if item == 4 else scratch + D.CAST_SCRATCH
+    call(cast, (source, row_stride, col_stride, rows, cols, floats, scratch))
+    if item == 8:
+        # All are read and written in whole vectors, for which there is room.
+        for i in range(0, rows * cols, 16):
+            _widen_16(floats + 4 * i, target + 8 * i)
+
+
+# --- blocks -----------------------------------------------------------------------------------
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    vector = ir.VectorType(value.type, _LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
+    return shuffle(builder, first, first, [0] * _LANES)
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_block(typing_context, item, a, last_row, row_step, k_step, b, b_step, k, block):
+    """Multiply 8 rows of A by 16 columns of B; beyond `last_row` that row is repeated."""
+    bytes_ = item.literal_value
+    element = _FLOATS[bytes_]
+
+    def generate(context, builder, signature, args):
+        _, a, last_row, row_step, k_step, b, b_step, k, block = args
+        vector, word = ir.VectorType(element, _LANES), a.type
+        rows, sums = [], []
+        for i in range(_ROWS):
+            beyond = builder.icmp_signed(">", word(i), last_row)
+            row = builder.select(beyond, last_row, word(i))
+            rows.append(builder.add(a, builder.mul(row, row_step)))
+            sums.append(cgutils.alloca_once(builder, vector))
+            builder.store(ir.Constant(vector, [0.0] * _LANES), sums[-1])
+        with cgutils.for_range(builder, k, intp=word) as loop:
+            from_ = builder.add(b, builder.mul(loop.index, b_step))
+            right = builder.load(pointer(builder, from_, vector), align=1)
+            step = builder.mul(loop.index, k_step)
+            for row, total in zip(rows, sums, strict=True):
+                left = builder.load(pointer(builder, builder.add(row, step), element), align=1)
+                product = builder.fmul(_splat(builder, left), right)
+                builder.store(builder.fadd(builder.load(total), product), total)
+        for i, total in enumerate(sums):
+            at = builder.add(block, word(i * _LANES * bytes_))
+            builder.store(builder.load(total), pointer(builder, at, vector), align=1)
+        return context.get_dummy_value()
+
+    return types.void(item, *[types.intp] * 8), generate
+
+
+def _rounded_to_odd(builder: Any, wide: Any) -> Any:
+    """16 float64 as float32, the last bit set where something was cut: rounding them again then rounds once."""
+    bits = ir.VectorType(I32, _LANES)
+    nearest = builder.fptrunc(wide, ir.VectorType(F32, _LANES))
+    back = builder.fpext(nearest, wide.type)
+    longs = ir.VectorType(I64, _LANES)
+    magnitudes = [
+        builder.and_(builder.bitcast(x, longs), native.vector(I64, [(1 << 63) - 1] * _LANES))
+        for x in (back, wide)
+    ]
+    # Of finite numbers the larger has the larger bits; those of an infinity tell that nothing is to be done.
+    infinity = native.vector(I64, [0x7FF << 52] * _LANES)
+    finite = builder.icmp_unsigned("<", magnitudes[1], infinity)
+    inexact = builder.and_(builder.fcmp_ordered("!=", back, wide), finite)
+    beyond = builder.and_(builder.icmp_unsigned(">", *magnitudes), inexact)
+    found = builder.sub(builder.bitcast(nearest, bits), builder.zext(beyond, bits))
+    return builder.or_(found, builder.zext(inexact, bits))
+
+
+def _stored(builder: Any, value: Any, dtype: str) -> Any:
+    """16 numbers as they are stored."""
+    is_wide = value.type.element == F64
+    floats, bits = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
+    if dtype in ("float16", "bfloat16"):
+        words = _rounded_to_odd(builder, value) if is_wide else builder.bitcast(value, bits)
+        return casting_kernels.narrowed(builder, words, is_float16=dtype == "float16")
+    return builder.fptrunc(value, floats) if is_wide and dtype == "float32" else value
+
+
+@intrinsic(prefer_literal=True)
+def _finish_row(typing_context, item, kind, block, factors, c, bias, relu, target):
+    """Apply the epilogue to 16 numbers and write them, in the result's type; no `c` or `bias` where that is 0."""
+    element, dtype = _FLOATS[item.literal_value], D.OUT_DTYPES[kind.literal_value]
+
+    def generate(context, builder, signature, args):
+        _, _, block, factors, c, bias, relu, target = args
+        vector, word = ir.VectorType(element, _LANES), block.type
+
+        def factor(index: int) -> Any:
+            at = builder.add(factors, word(8 * index))
+            number = builder.load(pointer(builder, at, F64), align=1)
+            return _splat(builder, number if element == F64 else builder.fptrunc(number, F32))
+
+        def vector_at(address: Any) -> Any:
+            return builder.load(pointer(builder, address, vector), align=1)
+
+        value = cgutils.alloca_once(builder, vector)
+        builder.store(builder.fmul(vector_at(block), factor(0)), value)
+        with builder.if_then(builder.icmp_signed("!=", c, word(0))):
+            addend = builder.fmul(vector_at(c), factor(1))
+            builder.store(builder.fadd(builder.load(value), addend), value)
+        with builder.if_then(builder.icmp_signed("!=", bias, word(0))):
+            builder.store(builder.fadd(builder.load(value), vector_at(bias)), value)
+        found, zero = builder.load(value), ir.Constant(vector, [0.0] * _LANES)
+        is_on = _splat(builder, builder.icmp_signed("!=", relu, word(0)))
+        # Written so that a NaN passes.
+        below = builder.and_(is_on, builder.fcmp_ordered("<", found, zero))
+        result = _stored(builder, builder.select(below, zero, found), dtype)
+        builder.store(result, pointer(builder, target, result.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(item, kind, *[types.intp] * 6), generate
+
+
+def _product_function(item: int, kind: int) -> Any:
+    width = D.OUT_BYTES[kind]
+    word = _WORDS[width]
+    fingerprint = _FINGERPRINT
+
+    def product(job, a, b, out, c, bias, factors, has_b, scratch):
+        m, n, k = _field(job, D.M), _field(job, D.N), _field(job, D.K)
+        a_at, b_at = scratch + _field(job, D.AT_A), scratch + _field(job, D.AT_B)
+        c_at = bias_at = 0
+        _cast(job, D.A, a, a_at, scratch, item)
+        if has_b == 0:
+            _cast(job, D.B, b, b_at, scratch, item)
+            if bias != 0:
+                _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
+        if c != 0:
+            c_at = scratch + _field(job, D.AT_C)
+            _cast(job, D.C, c, c_at, scratch, item)
+        if bias != 0:
+            bias_at = scratch + _field(job, D.AT_BIAS)
+        row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
+        row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
+        relu, block = _field(job, D.RELU), scratch + _field(job, D.AT_BLOCK)
+        row_buffer = block + 8 * 16 * item
+        for j in range(0, n, 16):
+            columns = min(16, n - j)
+            in_place = columns == 16 and col_stride == width
+            for i in range(0, m, 8):
+                rows = min(8, m - i)
+                _multiply_block(
+                    item, a_at + i * row_step, rows - 1, row_step, k_step,
+                    b_at + j * item, n * item, k, block,
+                )  # fmt: skip
+                for row in range(rows):
+                    to = out + (i + row) * row_stride + j * col_stride
+                    target = to if in_place else row_buffer
+                    _finish_row(
+                        item, kind, block + row * 16 * item, factors,
+                        c_at + ((i + row) * n + j) * item if c != 0 else 0,
+                        bias_at + j * item if bias != 0 else 0, relu, target,
+                    )  # fmt: skip
+                    if not in_place:
+                        for col in range(columns):
+                            number = load(row_buffer + col * width, word)
+                            store(to + col * col_stride, number, word)
+        return fingerprint & 0
+
+    return product
+
+
+@cache
+def product_kernel(wide: bool, dtype: str) -> int:
+    """Return the address of the kernel that sums in float32 or float64 and writes ``dtype``.
+
+    Its arguments, `PRODUCT_ARITY` integers: address of the job; of a, b, out, c and bias (0 where there is none); of
+    alpha and beta as two float64; whether the scratch memory holds b and bias already; address of the scratch memory.
+    """
+    function = _product_function(8 if wide else 4, D.OUT_DTYPES.index(dtype))
+    return compile_kernel(function, PRODUCT_ARITY)
+
+
+@cache
+def batch_kernel() -> int:
+    """Return the address of the kernel that runs a product's for each of a batch.
+
+    Its arguments, `BATCH_ARITY` integers: address of the batch's words, of the scratch memory. Threads take products
+    from a shared counter, several at a time, so that a matrix that is the same in all of them is cast once for them.
+    """
+    fingerprint = _FINGERPRINT
+
+    def drive(batch, scratch):
+        job, product = _field(batch, D.BATCH_JOB), _field(batch, D.BATCH_PRODUCT)
+        count, share = _field(batch, D.BATCH_COUNT), _field(batch, D.BATCH_SHARE)
+        bias, factors = _field(batch, D.BATCH_BIAS), _field(batch, D.BATCH_FACTORS)
+        before = 0
+        while True:
+            first = atomic_add(batch + 8 * D.BATCH_NEXT, share)
+            if first >= count:
+                break
+            for index in range(first, min(first + share, count)):
+                row = _field(batch, D.BATCH_TABLE) + 32 * index
+                b = _field(row, 1)
+                same = 1 if b == before else 0
+                before = b
+                addresses = (_field(row, 0), b, _field(row, 2), _field(row, 3))
+                call(product, (job, *addresses, bias, factors, same, scratch))
+        return fingerprint & 0
+
+    return compile_kernel(drive, BATCH_ARITY)

@@ -1,0 +1,718 @@
+"""The product inside JAX: every way in which JAX transforms, compiles, partitions and exports operations.
+
+In float64, where modes do not act, each cell of the matrix compares with ``jax.numpy.matmul``; with float32 and complex64
+operands each product of a cell is within the bound that ``lowprec.plan`` gives for its mode. What needs a process of its
+own (devices, JAX without 64-bit types, the environment) is in ``test_jax_processes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import lowprec.jax
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from interrupting import POLICY, Late, at_every_step
+from lowprec import formats
+from lowprec.backends.cpu import rounding, splitting
+from lowprec.modes import MathMode, row
+
+MODES = [mode.value for mode in MathMode]
+#: One of each kind: widened, rounded, split and scaled.
+KINDS = ["fp64", "bf16", "fp16x3"]
+
+
+@pytest.fixture
+def jax() -> Any:
+    return load_or_skip(Backend.JAX).jax
+
+
+SHAPES = [
+    ((3, 4), (4, 2)),
+    ((4,), (4, 2)),
+    ((3, 4), (4,)),
+    ((4,), (4,)),
+    ((2, 3, 4), (4, 2)),
+    ((2, 3, 4), (4,)),
+    ((4,), (2, 4, 3)),
+    ((2, 3, 4), (2, 4, 5)),
+    ((2, 1, 3, 4), (3, 4, 2)),
+    ((3, 4), (2, 4, 2)),
+    ((0, 4), (4, 2)),
+    ((3, 0), (0, 2)),
+    ((0, 3, 4), (4, 2)),
+]
+
+
+def operands(a: Any, b: Any, dtype: str = "float64") -> Any:
+    rng = np.random.default_rng(0)
+    made = [rng.standard_normal(shape) for shape in (a, b)]
+    if "complex" in dtype:
+        made = [x + 1j * rng.standard_normal(x.shape) for x in made]
+    return [x.astype(dtype) for x in made]
+
+
+def close(found: Any, true: Any) -> None:
+    """Equal but for the order of sums of at most 20 products and three products in a row, far below 1e-12."""
+    np.testing.assert_allclose(np.asarray(found), np.asarray(true), rtol=1e-12, atol=1e-12)
+
+
+# -- the rules, in float64 ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+def test_values_and_derivatives_of_every_shape(jax: Any, a: Any, b: Any) -> None:
+    x, y = operands(a, b)
+    u, v = np.cos(x), np.sin(y)
+
+    def of(multiply: Any) -> Any:
+        def call(x: Any, y: Any, u: Any, v: Any) -> Any:
+            out, tangent = jax.jvp(multiply, (x, y), (u, v))
+            return out, tangent, *jax.vjp(multiply, x, y)[1](jax.numpy.cos(out))
+
+        return jax.jit(call)(x, y, u, v)
+
+    for found, true in zip(of(lowprec.matmul), of(jax.numpy.matmul), strict=True):
+        assert (found.shape, found.dtype) == (true.shape, true.dtype)
+        close(found, true)
+
+
+def test_derivatives_of_complex_operands_and_factors(jax: Any) -> None:
+    x, y = operands((3, 4), (4, 2), "complex128")
+
+    def loss(multiply: Any) -> Any:
+        return jax.grad(lambda a, b: abs(multiply(a, b).sum()) ** 2, argnums=(0, 1))(x, y)
+
+    found = loss(lambda a, b: lowprec.matmul(a, b, alpha=1 + 2j))
+    for mine, true in zip(found, loss(lambda a, b: (1 + 2j) * (a @ b)), strict=True):
+        close(mine, true)
+
+
+def exported(jax: Any, f: Any, x: Any) -> Any:
+    return jax.export.export(jax.jit(f))(x).call(x)
+
+
+FUNCTIONS: dict[str, Callable[[Any, Callable[[Any], Any], Any], Any]] = {
+    "at once": lambda jax, f, x: f(x),
+    "jit": lambda jax, f, x: jax.jit(f)(x),
+    "ahead of time": lambda jax, f, x: jax.jit(f).lower(x).compile()(x),
+    "without jit": lambda jax, f, x: without_jit(jax, f, x),
+    "grad": lambda jax, f, x: jax.grad(f)(x),
+    "grad of jit": lambda jax, f, x: jax.grad(jax.jit(f))(x),
+    "grad of grad": lambda jax, f, x: jax.jit(jax.grad(lambda y: jax.grad(f)(y).sum()))(x),
+    "vjp": lambda jax, f, x: jax.vjp(f, x)[1](np.float64(2))[0],
+    "jvp": lambda jax, f, x: jax.jvp(f, (x,), (np.sin(x),))[1],
+    "jvp of jvp": lambda jax, f, x: jax.jvp(
+        lambda y: jax.jvp(f, (y,), (np.sin(x),))[1], (x,), (x,)
+    )[1],
+    "linearize": lambda jax, f, x: jax.linearize(f, x)[1](np.cos(x)),
+    "jacfwd of jacfwd": lambda jax, f, x: jax.jit(jax.jacfwd(jax.jacfwd(f)))(x),
+    "hessian": lambda jax, f, x: jax.jit(jax.hessian(f))(x),
+    "jacrev of jacfwd": lambda jax, f, x: jax.jit(jax.jacrev(jax.jacfwd(f)))(x),
+    "jacrev of jacrev": lambda jax, f, x: jax.jit(jax.jacrev(jax.jacrev(f)))(x),
+    "vmap": lambda jax, f, x: jax.vmap(f)(np.stack([x, 2 * x])),
+    "vmap of vmap": lambda jax, f, x: jax.vmap(jax.vmap(f))(np.stack([[x, 2 * x], [x.T, -x]])),
+    "vmap of grad": lambda jax, f, x: jax.jit(jax.vmap(jax.grad(f)))(np.stack([x, 2 * x])),
+    "jacrev of vmap": lambda jax, f, x: jax.jacrev(jax.vmap(f))(np.stack([x, 2 * x])),
+    "checkpoint": lambda jax, f, x: jax.jit(jax.grad(jax.checkpoint(f)))(x),
+    "scan": lambda jax, f, x: jax.lax.scan(
+        lambda y, _: (y * jax.numpy.tanh(f(y)), f(y)), x, None, 3
+    ),
+    "grad of scan": lambda jax, f, x: jax.grad(
+        lambda y: jax.lax.scan(lambda z, _: (z * jax.numpy.tanh(f(z)), None), y, None, 3)[0].sum()
+    )(x),
+    "while": lambda jax, f, x: jax.lax.fori_loop(0, 3, lambda _, y: y * jax.numpy.tanh(f(y)), x),
+    "cond": lambda jax, f, x: jax.jit(
+        lambda y: jax.lax.cond(y[0, 0] > 9, lambda z: f(z), lambda z: f(2 * z), y)
+    )(x),
+    "map": lambda jax, f, x: jax.lax.map(f, np.stack([x, 2 * x])),
+    "custom_vjp": lambda jax, f, x: with_custom_vjp(jax, f, x),
+    "export": exported,
+    "grad exported": lambda jax, f, x: exported(jax, jax.grad(f), x),
+    "donated": lambda jax, f, x: jax.jit(f, donate_argnums=0)(jax.numpy.array(x)),
+}
+
+
+NOT_COMPILED = {
+    "at once", "jit", "ahead of time", "without jit", "vmap", "grad", "linearize", "export", "grad exported", "donated",
+}  # fmt: skip
+
+
+def without_jit(jax: Any, f: Any, x: Any) -> Any:
+    with jax.disable_jit():
+        return jax.grad(f)(jax.numpy.asarray(x))
+
+
+def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
+    made = jax.custom_vjp(f)
+    made.defvjp(lambda y: (f(y), y), lambda y, g: (g * jax.grad(f)(y),))
+    return jax.jit(jax.grad(made))(x)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transformed(jax: Any, name: str) -> None:
+    x, _ = operands((4, 4), (1,))
+
+    def cubic(multiply: Any) -> Any:
+        return lambda x: (multiply(multiply(x, x), jax.numpy.sin(x)) * x).sum()
+
+    def run(f: Any) -> Any:
+        # Compiled as a whole, which is quicker than operation by operation.
+        whole = jax.jit if name not in NOT_COMPILED else lambda g: g
+        return whole(lambda x: FUNCTIONS[name](jax, f, x))(x)
+
+    found, true = run(cubic(lowprec.jax.matmul)), run(cubic(jax.numpy.matmul))
+    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+        # Values grow up to 1e3 by three products of 4 x 4 matrices.
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1), (2, None)])
+@pytest.mark.parametrize(
+    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))]
+)
+def test_vmap(jax: Any, a: Any, b: Any, in_axes: Any) -> None:
+    x, y = operands(a, b)
+    found = jax.vmap(lowprec.jax.matmul, in_axes=in_axes)(x, y)
+    close(found, jax.vmap(jax.numpy.matmul, in_axes=in_axes)(x, y))
+
+
+def test_linear_transpose(jax: Any) -> None:
+    x, y = operands((2, 3, 4), (4, 5))
+    out = np.ones((2, 3, 5))
+    found = jax.linear_transpose(lambda a: lowprec.matmul(a, y), x)(out)[0]
+    close(found, out @ y.T)
+
+
+def test_exported_with_sizes_known_by_name(jax: Any) -> None:
+    x, y = operands((3, 4), (4, 2))
+    shapes = jax.export.symbolic_shape("m, k, n")
+    args = [
+        jax.ShapeDtypeStruct(shapes[:2], np.float32),
+        jax.ShapeDtypeStruct(shapes[1:], np.float32),
+    ]
+    made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode="fp16x3")))(*args)
+    found = made.call(x.astype(np.float32), y.astype(np.float32))
+    np.testing.assert_allclose(found, x @ y, rtol=1e-5, atol=1e-5)
+    with pytest.raises(lowprec.ShapeError, match="core dimension"):
+        jax.export.export(jax.jit(lowprec.matmul))(args[0], args[0])
+
+
+# -- each mode within its bound -------------------------------------------------------------------
+
+Products = list[tuple[Any, Any, Any]]  # a result, and the factors that it is the product of
+
+
+def in_jit(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    return [(jax.jit(f)(a, b), a, b)]
+
+
+def in_vmap(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    both = jax.jit(jax.vmap(f))(np.stack([a, 3 * a]), np.stack([b, b]))
+    rows = jax.jit(jax.vmap(f, in_axes=(0, None)))(a[:, None], b)
+    columns = jax.jit(jax.vmap(f, in_axes=(None, 1), out_axes=1))(a, b[:, :, None])[..., 0]
+    return [(both[0], a, b), (both[1], 3 * a, b), (rows[:, 0], a, b), (columns, a, b)]
+
+
+def in_grad(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    g = a @ b
+    of_a, of_b = jax.jit(lambda a, b: jax.vjp(f, a, b)[1](g))(a, b)
+    return [(of_a, g, b.T), (of_b, a.T, g)]
+
+
+def in_jvp(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    u = np.flip(a)
+    return [(jax.jit(lambda u: jax.jvp(lambda a: f(a, b), (a,), (u,))[1])(u), u, b)]
+
+
+def in_scan(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    left = np.stack([a, 2 * a, np.flip(a)])
+    found = jax.jit(lambda s: jax.lax.scan(lambda c, x: (c, f(x, b)), 0, s)[1])(left)
+    return [(mine, x, b) for mine, x in zip(found, left, strict=True)]
+
+
+def in_checkpoint(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    inner = jax.checkpoint(lambda a: f(a, b))
+    return [(jax.jit(lambda a: jax.vjp(inner, a)[1](a @ b)[0])(a), a @ b, b.T)]
+
+
+def in_export(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    return [(jax.export.export(jax.jit(f))(a, b).call(a, b), a, b)]
+
+
+def at_once(jax: Any, f: Any, a: Any, b: Any) -> Products:
+    found, pull = jax.vjp(f, a, b)
+    return [(found, a, b), (pull(found)[0], np.asarray(found), b.T)]
+
+
+CELLS = {f.__name__: f for f in (in_jit, in_vmap, in_grad, in_jvp, in_scan, in_checkpoint, in_export, at_once)}  # fmt: skip
+
+
+def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
+    a, b = np.asarray(a), np.asarray(b)
+    assert found.dtype == a.dtype
+    bound = lowprec.plan(a, b, math_mode=mode).bound
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    error = np.linalg.norm(np.asarray(found, wide) - a.astype(wide) @ b.astype(wide))
+    norms = [np.linalg.norm(x.astype(wide)) for x in (a, b)]
+    lost = bound.operand_absolute * np.sqrt(a.shape[-1]) * sum(norms) * np.sqrt(max(found.shape))
+    assert 0 < error <= bound.relative * norms[0] * norms[1] + lost
+
+
+@pytest.mark.parametrize(
+    ("cell", "mode", "dtype"),
+    [
+        *[("in_jit", mode, dtype) for mode in MODES for dtype in ("float32", "complex64")],
+        *[(cell, mode, "float32") for cell in CELLS if cell != "in_jit" for mode in KINDS],
+        *[(cell, "bf16x3", "complex64") for cell in CELLS if cell != "in_jit"],
+    ],
+)
+def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
+    a, b = operands((9, 33), (33, 7), dtype)
+    for found, x, y in CELLS[cell](jax, lambda x, y: lowprec.matmul(x, y, math_mode=mode), a, b):
+        within_bound(found, x, y, mode)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp16x3", "fp16x4_unscaled", "fp16_karatsuba"])
+def test_rows_of_any_size_are_scaled(jax: Any, mode: str) -> None:
+    a, b = operands((9, 33), (33, 7), "float32")
+    a *= np.ldexp(np.float32(1), np.linspace(-100, 100, 9).astype(int))[:, None]
+    b *= np.ldexp(np.float32(1), np.linspace(-20, 20, 7).astype(int))
+    if mode == "fp16":  # of one part: as it is on CPUs
+        a, b = operands((9, 33), (33, 7), "float32")
+        a, b = 1e6 * np.abs(a), np.abs(b)
+        assert np.isinf(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b)).any()
+        return
+    found = jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b)
+    for i in range(9):
+        for j in range(7):
+            within_bound(found[i : i + 1, j : j + 1], a[i : i + 1], b[:, j : j + 1], mode)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_operands_are_summed_in_fp32_and_rounded_once(jax: Any, dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (np.abs(x).astype(kind) for x in operands((3, 2000), (2000, 5), "float32"))
+    wide = [x.astype(np.float64) for x in (a, b)]
+    exact = wide[0] @ wide[1]  # of one sign: also the sum of the magnitudes
+    unit, summed = float(ml_dtypes.finfo(kind).eps) / 2, 2000 * 2.0**-24 / (1 - 2000 * 2.0**-24)
+    found = jax.jit(lowprec.matmul)(a, b)
+    assert found.dtype == kind
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    assert (error <= (unit + summed + unit * summed) * exact).all()
+    found = jax.jit(lambda a, b: lowprec.matmul(a, b, out_dtype="float32", math_mode="bf16"))(a, b)
+    assert found.dtype == np.float32
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= summed * exact).all()
+    half = jax.jit(lambda a, b: lowprec.matmul(a, b, out_dtype=dtype))(*(x.astype(np.float32) for x in wide))  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(half), np.asarray(found).astype(kind))
+    gradients = jax.grad(lambda a, b: lowprec.matmul(a, b, out_dtype="float32").sum(), (0, 1))(a, b)
+    assert [g.dtype for g in gradients] == [kind, kind]
+    rows = wide[1].sum(axis=1)
+    error = np.abs(np.asarray(gradients[0], np.float64) - rows)
+    assert (error <= (unit + 5 * 2.0**-24) * rows * (1 + unit)).all()
+
+
+def test_mixed_operands_are_promoted(jax: Any) -> None:
+    a, b = operands((3, 4), (4, 2), "float32")
+    narrow = b.astype(ml_dtypes.bfloat16)
+    found = jax.jit(lowprec.matmul)(a, narrow)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, a @ narrow.astype(np.float32), rtol=1e-5, atol=1e-5)
+    found = jax.jit(lowprec.matmul)(a.astype(np.float16), narrow)
+    assert found.dtype == np.float32
+
+
+def test_int8(jax: Any) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-128, 128, (2, 30, 30), np.int8) for _ in "ab")
+    true = a.astype(np.int64) @ b.astype(np.int64)
+    found = jax.jit(jax.vmap(lowprec.matmul))(a, b)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, true)
+    bias = np.full(30, 2**31 - 5, np.int32)
+    found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=bias, activation="relu"))(a, b)
+    np.testing.assert_array_equal(found, np.clip(true + bias.astype(np.int64), 0, 2**31 - 1))
+    with pytest.raises(lowprec.UnsupportedError, match="alpha cannot be used with int8"):
+        jax.jit(lambda a: lowprec.matmul(a, a, alpha=2.0))(a)
+
+
+# -- rounding, bit for bit ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def every_kind_of_number() -> Any:
+    """Each upper half of a float32 with lower halves around each format's ties."""
+    upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    return (upper | np.array(lower, np.uint32)).ravel().view(np.float32)
+
+
+def same_numbers(found: Any, true: Any) -> None:
+    """The same bits, or both NaN."""
+    found, true = np.asarray(found), np.asarray(true)
+    differ = (found.view(np.uint32) != true.view(np.uint32)) & ~(np.isnan(found) & np.isnan(true))
+    assert not differ.any(), (found[differ][:5], true[differ][:5])
+
+
+FORMATS = [formats.TF32, formats.BFLOAT16, formats.FLOAT16]
+
+
+@pytest.mark.parametrize("to", FORMATS, ids=lambda f: f.name)
+def test_rounding_is_lowprecs(jax: Any, every_kind_of_number: Any, to: Any) -> None:
+    from lowprec.jax.rounding import round_to
+
+    x = every_kind_of_number
+    true = np.empty_like(x)
+    rounding.round_float32(x, to, true)
+    same_numbers(jax.jit(lambda x: round_to(x, to))(x), true)
+    assert (np.isnan(true) == np.isnan(x)).all()
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
+def test_rounding_survives_compilation(jax: Any, every_kind_of_number: Any, mode: str) -> None:
+    """A product with one is the rounded number; subnormal float32 numbers count as zero in XLA's sums on CPUs."""
+    x = every_kind_of_number
+    true = np.empty_like(x)
+    rounding.round_float32(x, row(MathMode(mode)).operand_format, true)
+    true = np.where(np.abs(true) < 2.0**-126, np.float32(0), true)
+    one = np.ones((1, 1), np.float32)
+    found = jax.jit(lambda x: lowprec.matmul(x, one, math_mode=mode))(x[:, None])[:, 0]
+    found = np.where(np.abs(found) < 2.0**-126, np.float32(0), found)
+    same_numbers(found + np.float32(0), true + np.float32(0))  # a sum has no negative zero
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if row(MathMode(m)).parts > 1])
+def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
+    """For numbers whose parts are normal numbers, scaled ones included; of infinities the second part is NaN."""
+    from lowprec.jax import rounding as in_jax
+
+    rng, found = np.random.default_rng(0), row(MathMode(mode))
+    x = np.ldexp(rng.standard_normal((64, 64)), rng.integers(-30, 30, (64, 64)))
+    x = x.astype(np.float32)
+    x[0, :3], x[1] = (np.inf, -np.inf, np.nan), 0
+    axis = -1 if found.operand_format is formats.FLOAT16 else None
+    with contextlib.ExitStack() as stack:
+        count = found.parts + found.sums_parts
+        true = splitting.split(x, x.dtype, found, found.operand_format, count, axis, stack)
+
+        def parts(x: Any) -> Any:
+            x, e = in_jax.scaled(x, (1,)) if axis else (x, None)
+            return in_jax.split(x, found), e
+
+        mine, exponents = jax.jit(parts)(x)
+        assert len(mine) == len(true.parts)
+        for part, other in zip(mine, true.parts, strict=True):
+            same_numbers(np.asarray(part) + np.float32(0), other + np.float32(0))
+        if axis:
+            np.testing.assert_array_equal(exponents, true.exponents)
+        assert np.isnan(mine[1][0, :3]).all()
+
+
+# -- what follows the product ---------------------------------------------------------------------
+
+
+def test_gradients_of_everything_that_follows_the_product(jax: Any) -> None:
+    a, b = operands((3, 4), (4, 2))
+    c, bias = operands((3, 2), (2,))
+
+    def call(a: Any, b: Any, c: Any, bias: Any, alpha: Any, beta: Any) -> Any:
+        out = lowprec.matmul(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation="gelu")
+        return (out**2).sum()
+
+    def true(a: Any, b: Any, c: Any, bias: Any, alpha: Any, beta: Any) -> Any:
+        return (jax.nn.gelu(alpha * (a @ b) + beta * c + bias, approximate=True) ** 2).sum()
+
+    x = (a, b, c, bias, 0.5, 2.0)
+    found = jax.jit(jax.value_and_grad(call, tuple(range(6))))(*x)
+    for mine, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(true, tuple(range(6)))(*x)), strict=True
+    ):  # fmt: skip
+        close(mine, other)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_follows_is_computed_in_float32_and_rounded_once(jax: Any, dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b, bias = np.array([[1.0]], kind), np.array([[1.0]], kind), np.array([1e-4], kind)
+    found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=bias, alpha=3.0, c=b, beta=-3.0))(a, b)
+    assert found.dtype == kind
+    assert found[0, 0] == bias[0]
+
+
+def test_c_is_not_read_where_beta_is_zero(jax: Any) -> None:
+    a, b = operands((3, 4), (4, 2))
+    c = np.full((3, 2), np.nan)
+    close(jax.jit(lambda a: lowprec.matmul(a, b, c=c, beta=0))(a), a @ b)
+
+
+# -- the mode in force ----------------------------------------------------------------------------
+
+
+class Counted:
+    """A jitted product that counts its traces, and tells the mode that it was traced in."""
+
+    def __init__(self, jax: Any, **keywords: Any) -> None:
+        self.traces = 0
+        self._jax = jax
+
+        def traced(a: Any) -> Any:
+            self.traces += 1
+            return lowprec.matmul(a, a, **keywords)
+
+        self._call = jax.jit(traced)
+
+    def mode(self) -> str:
+        """Return which of four modes it ran in, by what becomes of numbers between those of bfloat16 and TF32."""
+        x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
+        found = float(self._call(x)[0, 0])
+        known = {"bf16": 1.0, "tf32": 1 + 2.0**-9, "fp32": float(x[0, 0])}
+        return next((mode for mode, value in known.items() if found == np.float32(value**2)), str(found))
+
+
+def test_a_scope_recompiles_once_and_is_left_again(jax: Any) -> None:
+    f = Counted(jax)
+    assert f.mode() == "fp32"
+    for _ in range(2):
+        for mode in ("bf16", "tf32", "bf16"):
+            with lowprec.math_mode(mode):
+                assert f.mode() == mode
+                with lowprec.fp32_guard():
+                    assert f.mode() == "fp32"
+                assert f.mode() == mode
+            assert f.mode() == "fp32"
+    assert f.traces == 4  # two modes, none, and the guard
+
+
+def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax: Any) -> None:
+    f = Counted(jax)
+    assert f.mode() == "fp32"
+    with lowprec.math_mode("fp32"):
+        assert f.mode() == "fp32"
+    assert f.traces == 1
+
+
+def test_the_guard_stands_above_an_argument_in_what_was_compiled_before(jax: Any) -> None:
+    f = Counted(jax, math_mode="bf16")
+    assert f.mode() == "bf16"
+    with lowprec.fp32_guard():
+        assert f.mode() == "fp32"
+    assert f.mode() == "bf16"
+    assert f.traces == 2
+
+
+def test_set_math_mode_reaches_what_was_compiled_before_in_every_thread(jax: Any) -> None:
+    f = Counted(jax)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(f.mode).result() == f.mode() == "fp32"
+        try:
+            lowprec.set_math_mode("tf32")
+            assert pool.submit(f.mode).result() == f.mode() == "tf32"
+        finally:
+            lowprec.set_math_mode(None)
+        with lowprec.math_mode("bf16"):
+            assert pool.submit(f.mode).result() == "fp32"
+            assert pool.submit(lowprec.math_mode("tf32").wrap(f.mode)).result() == "tf32"
+        assert pool.submit(f.mode).result() == f.mode() == "fp32"
+
+
+def test_a_scope_in_the_traced_function(jax: Any) -> None:
+    @jax.jit
+    def f(x: Any) -> Any:
+        with lowprec.math_mode("bf16"):
+            inner = lowprec.matmul(x, x)
+        return inner, lowprec.matmul(x, x)
+
+    x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
+    assert [float(y[0, 0]) for y in f(x)] == [1.0, np.float32(float(x[0, 0]) ** 2)]
+
+
+def test_the_environment_is_seen_with_the_next_scope(
+    jax: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f = Counted(jax)
+    assert f.mode() == "fp32"
+    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
+    with lowprec.math_mode("tf32"):
+        assert f.mode() == "bf16"
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.delenv("LOWPREC_FORCE_MATH_MODE")
+    with lowprec.math_mode("tf32"):
+        assert f.mode() == "fp32"
+
+
+def test_what_jax_could_not_see_is_refused_once(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
+    with pytest.raises(lowprec.ModeError, match="changed where JAX could not see it"):
+        Counted(jax).mode()
+    assert Counted(jax).mode() == "bf16"
+    monkeypatch.undo()
+    with pytest.raises(lowprec.ModeError, match="call the function again"):
+        Counted(jax).mode()
+    assert Counted(jax).mode() == "fp32"
+    with lowprec.math_mode("bf16"):
+        carried = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(lowprec.ModeError, match="another task"):
+        pool.submit(carried.run, Counted(jax).mode).result()
+
+
+def test_tasks_that_keep_no_scope_across_an_await(jax: Any) -> None:
+    f = Counted(jax)
+
+    async def task(mode: str) -> list[str]:
+        found = []
+        for _ in range(3):
+            with lowprec.math_mode(mode):
+                found.append(f.mode())
+            await asyncio.sleep(0)
+            found.append(f.mode())
+        return found
+
+    async def both() -> Any:
+        return await asyncio.gather(task("bf16"), task("tf32"))
+
+    assert asyncio.run(both()) == [["bf16", "fp32"] * 3, ["tf32", "fp32"] * 3]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Late])
+def test_an_interrupt_leaves_no_mode_with_jax(jax: Any, error: type[BaseException]) -> None:
+    from lowprec.jax import ambient
+
+    outside = ambient._context.value
+
+    def action() -> None:
+        with lowprec.math_mode("bf16"), lowprec.fp32_guard(frameworks=False):
+            pass
+
+    def check() -> None:
+        assert ambient._context.value == outside == ambient._modes()
+
+    steps = at_every_step(action, check, error, files=(POLICY, ambient.__file__))
+    assert steps > 50
+
+
+@pytest.fixture
+def modes_of(jax: Any) -> Iterator[Any]:
+    def found(f: Any, *x: Any) -> list[str]:
+        return [
+            str(e.params["mode"])
+            for e in jax.make_jaxpr(f)(*x).eqns
+            if "lowprec" in str(e.primitive)
+        ]
+
+    return found
+
+
+def test_backward_mode(jax: Any, modes_of: Any) -> None:
+    a, b = operands((3, 4), (4, 2), "float32")
+
+    def loss(**keywords: Any) -> Any:
+        return jax.grad(lambda a, b: (lowprec.jax.matmul(a, b, **keywords) ** 2).sum(), (0, 1))
+
+    assert modes_of(loss(math_mode="bf16"), a, b) == ["bf16"] * 3
+    assert modes_of(loss(math_mode="bf16", backward_mode="tf32x3"), a, b) == [
+        "bf16", "tf32x3", "tf32x3",
+    ]  # fmt: skip
+    with lowprec.math_mode("tf32"):
+        assert modes_of(loss(backward_mode="high"), a, b) == ["tf32"] * 3
+    _, pull = jax.vjp(lambda a: lowprec.matmul(a, b, math_mode="bf16"), a)
+    g = np.ones((3, 2), np.float32)
+    assert modes_of(pull, g) == ["bf16"]
+    with lowprec.fp32_guard():
+        assert modes_of(pull, g) == ["fp32"]
+    with pytest.raises(lowprec.ModeError, match="backward_mode 'half' is not a math mode"):
+        loss(backward_mode="half")(a, b)
+
+
+# -- GPUs: what is asked of XLA, which nothing here can run ---------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
+    a, b = operands((3, 4), (4, 2), "float32")
+    made = jax.export.export(
+        jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"]
+    )(a, b)
+    dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]
+    found = row(MathMode(mode))
+    if found.operand_format is formats.FLOAT16:
+        assert len(dots) == found.products
+        assert all("tensor<3x4xf16>, tensor<4x2xf16>) -> tensor<3x2xf32>" in x for x in dots)
+        return
+    (dot,) = dots
+    if found.widens:
+        assert "tensor<3x4xf64>, tensor<4x2xf64>) -> tensor<3x2xf64>" in dot
+        return
+    kind, count = {"F32": "f32", "TF32": "tf32", "BF16": "bf16"}[
+        (found.jax_preset or "F32_F32_F32").split("_")[0]
+    ], found.products
+    assert f"lhs_precision_type = {kind}" in dot
+    assert f"num_primitive_operations = {count}" in dot
+    assert "accumulation_type = f32" in dot
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "match"),
+    [
+        ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a JAX tracer"),
+        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here"),
+        ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
+        ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
+        ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not possible"),
+        ({"alpha": 1j}, lowprec.DTypeError, "alpha is complex"),
+        ({"alpha": "2"}, lowprec.DTypeError, "alpha must be a number"),
+        ({"beta": 2.0}, lowprec.ShapeError, "there is no c"),
+        ({"c": np.ones((2, 3, 3), np.float32)}, lowprec.ShapeError, "does not broadcast"),
+        ({"c": np.ones((3, 3))}, lowprec.DTypeError, "c has dtype float64"),
+        ({"bias": np.ones(4, np.float32)}, lowprec.ShapeError, r"bias has shape \(4,\)"),
+        ({"bias": [1, 2, 3]}, lowprec.ArrayError, "bias is a list"),
+    ],
+)
+def test_refusals(jax: Any, keywords: Any, error: type[Exception], match: str) -> None:
+    x = np.eye(3, dtype=np.float32)
+    with pytest.raises(error, match=match):
+        jax.jit(lambda x: lowprec.matmul(x, x, **keywords))(x)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "error", "match"),
+    [
+        (np.ones((2, 3)), np.ones((2, 3)), lowprec.ShapeError, "core dimension"),
+        (np.ones((2, 2, 3)), np.ones((3, 3, 2)), lowprec.ShapeError, "broadcast"),
+        (np.float64(1), np.ones((2, 3)), lowprec.ShapeError, "dimension"),
+        (np.ones((2, 2), np.int16), np.ones((2, 2)), lowprec.DTypeError, "'int16'"),
+        (np.ones((2, 2), np.int8), np.ones((2, 2)), lowprec.DTypeError, "no common type"),
+        (
+            np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+            np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+            lowprec.UnsupportedError,
+            "needs a GPU",
+        ),
+    ],
+)
+def test_operands_that_do_not_fit(jax: Any, a: Any, b: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        jax.jit(lowprec.jax.matmul)(a, b)
+
+
+def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: Any) -> None:
+    x = np.eye(3, dtype=np.float32)
+    with pytest.raises(lowprec.ArrayError, match=r"b is a list beside arrays that JAX traces"):
+        jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
+    f = Counted(jax)
+    assert f.mode() == "fp32"
+    with lowprec.emulate("hopper"), pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"):
+        f.mode()

@@ -1,0 +1,227 @@
+"""The product inside JAX, in processes of their own: several devices, no 64-bit types, modes from the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+
+
+def run(code: str, **environment: str) -> None:
+    load_or_skip(Backend.JAX)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SHARDED = """
+import jax, numpy as np, lowprec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+rng = np.random.default_rng(0)
+a, b = rng.standard_normal((64, 32), np.float32), rng.standard_normal((32, 48), np.float32)
+g = rng.standard_normal((64, 48), np.float32)
+meshes = {k: jax.make_mesh((4,), ("x",), axis_types=(k,)) for k in (AxisType.Auto, AxisType.Explicit)}
+SPLITS = {"m": (P("x"), P()), "n": (P(), P(None, "x")), "k": (P(None, "x"), P("x")), "none": (P(), P())}
+
+def put(mesh, x, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+def check(found, x, y, mode):
+    found, x, y = np.asarray(found, np.float64), x.astype(np.float64), y.astype(np.float64)
+    bound = lowprec.plan(x.astype(np.float32), y.astype(np.float32), math_mode=mode).bound.relative
+    error = np.linalg.norm(found - x @ y)
+    assert 0 < error <= bound * np.linalg.norm(x) * np.linalg.norm(y), (error, bound)
+    assert mode != "bf16" or error > 1e-4 * np.linalg.norm(x @ y)
+"""
+
+PARTITIONED = (
+    SHARDED
+    + """
+mesh = meshes[AxisType.Auto]
+for mode in ("fp32", "bf16", "fp16x3"):
+    f = jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))
+    for split, (sa, sb) in SPLITS.items():
+        x, y = put(mesh, a, sa), put(mesh, b, sb)
+        check(f(x, y), a, b, mode)
+        check(lowprec.matmul(x, y, math_mode=mode), a, b, mode)  # at once
+        text = f.lower(x, y).compile().as_text()
+        assert "all-gather" not in text, (mode, split)
+        assert ("all-reduce" in text) == (split == "k")
+        assert f(x, y).sharding.is_equivalent_to(
+            NamedSharding(mesh, P(*(["x"] if split == "m" else [None, "x"] if split == "n" else []))), 2
+        ), split
+        of_a, of_b = jax.jit(lambda a, b: jax.vjp(f, a, b)[1](g))(x, y)
+        check(of_a, g, b.T, mode)
+        check(of_b, a.T, g, mode)
+"""
+)
+
+MANUAL = (
+    SHARDED
+    + """
+mesh = meshes[AxisType.Auto]
+for mode in ("fp32", "bf16", "fp16x3", "fp64"):
+    mm = lambda a, b: lowprec.matmul(a, b, math_mode=mode)
+    for types in (True, False):
+        rows = jax.shard_map(mm, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=types)
+        summed = jax.shard_map(
+            lambda a, b: jax.lax.psum(mm(a, b), "x"),
+            mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(), check_vma=types,
+        )
+        for f in (rows, summed):
+            check(jax.jit(f)(a, b), a, b, mode)
+            of_a, of_b = jax.jit(lambda a, b: jax.vjp(f, a, b)[1](g))(a, b)
+            check(of_a, g, b.T, mode)
+            check(of_b, a.T, g, mode)
+            u = jax.jit(lambda u: jax.jvp(lambda b: f(a, b), (b,), (u,))[1])(np.flip(b))
+            check(u, a, np.flip(b), mode)
+    # What varies over devices meets what does not, in one body, and its gradient is summed over them.
+    inside = jax.shard_map(lambda a, b: mm(jax.numpy.tanh(mm(a, b)), b.T), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    found = jax.jit(jax.grad(lambda b: inside(a, b).sum()))(b)
+    true = jax.grad(lambda b: (jax.numpy.tanh(a @ b) @ b.T).sum())(b)
+    assert np.abs(found - true).max() <= (0.02 if mode == "bf16" else 1e-4) * np.abs(true).max()
+"""
+)
+
+EXPLICIT = (
+    SHARDED
+    + """
+mesh = meshes[AxisType.Explicit]
+jax.set_mesh(mesh)
+for mode in ("fp32", "bf16", "fp16x3"):
+    f = jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))
+    for split, (sa, sb) in SPLITS.items():
+        x, y = put(mesh, a, sa), put(mesh, b, sb)
+        if split == "k":  # as jax.numpy.matmul
+            try:
+                f(x, y)
+            except Exception as error:
+                assert "ambiguous" in str(error)
+            else:
+                raise SystemExit("accepted")
+            continue
+        found = f(x, y)
+        check(found, a, b, mode)
+        assert jax.typeof(found).sharding.spec == jax.typeof(jax.numpy.matmul(x, y)).sharding.spec
+        other = put(mesh, g, jax.typeof(found).sharding.spec)
+        for of_a, of_b in [jax.jit(lambda a, b, g: jax.vjp(f, a, b)[1](g))(x, y, other)]:
+            check(of_a, g, b.T, mode)
+            check(of_b, a.T, g, mode)
+            assert jax.typeof(of_a).sharding.spec == jax.typeof(x).sharding.spec
+            assert jax.typeof(of_b).sharding.spec == jax.typeof(y).sharding.spec
+"""
+)
+
+FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+
+
+def test_arrays_spread_over_devices() -> None:
+    run(PARTITIONED, **FOUR_DEVICES)
+
+
+def test_shard_map() -> None:
+    run(MANUAL, **FOUR_DEVICES)
+
+
+def test_explicit_shardings() -> None:
+    run(EXPLICIT, **FOUR_DEVICES)
+
+
+def test_without_64_bit_types() -> None:
+    run("""
+import jax, numpy as np, lowprec
+rng = np.random.default_rng(0)
+a, b = rng.standard_normal((9, 999), np.float32), rng.standard_normal((999, 7), np.float32)
+true = a.astype(float) @ b
+found = jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode="fp64"))(a, b)
+assert found.dtype == np.float32
+# One rounding of the sum in FP64: its own errors, 999 x 2^-53, are far below that of float32.
+assert (np.abs(found - true) <= 1.001 * 2.0**-24 * np.abs(true)).all()
+of_b = jax.jit(jax.grad(lambda b: (lowprec.matmul(a, b, math_mode="fp64") * true.astype(np.float32)).sum()))(b)
+exact = a.T.astype(float) @ true.astype(np.float32)
+assert (np.abs(of_b - exact) <= 2.0**-23 * np.abs(exact) + 1e-12).all()
+for wide in (np.ones((9, 9)), np.ones((9, 9), complex)):
+    try:
+        jax.jit(lambda a: lowprec.matmul(wide, a))(a)
+    except lowprec.DTypeError as error:
+        assert "jax_enable_x64" in str(error)
+    else:
+        raise SystemExit("a float64 array was rounded to float32")
+""")
+
+
+FIRST_USE = """
+import jax, numpy as np, lowprec
+traces = []
+@jax.jit
+def f(x):
+    traces.append(1)
+    return lowprec.matmul(x, x)
+x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
+BF16, FP32 = 1.0, float(np.float32(float(x[0, 0]) ** 2))
+"""
+
+
+def test_the_first_product_in_a_scope_is_in_its_mode() -> None:
+    """``lowprec.jax`` is imported in the middle of the first trace, which nothing may find again."""
+    run(
+        FIRST_USE
+        + """
+with lowprec.math_mode("bf16"):
+    assert float(f(x)[0, 0]) == BF16
+assert float(f(x)[0, 0]) == FP32
+with lowprec.math_mode("bf16"):
+    assert float(f(x)[0, 0]) == BF16
+assert float(f(x)[0, 0]) == FP32
+assert len(traces) <= 3
+"""
+    )
+
+
+def test_modes_of_the_environment() -> None:
+    code = FIRST_USE + "assert float(f(x)[0, 0]) == BF16 and float(f(x)[0, 0]) == BF16\n"
+    run(code, LOWPREC_MATH_MODE="bf16")
+    run(code + "with lowprec.math_mode('fp32'): assert float(f(x)[0, 0]) == BF16\n", LOWPREC_FORCE_MATH_MODE="bf16")  # fmt: skip
+    code = FIRST_USE + "with lowprec.math_mode('bf16'): assert float(f(x)[0, 0]) == FP32\n"
+    run(code, LOWPREC_FP32_GUARD="1")
+
+
+def test_first_use_in_eight_threads() -> None:
+    run(
+        FIRST_USE
+        + """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+barrier = Barrier(8)
+def work(i):
+    barrier.wait()
+    for _ in range(20):
+        if i % 2:
+            with lowprec.math_mode("bf16"):
+                found = float(jax.jit(lambda x: lowprec.matmul(x, x))(x)[0, 0])
+        else:
+            found = float(jax.jit(lambda x: lowprec.matmul(x, x))(x)[0, 0])
+        assert found == (BF16 if i % 2 else FP32), (i, found)
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(work, range(8)))
+"""
+    )
+
+
+def test_torch_and_jax_both_see_the_mode() -> None:
+    if Backend.TORCH.skip_reason() is None:
+        run("import lowprec.torch\n" + FIRST_USE + """
+import lowprec.torch.ambient as ambient
+f(x)
+with lowprec.math_mode("bf16"):
+    assert ambient.mode() == "bf16" and float(f(x)[0, 0]) == BF16
+assert ambient.mode() == "fp32" and float(f(x)[0, 0]) == FP32
+""")

@@ -1,0 +1,46 @@
+"""Two processes that share tensors: DTensor, tensor parallel layers, FSDP and DDP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+
+PROGRAM = Path(__file__).with_name("torch_ranks.py")
+PARTS = [
+    "placements",
+    "a_sum_over_ranks",
+    "tensor_parallel_layer",
+    "tensor_parallel_and_intercepted",
+    "fully_sharded",
+    "data_parallel",
+]
+
+
+def test_products_of_two_ranks(tmp_path: Path) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this PyTorch was built without gloo")
+    meeting = str(tmp_path / "meeting")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(PROGRAM), str(rank), meeting],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        seen = [rank.communicate(timeout=180) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, err) in zip(ranks, seen, strict=True):
+        assert rank.returncode == 0, err
+        assert out.split() == PARTS
