@@ -12,6 +12,7 @@ class Why(Enum):
 
     # Why a kernel was passed over.
     REQUIREMENT_NOT_MET = "{missing}"
+    MEASURED_SLOWER = "{kernel} was measured to take {ratio:.2f} times as long here"
     SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
     TOO_FEW_ELEMENTS = (
         "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
