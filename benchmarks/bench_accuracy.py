@@ -1,6 +1,6 @@
-"""Error of each math mode by size and distribution, against float64, beside its guaranteed bound.
+"""Errors of the math modes against float64: by size and scheme, on real operands, beside the bounds and the speed.
 
-usage: python benchmarks/bench_accuracy.py [--quick] [--output DIR] [--seed N]
+usage: python benchmarks/bench_accuracy.py [--parts {sizes,schemes,real,speed} ...] [--quick] [--output DIR] [--seed N]
 
 A float64 product of 8192 x 8192 is heavy, so the oracle is one of up to 256 sampled rows and columns: a random part of
 the result that is itself the product of the sampled rows and columns, so that the bound holds for it as it stands.
@@ -8,37 +8,28 @@ the result that is itself the product of the sampled rows and columns, so that t
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import common
 import ml_dtypes
 import numpy as np
+import real_input
+import recovery
+import samples
+import tradeoff
+from samples import DISTRIBUTIONS, SAMPLED
 
 import lowprec
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_SIZES = (16, 64)
-SAMPLED = 256
 
 #: A mode must be off by this share of what rounding the operands alone must cause; FP32 in disguise would not be.
 LEAST_SHARE = 0.5
-
-
-def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-#: Drawn afresh for each size: N(0, 1); U(0, 1); N(0, 1) times a power of two from 2^-12 to 2^12, each equally likely.
-#: The largest of these is still inside float16: below it, fp16 loses digits and says so in its bound.
-DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
-    "normal": _normal,
-    "positive": lambda rng, shape: rng.random(shape, dtype=np.float32),
-    "wide": lambda rng, shape: np.ldexp(
-        _normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)
-    ),
-}
 
 
 def _tf32(x: Any) -> Any:
@@ -54,30 +45,22 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _product(a: Any, b: Any) -> Any:
-    return a.astype(np.float64) @ b.astype(np.float64)
-
-
-def _norm(x: Any) -> float:
-    return float(np.linalg.norm(x.astype(np.float64)))
-
-
 def measure(distribution: str, n: int, seed: int) -> list[dict[str, Any]]:
     """Return one row per mode for products of n x n, judged by a sample of its rows and columns."""
     rng = np.random.default_rng([seed, n, *distribution.encode()])
     a, b = (DISTRIBUTIONS[distribution](rng, (n, n)) for _ in range(2))
     i, j = (rng.choice(n, min(SAMPLED, n), replace=False) for _ in range(2))
     sampled_a, sampled_b = a[i], b[:, j]
-    exact = _product(sampled_a, sampled_b)
-    norm_a, norm_b = _norm(sampled_a), _norm(sampled_b)
+    exact = samples.product(sampled_a, sampled_b)
+    norm_a, norm_b = samples.norm(sampled_a), samples.norm(sampled_b)
     rows = []
     for mode in MODES:
         plan = lowprec.plan(a, b, math_mode=mode)
-        error = _norm(lowprec.matmul(a, b, math_mode=mode)[i][:, j] - exact)
+        error = samples.norm(lowprec.matmul(a, b, math_mode=mode)[i][:, j] - exact)
         # None where the mode rounds nothing.
         rounded, rounding = ROUNDINGS.get(mode), None
         if rounded is not None:
-            rounding = _norm(_product(rounded(sampled_a), rounded(sampled_b)) - exact)
+            rounding = samples.norm(samples.product(rounded(sampled_a), rounded(sampled_b)) - exact)
         bound = plan.bound.frobenius(norm_a, norm_b, *exact.shape)
         rows.append(
             {
@@ -86,7 +69,7 @@ def measure(distribution: str, n: int, seed: int) -> list[dict[str, Any]]:
                 "mode": mode,
                 "kernel": str(plan.kernel),
                 "sampled": len(i),
-                "frobenius_relative": error / _norm(exact),
+                "frobenius_relative": error / samples.norm(exact),
                 "normalised": error / (norm_a * norm_b),
                 "bound": bound / (norm_a * norm_b),
                 "rounding": None if rounding is None else rounding / (norm_a * norm_b),
@@ -112,12 +95,55 @@ def accuracy_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
+def bound_claim(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return how close the errors come to their bounds."""
+    closest = max(row["of_bound"] for row in rows)
+    return common.claim("largest error over its bound", closest, 1.0, at_most=True)
+
+
+def sizes(arguments: argparse.Namespace) -> None:
+    """Measure the modes that round once, by size and distribution, beside their bounds."""
+    own = QUICK_SIZES if arguments.quick else SIZES
+    rows = [row for d in DISTRIBUTIONS for n in own for row in measure(d, n, arguments.seed)]
+    common.report("accuracy", arguments, rows, accuracy_claims(rows), sampled=SAMPLED)
+
+
+def schemes(arguments: argparse.Namespace) -> None:
+    """Measure the schemes that recover FP32, by size, interval and arithmetic."""
+    own = recovery.QUICK_SIZES if arguments.quick else recovery.SIZES
+    cases = product(recovery.ARITHMETICS, recovery.INTERVALS, own)
+    rows = [row for case in cases for row in recovery.measure(*case, arguments.seed)]
+    common.report("recovery", arguments, rows, [bound_claim(rows)], sampled=recovery.SAMPLED)
+
+
+def real(arguments: argparse.Namespace) -> None:
+    """Measure every mode on operands that are no random numbers."""
+    rows = [
+        row
+        for arithmetic in real_input.ARITHMETICS
+        for row in real_input.measure(arithmetic, arguments.seed, quick=arguments.quick)
+    ]
+    common.report("real", arguments, rows, [bound_claim(rows)])
+
+
+def speed(arguments: argparse.Namespace) -> None:
+    """Measure the speed of every mode against its error."""
+    own = tradeoff.QUICK_SIZES if arguments.quick else tradeoff.SIZES
+    rows = [row for n in own for row in tradeoff.measure(n, arguments.seed)]
+    common.report("tradeoff", arguments, rows, [bound_claim(rows)], sampled=SAMPLED)
+
+
+#: Each writes a result file; all but the last measure errors alone, which other load does not change.
+PARTS = {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed}
+
+
 def main() -> None:
     """Measure, print and write."""
-    arguments = common.parser(__doc__).parse_args()
-    sizes = QUICK_SIZES if arguments.quick else SIZES
-    rows = [row for d in DISTRIBUTIONS for n in sizes for row in measure(d, n, arguments.seed)]
-    common.report("accuracy", arguments, rows, accuracy_claims(rows), sampled=SAMPLED)
+    parser = common.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    arguments = parser.parse_args()
+    for part in arguments.parts:
+        PARTS[part](arguments)
 
 
 if __name__ == "__main__":

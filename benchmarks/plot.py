@@ -27,6 +27,8 @@ DARK = {
     "#6ca6d9": "#4f86bb",
     "#2f78b7": "#6fb1e8",
     "#0b3c6f": "#d3e8fb",
+    "#8a5a00": "#e3b341",
+    "#a0468a": "#e39bd0",
 }
 PAPER, INK, GRID, *_ = DARK
 #: From the smallest product to the largest, and the marker that goes with it.
@@ -39,15 +41,43 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16": {"color": "#009e73", "marker": "x"},
 }
 
+#: The schemes of the talk's figures; hollow, since some lie upon each other.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "fp32": {"color": "#4c4c4d", "marker": "o"},
+    "normal": {"color": "#d55e00", "marker": "^"},
+    "three-term": {"color": "#009e73", "marker": "s"},
+    "binomial": {"color": "#0072b2", "marker": "x"},
+    "Karatsuba": {"color": "#8a5a00", "marker": "v"},
+    "scaled": {"color": "#a0468a", "marker": "D"},
+    "scaled, chunks of 256": {"color": "#a0468a", "marker": "+", "linestyle": (0, (2, 1))},
+}
+#: Of speed against error: a colour for each format, a marker for each way to use it.
+_FORMATS = {
+    "fp32": "#4c4c4d",
+    "fp64": "#8a5a00",
+    "tf32": "#0072b2",
+    "bf16": "#d55e00",
+    "fp16": "#009e73",
+}
+_WAYS = {
+    "": "o", "x3": "s", "x4": "D", "x6": "^", "x9": "v", "x3_unscaled": "x", "x4_unscaled": "+", "_karatsuba": "*",
+}  # fmt: skip
+
 Rows = Sequence[Mapping[str, Any]]
 
 
 def _figure(height: float, panels: int = 1) -> tuple[Any, Sequence[Any]]:
     """Return an empty figure as wide as the page, and its panels, side by side."""
+    figure, (row,) = _grid(height, 1, panels)
+    return figure, row
+
+
+def _grid(height: float, rows: int, columns: int) -> tuple[Any, Any]:
+    """Return an empty figure as wide as the page, and its rows of panels; those of a row have one scale."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, height), layout="constrained")
-    return figure, figure.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
+    return figure, figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
 
 
 def accuracy(rows: Rows) -> Any:
@@ -72,6 +102,61 @@ def accuracy(rows: Rows) -> Any:
     title = "full lines: the error that was measured; broken lines: the bound that it never exceeds"
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title, frameon=False)
+    return figure
+
+
+def recovery(rows: Rows) -> Any:
+    """Draw the largest error and the digit that it affects over size, by interval and arithmetic."""
+    arithmetics = list(dict.fromkeys(r["arithmetic"] for r in rows))
+    intervals = list(dict.fromkeys(r["interval"] for r in rows))
+    measures = {"largest_error": "largest error", "affected_digit": "digits before it"}
+    wanted = [(measure, arithmetic) for measure in measures for arithmetic in arithmetics]
+    figure, grid = _grid(1.2 + 1.9 * len(wanted), len(wanted), len(intervals))
+    for (measure, arithmetic), panels in zip(wanted, grid, strict=True):
+        for panel, interval in zip(panels, intervals, strict=True):
+            own = [r for r in rows if (r["arithmetic"], r["interval"]) == (arithmetic, interval)]
+            for scheme in dict.fromkeys(r["scheme"] for r in own):
+                points = [(r["n"], r[measure]) for r in own if r["scheme"] == scheme and r[measure]]
+                style = {"linewidth": 1, "markersize": 5, "fillstyle": "none"} | SCHEMES[scheme]
+                panel.plot(*zip(*points, strict=True), label=scheme, **style)
+            panel.set_xscale("log", base=2)
+            if measure == "largest_error":
+                panel.set_yscale("log")
+            panel.minorticks_off()
+            panel.grid()
+        panels[0].set_ylabel(f"{arithmetic}:\n{measures[measure]}")
+    for panel, interval in zip(grid[0], intervals, strict=True):
+        panel.set_title(interval)
+    for panel in grid[-1]:
+        panel.set_xlabel("n")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def tradeoff(rows: Rows) -> Any:
+    """Draw error against speed, one panel per size, and a line through the modes that no other one beats."""
+    sizes = sorted({r["n"] for r in rows})
+    figure, panels = _figure(4.6, len(sizes))
+    for panel, n in zip(panels, sizes, strict=True):
+        own = [r for r in rows if r["n"] == n]
+        best = sorted((r["speed"]["median"], r["normalised"]) for r in own if r["on_front"])
+        panel.plot(*zip(*best, strict=True), color=INK, linewidth=1, label="none is better in both")
+        for r in own:
+            fmt = r["mode"][:4]
+            style = {"color": _FORMATS[fmt], "marker": _WAYS[r["mode"][4:]], "linestyle": ""}
+            at = r["speed"]["median"], r["normalised"]
+            panel.plot(*at, label=r["mode"], markersize=7, fillstyle="none", **style)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+        panel.set_yscale("log")
+        panel.minorticks_off()
+        panel.set_title(f"n = {n}")
+        panel.set_xlabel("times as fast as fp32, median")
+        panel.grid()
+    panels[0].set_ylabel("|C - AB| / (|A| |B|), Frobenius norms")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -124,6 +209,11 @@ def calls(rows: Rows) -> Any:
 #: By the name of the benchmark: how its result is drawn, and what the drawing shows.
 CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
+    "recovery": (
+        recovery,
+        "Largest error and affected digit by size, scheme, interval and arithmetic",
+    ),
+    "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "gemm-no-extras": (speed, "The same with NumPy alone"),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),

@@ -152,6 +152,15 @@ def guard(result: Result) -> str:
     return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
+def unscale(result: Result) -> str:
+    """Return how fast gradients are divided and looked at: GB/s, in brackets times PyTorch's own pass."""
+    cells = {}
+    for r in result["results"]:
+        speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
+        cells[r["variant"], f"{r['n']:,}"] = f"{r['gb_per_s']:.1f}{speed}"
+    return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
+
+
 def dask(result: Result) -> str:
     """Return the runs of a chunked product, and what they come to."""
     header = (
@@ -176,6 +185,42 @@ def dask(result: Result) -> str:
     return f"{generated.table(header, rows)}\n{_claims(result)}"
 
 
+def recovery(result: Result) -> str:
+    """Return by scheme the digits before the one that an error affects, for the largest matrices of each interval."""
+    rows = result["results"]
+    largest = max(r["n"] for r in rows)
+    parts: dict[str, dict[tuple[str, str], str]] = {}
+    for r in rows:
+        if r["n"] == largest:
+            cells = parts.setdefault(f"{r['arithmetic']}, n = {largest}: digits", {})
+            digit = r["affected_digit"]
+            cells[r["scheme"], r["interval"]] = "all" if digit is None else f"{digit:.1f}"
+    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+
+
+def real(result: Result) -> str:
+    """Return the error by mode and input, and below it the extents of each input."""
+    parts: dict[str, dict[tuple[str, str], str]] = {}
+    extents: dict[str, str] = {}
+    for r in result["results"]:
+        cells = parts.setdefault(f"{r['arithmetic']}: error", {})
+        cells[f"`{r['mode']}`", r["input"]] = f"{r['normalised']:.1e}"
+        extents[r["input"]] = f"{r['m']} x {r['k']} x {r['n']}"
+    text = "; ".join(f"{name} {size}" for name, size in extents.items())
+    tables = (_by_row_and_column(*part) for part in parts.items())
+    return "\n".join([*tables, f"m x k x n: {text}.\n", _claims(result)])
+
+
+def tradeoff(result: Result) -> str:
+    """Return speed and error by mode and size; a star marks those that no other mode beats in both."""
+    cells: dict[tuple[str, str], str] = {}
+    for r in result["results"]:
+        star = " *" if r["on_front"] else ""
+        at = f"`{r['mode']}`", f"n = {r['n']}"
+        cells[at] = f"{r['speed']['median']:.2f} x, {r['normalised']:.1e}{star}"
+    return f"{_by_row_and_column('speed over fp32, error', cells)}\n{_claims(result)}"
+
+
 #: By the name of the benchmark: how its result reads.
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
@@ -183,6 +228,10 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,
+    "unscale": unscale,
+    "recovery": recovery,
+    "real": real,
+    "tradeoff": tradeoff,
     "stress": _claims,
     "dask": dask,
 }

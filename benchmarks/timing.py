@@ -52,7 +52,12 @@ def take_turns(
 
 
 def interleave(
-    variants: Mapping[str, Variant], *, rounds: int, sets: int = 1, seed: int = 0
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    sets: int = 1,
+    seed: int = 0,
+    budget_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Time calls in turns, on operand sets that take turns; return seconds per call as `take_turns` does.
 
@@ -73,7 +78,7 @@ def interleave(
 
     for variant in variants.values():
         variant(0)
-    return take_turns(list(variants), sample, rounds=rounds, seed=seed)
+    return take_turns(list(variants), sample, rounds=rounds, seed=seed, budget_s=budget_s)
 
 
 def repeat(

@@ -47,8 +47,9 @@ def gemm(
     c: Operand | None = None,
     bias: tuple[int, str, int] | None = None,
     activation: str | None = None,
+    panels: None = None,
 ) -> bool:
-    """Compute what :func:`lowprec.backends.cpu.packed.packed_gemm.gemm` computes."""
+    """Compute what :func:`lowprec.backends.cpu.packed.packed_gemm.gemm` computes; without panels."""
     x, y = _packed(_array(a, m, k), rounding), _packed(_array(b, k, n), rounding)
     target = _array(out, m, n)
     if x is None or y is None:

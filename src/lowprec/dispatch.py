@@ -12,6 +12,7 @@ from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
+from lowprec.arrays.libraries import PREPARED_ROAD
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
@@ -156,15 +157,19 @@ matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _taken_by(road: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(road).parameters)
+def _road(name: str) -> tuple[Any, frozenset[str]]:
+    """Return a road, ``"module:function"``, and the names of its arguments."""
+    road = resolve(name)
+    return road, frozenset(inspect.signature(road).parameters)
 
 
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
-    road = resolve(found.road)
-    lacking = sorted(given.keys() - _taken_by(road))
-    if lacking:
+    if found.road != PREPARED_ROAD:
+        resolve("lowprec.prepared:refuse")(b=b, **given)
+    road, takes = _road(found.road)
+    if not given.keys() <= takes:
+        lacking = sorted(given.keys() - takes)
         raise UnsupportedError(
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )

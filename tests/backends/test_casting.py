@@ -309,3 +309,10 @@ def test_int8_is_exact_at_its_extremes(k: int) -> None:
     out = np.empty((9, 7), np.int32)
     gemm.multiply_int8(gemm.multiply_numpy, a, b, out)
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
+
+
+def test_a_signalling_nan_is_widened_in_silence() -> None:
+    """Warnings are errors here."""
+    a = np.full((2, 2), 0x7F800001, np.uint32).view(np.float32)
+    assert np.isnan(lowprec.matmul(a, np.ones((2, 2), np.complex64), math_mode="fp64")).all()
+    assert np.isnan(lowprec.matmul(a, np.eye(2, dtype=np.float32), math_mode="fp64")).all()

@@ -771,8 +771,9 @@ def test_torch_tensor_that_requires_grad() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, good = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
     for arguments in ((x, good), (good, x)):
+        assert lowprec.matmul(*arguments).requires_grad
         with pytest.raises(lowprec.ArrayError, match=r"detach"):
-            lowprec.matmul(*arguments)
+            lowprec.plan(*arguments)
     assert lowprec.matmul(x.detach(), good).shape == (2, 2)
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lowprec
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -61,7 +63,17 @@ def test_ratio_is_taken_within_each_round(load: Load) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["common", "generated", "timing", "gpu.device", "gpu.override", "gpu.speed", "gpu.verdicts"],
+    [
+        "common",
+        "generated",
+        "recovery",
+        "timing",
+        "tradeoff",
+        "gpu.device",
+        "gpu.override",
+        "gpu.speed",
+        "gpu.verdicts",
+    ],
 )
 def test_examples(load: Load, name: str) -> None:
     found = doctest.testmod(load(name))
@@ -345,7 +357,9 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     assert not plot.is_current(result_file)
 
 
-@pytest.mark.parametrize("benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead"])
+@pytest.mark.parametrize(
+    "benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "tradeoff"]
+)
 def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
     plot, render = load("plot"), load("render")
     assert benchmark in plot.CHARTS
@@ -390,6 +404,11 @@ def _run(script: str, output: Path, *options: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _error(row: dict[str, Any]) -> float:
+    error: float = row["normalised"]
+    return error
 
 
 def _result(folder: Path, name: str) -> dict[str, Any]:
@@ -437,6 +456,13 @@ def test_guard_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
 
 
+def test_unscale_runs(tmp_path: Path) -> None:
+    _run("bench_unscale.py", tmp_path)
+    result = _result(tmp_path, "unscale")
+    assert {"lowprec", "lowprec without numba"} <= {row["variant"] for row in result["results"]}
+    assert [claim["limit"] for claim in result["claims"]] == [1.0]
+
+
 def test_dask_runs(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="distributed is not installed")
     _run("bench_dask.py", tmp_path)
@@ -457,8 +483,34 @@ def test_overhead_runs(tmp_path: Path) -> None:
     assert imported["frameworks"] == []
 
 
+def test_recovery_chart_tells_its_schemes_apart(load: Load) -> None:
+    plot = load("plot")
+    assert list(plot.SCHEMES) == list(load("recovery").SCHEMES)
+    markers = [style["marker"] for style in plot.SCHEMES.values()]
+    assert len(set(markers)) == len(markers)
+
+
+def test_every_mode_of_the_speed_chart_has_a_marker_of_its_own(load: Load) -> None:
+    plot, modes = load("plot"), load("real_input").MODES
+    marks = {(plot._FORMATS[mode[:4]], plot._WAYS[mode[4:]]) for mode in modes}
+    assert len(marks) == len(modes) == len(lowprec.modes.available_modes()) - 2
+
+
+def test_the_front_is_what_none_beats(load: Load) -> None:
+    front = load("tradeoff").front
+    assert front({"a": (1, 1), "b": (1, 1)}) == {"a", "b"}
+    assert front({"a": (1, 1), "slower": (0.5, 1), "wronger": (1, 2)}) == {"a"}
+
+
 def test_accuracy_runs(tmp_path: Path) -> None:
     _run("bench_accuracy.py", tmp_path)
+    schemes = _result(tmp_path, "recovery")
+    assert {r["arithmetic"] for r in schemes["results"]} == {"this CPU", "Volta", "Hopper"}
+    assert all(claim["met"] for claim in schemes["claims"])
+    for row in _result(tmp_path, "real")["results"]:
+        assert 0 < row["of_bound"] <= 1
+    speeds = _result(tmp_path, "tradeoff")["results"]
+    assert {r["mode"] for r in speeds if r["on_front"]} >= {min(speeds, key=_error)["mode"]}
     result = _result(tmp_path, "accuracy")
     rows = result["results"]
     assert {r["distribution"] for r in rows} == {"normal", "positive", "wide"}
@@ -466,6 +518,38 @@ def test_accuracy_runs(tmp_path: Path) -> None:
         assert row["within_bound"] is True
         assert row["shows_rounding"] is (None if row["mode"] == "fp32" else True)
     assert all(c["met"] for c in result["claims"])
+
+
+def test_truncation_shows_in_one_piece_and_chunks_cure_it(load: Load) -> None:
+    """Tensor cores round toward zero, so errors add up over k; FP32, to nearest, adds the chunks."""
+    rows = {
+        r["scheme"]: r["largest_error"]
+        for r in load("recovery").measure("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)
+    }
+    assert rows["scaled"] > 4 * rows["scaled, chunks of 256"]
+    assert rows["normal"] > 10 * rows["scaled"]
+    assert rows["scaled, chunks of 256"] < 2 * rows["fp32"]
+
+
+def test_weights_are_read_where_they_are_installed(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real_input = load("real_input")
+    monkeypatch.setattr(real_input, "PACKAGE", "a_package_that_is_not_installed")
+    assert [name for name, _ in real_input.pairs(0)] == ["Hilbert", "Vandermonde"]
+    model = tmp_path / "some_weights" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "__init__.py").touch()
+    header = (
+        b'{"__metadata__": {}, "x": {"dtype": "F32", "shape": [1, 2], "data_offsets": [4, 12]}}'
+    )
+    values = np.array([9, 1, 2], np.float32)
+    file = len(header).to_bytes(8, "little") + header + values.tobytes()
+    (model / "model.safetensors").write_bytes(file)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(real_input, "PACKAGE", "some_weights")
+    (found,) = real_input._weights().values()
+    assert found.tolist() == [[1, 2]]
 
 
 def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

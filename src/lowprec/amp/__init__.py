@@ -9,19 +9,30 @@ Examples
 """
 
 from lowprec.amp import functional
+from lowprec.amp.autocast import AutocastNamespace, AutocastReport, AutocastRow, autocast
 from lowprec.amp.errors import GradientTypeError, ScalerStateError, SettingError
 from lowprec.amp.gradients import FormatShares, GradientReport, gradient_report, suggest_scale
+from lowprec.amp.masters import MasterWeights
+from lowprec.amp.policy import Policy
 from lowprec.amp.rules import ScaleRule
 from lowprec.amp.scaler import LossScaler
+from lowprec.amp.schedule import PrecisionSchedule
 
 __all__ = [
+    "AutocastNamespace",
+    "AutocastReport",
+    "AutocastRow",
     "FormatShares",
     "GradientReport",
     "GradientTypeError",
     "LossScaler",
+    "MasterWeights",
+    "Policy",
+    "PrecisionSchedule",
     "ScaleRule",
     "ScalerStateError",
     "SettingError",
+    "autocast",
     "functional",
     "gradient_report",
     "suggest_scale",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lowprec.arrays import NUMPY_DTYPES, library_name, library_of
+import numpy as np
+
+from lowprec.arrays import NUMPY_DTYPES, is_array, library_name, library_of
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
 
@@ -34,9 +36,14 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def is_float(array: Any) -> bool:
-    """Whether an array has one of :data:`FLOATS` as its element type."""
-    return hasattr(array, "dtype") and dtype_name(array) in FLOATS
+def is_operand(x: Any) -> bool:
+    """Whether something is an array or a scalar of NumPy's; the libraries' classes of element types are neither."""
+    return is_array(x) or isinstance(x, np.generic)
+
+
+def is_float(array: Any, *, wide: bool = True) -> bool:
+    """Whether an array has one of :data:`FLOATS` as its element type; float64 only if ``wide``."""
+    return is_operand(array) and dtype_name(array) in FLOATS[not wide :]
 
 
 def cast(array: Any, name: str) -> Any:
@@ -69,7 +76,7 @@ def cast(array: Any, name: str) -> Any:
 def has_type(xp: Any, name: str) -> bool:
     """Whether a namespace has an element type: by its name, or with NumPy's help, as NumPy has bfloat16."""
     module = getattr(xp, "__name__", "").split(".")[0]
-    return hasattr(xp, name) or module == "numpy"
+    return hasattr(xp, name) or (module == "numpy" and name in FLOATS)
 
 
 def widest(names: list[str]) -> str:

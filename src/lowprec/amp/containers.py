@@ -31,6 +31,26 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return the keys that lead to each array, in the order of :func:`leaves`; of lists and tuples the numbers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> paths({"norm": [np.ones(1), None, np.ones(1)]})
+    [('norm', '0'), ('norm', '2')]
+    """
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)).items()
+    else:
+        return [above]
+    return [path for key, item in items for path in paths(item, (*above, str(key)))]
+
+
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
     """Return a container of the same structure with the function's results in the place of the arrays.
 

@@ -216,9 +216,9 @@ def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
     lost = magnitudes < half if to is TF32 else magnitudes <= half
     # Half a unit beyond the largest number, ties upwards: the largest number is odd.
     limit = to.largest * (1 + to.unit_roundoff / (2 - 2 * to.unit_roundoff))
-    below = np.count_nonzero(magnitudes < to.smallest_normal * (1 - to.unit_roundoff))
-    missing = np.count_nonzero(lost)
-    return missing, below - missing, np.count_nonzero(magnitudes >= limit)
+    below = int(np.count_nonzero(magnitudes < to.smallest_normal * (1 - to.unit_roundoff)))
+    missing = int(np.count_nonzero(lost))
+    return missing, below - missing, int(np.count_nonzero(magnitudes >= limit))
 
 
 class _Counts:

@@ -95,15 +95,14 @@ class PreparedLibrary(Library):
 
 
 def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
-    """Return the view of a copy in the same order; on a device after it was made on a stream.
+    """Return the view of a copy with the same strides, in the order of a stream where there are any, and ready.
 
-    On a device the strides stay what they are, gaps included.
+    The strides decide how a library multiplies, and so does the alignment of the first element.
     """
     if view.device.is_host:
-        return host_view(_host_copy(view.ndarray()))
+        return host_view(_host_copy(view))
     device, (first, last) = view.device, view.extent()
     memory, stream = provider(device), stream or LEGACY_STREAM
-    # At the alignment of the original: of that the choice of algorithms depends.
     before = first % _ALIGNMENT_BYTES
     block = memory.allocate(last - first + before, device, stream)
     if last > first:
@@ -116,7 +115,16 @@ def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
 _ALIGNMENT_BYTES = 256
 
 
-def _host_copy(x: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy in which what is repeated is there once."""
-    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]
-    return np.broadcast_to(np.array(once, order="K"), x.shape)
+def _host_copy(view: ArrayView) -> NDArray[Any]:
+    """Return a copy of the elements alone; where large gaps lie between them, the system gives no memory."""
+    if not view.size:
+        return np.empty(view.shape, view.ndarray().dtype)
+    first, last = view.extent()
+    memory = np.empty(last - first + 2 * _ALIGNMENT_BYTES, np.uint8)
+    start = (first - memory.ctypes.data) % _ALIGNMENT_BYTES + view.address - first
+    x = view.ndarray()
+    copy: NDArray[Any] = np.ndarray(x.shape, x.dtype, memory, start, x.strides)
+    once = tuple(slice(1) if step == 0 else slice(None) for step in x.strides)
+    copy[once] = x[once]
+    copy.flags.writeable = False
+    return copy

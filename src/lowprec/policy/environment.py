@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.policy import entries
 
 T = TypeVar("T")
 
@@ -178,17 +179,51 @@ _LIBRARIES = {
 _AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
     "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
-    "the cache, too.",
+    "the cache, too, and what was measured of the CPU.",
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
 _CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled GPU kernels and measured choices.",
+    "The folder in which lowprec keeps compiled GPU kernels, measured choices and costs.",
     "a folder; it is made where there is none",
     "the system's folder for a user's caches",
     str,
 )
+
+
+def _names(name: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in text.split(",") if part.strip())
+        wrong = [x for x in found if not x.replace(".", "_").isidentifier()]
+        if wrong:
+            raise EnvironmentVariableError(
+                f"environment variable {name}: {quoted(wrong[0])} is no name of a function; or unset the variable"
+            )
+        return found
+
+    return parse
+
+
+def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
+    name = f"LOWPREC_AMP_{which.upper()}LIST_{action}"
+    words = {"ADD": "added to", "REMOVE": "taken from"}[action]
+    return Variable(
+        name,
+        f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is made.",
+        "names of functions, between commas",
+        "none",
+        _names(name),
+        ", ".join,
+    )
+
+
+#: By the name of the list and what is done to it.
+_AMP_LISTS = {
+    (which, action): _list_variable(which, action)
+    for which in ("allow", "deny", "infer")
+    for action in ("ADD", "REMOVE")
+}
 _MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 _NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
@@ -244,6 +279,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     _AUTOTUNE,
     _CACHE_DIR,
     _MAX_CPU_ISA,
+    *_AMP_LISTS.values(),
     *_LIBRARIES.values(),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     _MKL_THREADS,
@@ -330,6 +366,8 @@ def refresh() -> None:
     For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
     """
     _taken.clear()
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 class VariableRow(NamedTuple):
@@ -402,6 +440,18 @@ def autotune() -> bool | None:
 def cache_directory() -> str | None:
     """Return what ``LOWPREC_CACHE_DIR`` holds, None where it is not set."""
     return _CACHE_DIR.value(_CACHE_DIR.text())
+
+
+def amp_list(which: str, action: str) -> tuple[str, ...]:
+    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and its like; raise if one is no name.
+
+    Parameters
+    ----------
+    which : {"allow", "deny", "infer"}
+    action : {"ADD", "REMOVE"}
+    """
+    variable = _AMP_LISTS[which, action]
+    return variable.value(variable.text()) or ()
 
 
 def thread_limit() -> int | None:

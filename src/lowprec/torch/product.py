@@ -5,6 +5,7 @@ Plain tensors take a short way, ``torch.func`` an ``autograd.Function``, graphs 
 
 from __future__ import annotations
 
+from numbers import Complex, Real
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowprec import dispatch, policy
-from lowprec.errors import ArrayError, ShapeError, UnsupportedError
+from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
+from lowprec.request import parse_dtype
 from lowprec.torch import ambient, sharding
 from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
 
@@ -84,23 +86,68 @@ def matmul(
                 f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
                 f"torch.as_tensor({name})"
             )
+    plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
     if x.ndim < 2 or y.ndim < 2:
         raise ShapeError(
             f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    dtype = "" if out_dtype is None else str(out_dtype).removeprefix("torch.")
+    dtype, factor = "", 1.0
+    if out_dtype is not None:
+        is_named = isinstance(out_dtype, str | torch.dtype)
+        dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
+    if type(alpha) is not float and isinstance(alpha, Complex) and not isinstance(alpha, Real):
+        # The operator's factor is real; this one autograd sees, which conjugates it.
+        factor, alpha = alpha, 1.0
+        if not (x.is_complex() or y.is_complex()):
+            raise DTypeError(f"alpha is complex, but the operands are {x.dtype} and {y.dtype}")
     out = _product(x, y, math_mode, backward_mode, alpha, dtype)
     if b.ndim == 1:
         out = out.squeeze(-1)
     if a.ndim == 1:
         out = out.squeeze(-1 if b.ndim == 1 else -2)
+    return out if plain else _with_epilogue(out, factor, c, beta, bias, activation)
+
+
+def _with_epilogue(
+    out: Tensor,
+    factor: Any,
+    c: Tensor | None,
+    beta: Any,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    """Return what follows the product, in its element type."""
+    dtype = out.dtype
+    if factor != 1.0:
+        out = out * factor
     if c is not None and beta:
+        _check_addend("c", c, out, tuple(out.shape))
         out = out + beta * c
     if bias is not None:
+        _check_addend("bias", bias, out, tuple(out.shape[-1:]))
         out = out + bias
-    return out if activation is None else _activate(out, activation)
+    if activation is not None:
+        out = _activate(out, activation)
+    return out.to(dtype)
+
+
+def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse what lowprec.matmul refuses: an addend that would change the result's shape or element type."""
+    if name == "bias":
+        fits = tuple(x.shape) == shape
+    else:
+        fits = x.ndim <= len(shape) and all(
+            n in (1, m) for n, m in zip(reversed(x.shape), reversed(shape), strict=False)
+        )
+    if not fits:
+        raise ShapeError(
+            f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result"
+        )
+    added_in = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype  # fmt: skip
+    if torch.promote_types(x.dtype, added_in) != added_in:
+        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {added_in}")
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:

@@ -142,7 +142,8 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
 
 def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
-        out[...] = source
+        with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
+            out[...] = source
         source = out
     if to is None:
         return

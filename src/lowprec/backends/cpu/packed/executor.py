@@ -46,8 +46,10 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
     """Return what runs small products and batches of them in one call, None where that is not to be."""
     problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
     in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
+    is_integer = plan.compute_dtype is DType.INT8
     if (
-        problem.has_epilogue
+        (is_integer and problem.has_epilogue)
+        or problem.activation not in ACTIVATIONS
         or plan.fallback
         or not in_compute_dtype
         or plan.compute_dtype.is_complex
@@ -55,13 +57,13 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
         return None
     if not is_available(micro_kernel):  # something stands in for it
         return None
-    found = launch.launch_of(micro_kernel, layout, _ROUNDINGS[fp32_units.rounding_format(plan)])
+    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    found = launch.launch_of(micro_kernel, layout, rounding, problem)
     return found and found._replace(panels=functools.partial(_panels_of_launch, plan))
 
 
 def _panels_of_launch(plan: GemmPlan, arguments: Arguments) -> Panels | None:
-    single = stacks_of(plan, arguments)
-    return _panels(plan, arguments, single.b, single.out.dtype.name)
+    return _panels(plan, arguments, plan.out_dtype.label)
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
@@ -106,13 +108,8 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
 _operand = packed_gemm.operand_of
 
 
-def _panels(
-    plan: GemmPlan, arguments: Arguments, b: Any, out: str, component: int = 0
-) -> Panels | None:
-    """Return the panels of a prepared operand, None where the product packs its own.
-
-    ``b`` is the operand as a matrix, ``out`` what the kernel writes.
-    """
+def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
+    """Return the panels of a prepared operand, None where the product packs its own; ``out`` is what it writes."""
     view, micro_kernel = arguments.b, _micro_kernel(plan)
     if (
         type(view) is not PreparedView
@@ -124,18 +121,12 @@ def _panels(
     rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
 
     def matrix() -> contextlib.AbstractContextManager[Any]:
+        b = stacks_of(plan, arguments).b
         if plan.compute_dtype.is_complex:
             return _plane(b, component)
         return contextlib.nullcontext(_in_compute_dtype(plan, b))
 
-    return panels_of(
-        view, PackedAs(micro_kernel, name, name, out, rounding), b, matrix, component
-    )
-
-
-def _with(panels: Panels | None) -> dict[str, Panels]:
-    """Return the argument of the kernel, which has none where something stands in for it."""
-    return {} if panels is None else {"panels": panels}
+    return panels_of(view, PackedAs(micro_kernel, name, name, out, rounding), matrix, component)
 
 
 def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
@@ -147,7 +138,7 @@ def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     fused = plan.problem.activation in ACTIVATIONS
     out_dtype = single.out.dtype.name if fused else "float32"
-    panels = _panels(plan, arguments, single.b, out_dtype)
+    panels = _panels(plan, arguments, out_dtype)
     a, b = _in_compute_dtype(plan, single.a), single.b
     if panels is None:
         b = _in_compute_dtype(plan, b)
@@ -176,7 +167,7 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         if bias is None
         else (bias.ctypes.data, bias.dtype.name, bias.strides[0] // bias.itemsize),
         activation=plan.problem.activation,
-        **_with(panels),
+        panels=panels,
     )
 
 
@@ -190,14 +181,19 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
     with contextlib.ExitStack() as stack:
         a = [stack.enter_context(_plane(single.a, i)) for i in range(2)]
-        packed = [_panels(plan, arguments, single.b, "float32", i) for i in range(2)]
+        packed = [_panels(plan, arguments, "float32", i) for i in range(2)]
         b = [
             single.b if panels else stack.enter_context(_plane(single.b, i))
             for i, panels in enumerate(packed)
         ]
         shape = (single.a.shape[0], single.b.shape[1])
         real, imag = (stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2))
-        terms = ((0, 0, real, 1.0, 0.0), (1, 1, real, -1.0, 1.0), (0, 1, imag, 1.0, 0.0), (1, 0, imag, 1.0, 1.0))
+        terms = (
+            (0, 0, real, 1.0, 0.0),
+            (1, 1, real, -1.0, 1.0),
+            (0, 1, imag, 1.0, 0.0),
+            (1, 0, imag, 1.0, 1.0),
+        )
         done = all(
             _accumulate(micro_kernel, a[i], b[j], out, alpha, beta, rounding, packed[j])
             for i, j, out, alpha, beta in terms
@@ -241,7 +237,7 @@ def _accumulate(
         alpha=alpha,
         beta=beta,
         c=_operand(out) if beta else None,
-        **_with(panels),
+        panels=panels,
     )
 
 
@@ -256,7 +252,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         _operand(b),
         _operand(out),
         rounding="exact",
-        **_with(_panels(plan, arguments, b, out.dtype.name)),
+        panels=_panels(plan, arguments, out.dtype.name),
     )
     if plan.problem.has_epilogue:
         apply_epilogue(plan, arguments, out, single)

@@ -83,7 +83,7 @@ BATCH_NEXT = 0  # the next product; written by the threads
 (
     BATCH_JOB,
     BATCH_COUNT,
-    BATCH_TABLE,  # the addresses of a, b and out for each product
+    BATCH_TABLE,  # the addresses of a, b, out and c for each product
     BATCH_FIELD_A,
     BATCH_FIELD_B,
     BATCH_DRIVE,

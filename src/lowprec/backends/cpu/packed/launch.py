@@ -11,22 +11,19 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import batches, buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
-from lowprec.backends.cpu.packed.packed_gemm import Operand, single_thread_job
+from lowprec.backends.cpu.packed.packed_gemm import Operand, float_bits, single_thread_job
 from lowprec.backends.cpu.packed.prepared_panels import Panels
 from lowprec.backends.execution import Arguments
-from lowprec.planning import GemmLayout, MatrixStack
+from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
+from lowprec.planning.layout import addend_layout, stacked_layout
 
 _Job = ctypes.c_int64 * J.WORDS
 _Batch = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
-#: Batches up to this keep where their matrices lie, relative to the first.
-_KEPT = 1 << 10
 
 
 class Launch(NamedTuple):
@@ -47,9 +44,13 @@ class Launch(NamedTuple):
         What runs it for each product of a batch.
     packed_bytes, scratch_bytes : int
         Memory that each thread needs.
-    layout : GemmLayout
-    offsets : numpy.ndarray or None, shape (batch_count, 3)
+    batch_count : int
+    matrices : tuple
+        Of a, b, out and c, as `batches` takes them.
+    offsets : numpy.ndarray or None, shape (batch_count, 4)
         Of the matrices, in bytes; None where they are not kept.
+    has_epilogue : bool
+        Whether alpha, beta, c and bias are put into the job, too.
     shared : bool
         Whether waking a thread for the batch pays.
     panels : callable or None
@@ -63,27 +64,43 @@ class Launch(NamedTuple):
     drive_all: Callable[[int, int], int]
     packed_bytes: int
     scratch_bytes: int
-    layout: GemmLayout
+    batch_count: int
+    matrices: batches.Matrices
     offsets: Any
+    has_epilogue: bool
     shared: bool
     panels: Callable[[Arguments], Panels | None] | None = None
 
 
-def launch_of(micro_kernel: MicroKernel, layout: GemmLayout, rounding: str) -> Launch | None:
+def launch_of(
+    micro_kernel: MicroKernel, layout: GemmLayout, rounding: str, problem: GemmProblem | None = None
+) -> Launch | None:
     """Return the launch of the products of a layout, None where each is large enough for several threads.
 
-    The operands are multiplied as they are stored, in one part, and nothing follows the product.
+    The operands are multiplied as they are stored, in one part. What follows the products is that of ``problem``; by
+    default nothing.
     """
+    c = bias = activation = None
+    if problem is not None:
+        layout, c = _with_addend(problem, layout)
+        activation = problem.activation
+        if problem.bias is not None:
+            bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
     a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
     single = single_thread_job(
-        micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding=rounding
-    )
+        micro_kernel, layout.m, layout.n, layout.k, a, b, out,
+        rounding=rounding, c=None if c is None else _operand(c), bias=bias, activation=activation,
+    )  # fmt: skip
     if single is None:
         return None
     from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
     from lowprec.backends.cpu.packed.native import callable_at
 
     count, products = layout.batch_count, layout.m * layout.n * layout.k
+    matrices = layout.a, layout.b, layout.out, c
+    has_epilogue = problem is not None and problem.has_epilogue
+    if has_epilogue:
+        single.job[J.PLAIN] = 0
     return Launch(
         template=bytes(single.job),
         fields=(J.B, J.A, J.OUT) if single.transposed else (J.A, J.B, J.OUT),
@@ -92,30 +109,32 @@ def launch_of(micro_kernel: MicroKernel, layout: GemmLayout, rounding: str) -> L
         drive_all=callable_at(batch_kernel(), MACRO_ARITY),
         packed_bytes=single.packed_b_bytes,
         scratch_bytes=single.scratch_bytes,
-        layout=layout,
-        offsets=_offsets(layout) if 1 < count <= _KEPT else None,
+        batch_count=count,
+        matrices=matrices,
+        offsets=batches.offsets_of(matrices) if 1 < count <= batches.KEPT else None,
+        has_epilogue=has_epilogue,
         shared=count * products >= micro_kernel.shared_from,
     )
+
+
+def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, MatrixStack | None]:
+    """Return a layout, collapsed only if the addend can be, and the matrices of that."""
+    if problem.c is None or not problem.has_beta:
+        return layout, None
+    c = addend_layout(problem.c, problem.a, problem.b, layout)
+    if c is None:
+        layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+        c = addend_layout(problem.c, problem.a, problem.b, layout)
+    return layout, c
 
 
 def _operand(stack: MatrixStack) -> Operand:
     return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
 
 
-def _offsets(layout: GemmLayout) -> Any:
-    """Return where the matrices of each product lie, in bytes from the first; shape (batch_count, 3)."""
-    columns = []
-    for x in (layout.a, layout.b, layout.out):
-        offsets = np.zeros((), np.int64)
-        for extent, stride in zip(layout.batch_shape, x.batch_strides, strict=True):
-            offsets = np.add.outer(offsets, np.arange(extent) * (stride * x.dtype.itemsize))
-        columns.append(offsets.ravel())
-    return np.stack(columns, axis=1)
-
-
 def execute(launch: Launch, arguments: Arguments) -> None:
     """Run the products of a plan."""
-    if launch.layout.batch_count > 1:
+    if launch.batch_count > 1:
         _execute_batch(launch, arguments)
         return
     job = _Job.from_buffer_copy(launch.template)
@@ -138,13 +157,21 @@ def execute(launch: Launch, arguments: Arguments) -> None:
         launch.drive(ctypes.addressof(job), memory + packed_bytes)
 
 
+def _put_epilogue(job: Any, arguments: Arguments) -> None:
+    """Put the factors, and the address of the bias, into a job."""
+    alpha, beta, bias = arguments.alpha, arguments.beta, arguments.bias
+    job[J.ALPHA], job[J.BETA] = float_bits(alpha.real), float_bits(beta.real)
+    job[J.BIAS] = 0 if bias is None else bias.address
+
+
 def _execute_batch(launch: Launch, arguments: Arguments) -> None:
-    offsets = _offsets(launch.layout) if launch.offsets is None else launch.offsets
-    table = offsets + np.array([x.address for x in arguments[:3]], np.int64)
+    table = batches.addresses_of(launch.matrices, arguments, launch.offsets)
     job = _Job.from_buffer_copy(launch.template)
+    if launch.has_epilogue:
+        _put_epilogue(job, arguments)
     batch = _Batch()
     batch[J.BATCH_JOB] = ctypes.addressof(job)
-    batch[J.BATCH_COUNT] = launch.layout.batch_count
+    batch[J.BATCH_COUNT] = launch.batch_count
     batch[J.BATCH_TABLE] = table.ctypes.data
     batch[J.BATCH_FIELD_A], batch[J.BATCH_FIELD_B] = launch.fields[:2]
     batch[J.BATCH_DRIVE] = launch.drive_address
@@ -155,5 +182,5 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
         with buffers.borrow(_JOB_BYTES + launch.packed_bytes + launch.scratch_bytes) as memory:
             launch.drive_all(address, memory)
 
-    workers = min(threads.num_threads(), launch.layout.batch_count) if launch.shared else 1
+    workers = min(threads.num_threads(), launch.batch_count) if launch.shared else 1
     threads.run(work, workers)

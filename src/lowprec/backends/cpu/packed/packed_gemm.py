@@ -246,7 +246,8 @@ def _kernels(
     return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """Return a float64 as the word that a job holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
@@ -278,13 +279,13 @@ def _epilogue_fields(
     activation: str | None,
 ) -> dict[int, int]:
     fields = {
-        J.ALPHA: _float_bits(alpha),
+        J.ALPHA: float_bits(alpha),
         J.ACTIVATION: J.ACTIVATIONS[activation],
         J.PLAIN: int(alpha == 1 and c is None and bias is None and activation is None),
     }
     if c is not None:
         fields |= _operand_fields(c, J.C, J.C_ROW_STRIDE, J.C_COL_STRIDE)
-        fields |= {J.BETA: _float_bits(beta), J.C_KIND: J.KINDS[c.dtype]}
+        fields |= {J.BETA: float_bits(beta), J.C_KIND: J.KINDS[c.dtype]}
     if bias is not None:
         address, dtype, stride = bias
         stride_field = J.BIAS_ROW_STRIDE if bias_along_rows else J.BIAS_COL_STRIDE
@@ -314,7 +315,11 @@ def _run(
 ) -> bool:
     """Pack B into borrowed memory, if there are no panels, and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
-    with buffers.borrow(cut.packed_b_bytes) if panels is None else nullcontext(panels.address) as packed_b:
+    with (
+        buffers.borrow(cut.packed_b_bytes)
+        if panels is None
+        else nullcontext(panels.address) as packed_b
+    ):
         fields[J.B_PACKED] = packed_b
         job = _job(fields)
         address = ctypes.addressof(job)
@@ -347,16 +352,21 @@ def single_thread_job(
     out: Operand,
     *,
     rounding: str,
+    c: Operand | None = None,
+    bias: tuple[int, str, int] | None = None,
+    activation: str | None = None,
 ) -> SingleThreadJob | None:
-    """Return the job of ``out = a @ b`` as `gemm` would run it in one thread; None if it would use several.
+    """Return the job of a product as `gemm` would run it in one thread; None if it would use several.
 
-    The addresses of the operands count for nothing. `transposed`: they go into the fields of one another.
+    The addresses of the operands count for nothing, and alpha and beta are left to whoever runs it. `transposed`: the
+    addresses of a and b go into the fields of one another.
     """
     if m * n * k >= micro_kernel.shared_from:
         return None
     transposed = writes_columns(out)
     if transposed:
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
+        c = c and _transposed(c)
     if m * n * dtype_from_name(out.dtype).itemsize > _STREAM_BYTES:
         return None
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
@@ -367,7 +377,7 @@ def single_thread_job(
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS]}
     fields |= _array_fields(a, b, out)
-    fields |= _epilogue_fields(1.0, 0.0, None, None, False, None)
+    fields |= _epilogue_fields(1.0, 0.0, c, bias, transposed, activation)
     return SingleThreadJob(
         _job(fields), transposed, kernels.drive, cut.packed_b_bytes, cut.scratch_bytes
     )
@@ -447,8 +457,8 @@ def gemm(
     activation : {None, "relu", "gelu"}
         GELU in its tanh form.
     panels : Panels, optional
-        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous, unless its
-        rows are, too.
+        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous,
+        unless its rows are, too.
 
     Returns
     -------

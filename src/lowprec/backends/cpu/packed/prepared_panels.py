@@ -55,24 +55,22 @@ class PackedAs(NamedTuple):
 def panels_of(
     view: PreparedView,
     packed_as: PackedAs,
-    b: Any,
     matrix: Callable[[], AbstractContextManager[Any]],
     component: int = 0,
 ) -> Panels:
-    """Return the panels of a matrix, made with the first product.
+    """Return the panels of the one matrix of a view, made with the first product.
 
     Parameters
     ----------
     view : PreparedView
     packed_as : PackedAs
-    b : numpy.ndarray, shape (k, n)
-        On the memory of the view.
     matrix : callable
-        Returns a context manager of what is packed: ``b`` in the type in which it is multiplied.
+        Returns a context manager of what is packed, shape (k, n), in the type in which it is multiplied.
     component : int
         0 for the number or its real part, 1 for the imaginary part.
     """
-    key = (packed_as, b.ctypes.data, b.shape, b.strides, component)
+    micro_kernel, *names = packed_as
+    key = (micro_kernel.name, *names, component, view.address, view.shape, view.strides)
 
     def make() -> Form:
         with matrix() as x:

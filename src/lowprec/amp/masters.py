@@ -1,0 +1,147 @@
+"""float32 weights beside the copies in 16 bits that a network computes with.
+
+Source: P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.1: an update below half a unit
+in the last place of a weight is lost where the weight has 11 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lowprec.amp.casts import cast, dtype_name, is_float, shape_of
+from lowprec.amp.containers import mapped
+from lowprec.amp.errors import SettingError
+from lowprec.amp.policy import Policy
+from lowprec.amp.scaler import LossScaler
+from lowprec.arrays.namespaces import array_module
+from lowprec.errors import ShapeError
+
+
+class MasterWeights:
+    """Weights in float32, which an optimizer updates, and their copies, with which the network computes.
+
+    Parameters
+    ----------
+    params : container of arrays
+        Of any library; what is float64, and what is no float, keeps its type. They are copied.
+    policy : Policy or str
+        Of the copies: its ``params``, and float32 for normalizations where it says so.
+
+    Raises
+    ------
+    ArrayError
+        If something in the container is no array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> weights = MasterWeights({"w": np.ones(2, np.float32)}, "O2")
+    >>> def descent(masters, grads):
+    ...     return {name: w - 1e-4 * grads[name] for name, w in masters.items()}
+    >>> for _ in range(4):
+    ...     copies = weights.update(descent, {"w": np.ones(2, np.float16)})
+    >>> copies["w"].dtype, bool(copies["w"][0] < 1)  # four updates, each too small for float16
+    (dtype('float16'), True)
+    """
+
+    def __init__(self, params: Any, policy: Policy | str = "O2") -> None:
+        self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        # One tuple, so that an interrupt never finds masters and copies of different steps.
+        self._held = self._with_copies(mapped(_own, params))
+
+    def _with_copies(self, masters: Any) -> tuple[Any, Any]:
+        return masters, self._policy.cast_params(masters)
+
+    @property
+    def masters(self) -> Any:
+        """The float32 weights."""
+        return self._held[0]
+
+    @property
+    def params(self) -> Any:
+        """The copies, as the last update left them; where the types agree, they are the masters themselves."""
+        return self._held[1]
+
+    @property
+    def policy(self) -> Policy:
+        """What decides the copies' types."""
+        return self._policy
+
+    @staticmethod
+    def widened(grads: Any) -> Any:
+        """Return gradients of the copies in float32, for :meth:`LossScaler.unscale`; wider ones as they are."""
+        return mapped(_widened, grads)
+
+    def update(self, rule: Callable[..., Any], grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let a rule update the masters, and return the new copies.
+
+        Parameters
+        ----------
+        rule : callable
+            ``rule(masters, grads, *args, **kwargs)`` returns new masters, or writes into those it got and returns None.
+        grads : container of arrays
+            Unscaled; they go to the rule in float32.
+        *args, **kwargs
+            Go to the rule.
+
+        Raises
+        ------
+        ShapeError
+            If the rule returns another structure or other shapes. The weights are as they were then.
+        """
+        masters = rule(self.masters, mapped(_widened, grads), *args, **kwargs)
+        if masters is None:
+            masters = self.masters
+        else:
+            mapped(_check, self.masters, masters)
+            masters = mapped(lambda old, new: cast(new, dtype_name(old)), self.masters, masters)
+        self._held = self._with_copies(masters)
+        return self.params
+
+    def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
+        """Return what a checkpoint holds: copies of the masters, the policy as text, and a scaler's state."""
+        state = {"masters": mapped(_own, self.masters), "policy": str(self._policy)}
+        return state if scaler is None else {**state, "scaler": scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], scaler: LossScaler | None = None) -> None:
+        """Take over a checkpoint; a scaler's state goes to ``scaler``.
+
+        Raises
+        ------
+        SettingError
+            If the checkpoint lacks an entry, or the scaler's is illegal.
+        ShapeError
+            If its masters have another structure or other shapes. Nothing has changed then.
+        """
+        wanted = ["masters", "policy", *(["scaler"] if scaler is not None else [])]
+        lacking = [name for name in wanted if name not in state]
+        if lacking:
+            raise SettingError(
+                f"the checkpoint lacks {', '.join(lacking)}; save it with state_dict(), which takes the scaler"
+            )
+        policy = Policy.parse(state["policy"])
+        mapped(_check, self.masters, state["masters"])
+        masters = mapped(_own, state["masters"])
+        if scaler is not None:
+            scaler.load_state_dict(state["scaler"])
+        self._policy = policy
+        self._held = self._with_copies(masters)
+
+
+def _widened(x: Any) -> Any:
+    return cast(x, "float32") if is_float(x, wide=False) else x
+
+
+def _own(x: Any) -> Any:
+    """Return a copy, in float32 where it is a narrower float."""
+    if is_float(x, wide=False) and dtype_name(x) != "float32":
+        return cast(x, "float32")
+    if hasattr(x, "detach"):
+        return x.detach().clone()
+    return x.copy() if hasattr(x, "copy") else array_module(x).asarray(x, copy=True)
+
+
+def _check(old: Any, new: Any) -> None:
+    if shape_of(old) != shape_of(new):
+        raise ShapeError(f"a weight of shape {shape_of(old)} cannot become one of {shape_of(new)}")

@@ -1,0 +1,369 @@
+"""Which element types a network's weights, products and results have, and which function computes in which.
+
+Sources: NVIDIA apex's optimization levels O0 to O3 and its lists of functions (``apex.amp``); DeepMind's jmp (the three
+types of a policy and their string form); PyTorch's autocast (float64 is left alone, and the widest type wins where
+operands differ).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from lowprec.amp.arguments import by_list
+from lowprec.amp.casts import cast, is_float
+from lowprec.amp.containers import leaves, mapped, paths
+from lowprec.amp.errors import SettingError
+from lowprec.amp.rules import check_scale
+from lowprec.amp.scaler import LossScaler
+from lowprec.errors import LowprecWarning, quoted
+from lowprec.policy import environment
+
+LISTS = ("allow", "deny", "infer")
+
+#: Products and what is made of them; what loses most in 16 bits; what takes the widest type of its operands. Names
+#: are those of the Array API, of its ``linalg``, and of functions that networks define themselves.
+DEFAULT_LISTS = {
+    "allow": "matmul tensordot vecdot einsum linear conv conv1d conv2d conv3d attention",
+    "deny": (
+        "exp expm1 log log1p log2 log10 logaddexp pow reciprocal sqrt rsqrt tan sinh cosh acos asin acosh asinh atanh "
+        "sum prod mean std var cumulative_sum cumulative_prod vector_norm matrix_norm norm softmax log_softmax "
+        "logsumexp layer_norm batch_norm group_norm cross_entropy mse_loss l1_loss nll_loss kl_div dist"
+    ),
+    "infer": (
+        "add subtract multiply divide floor_divide remainder maximum minimum hypot atan2 copysign nextafter where "
+        "concat stack equal not_equal less less_equal greater greater_equal clip"
+    ),
+}
+
+_STORAGE = ("float32", "bfloat16", "float16")
+_COMPUTE = ("float32", "tf32", "bfloat16", "float16")
+_WORDS = {"true": True, "false": False}
+
+
+def _list_table(moves: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
+    table = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split()}
+    for which in LISTS:
+        for name in environment.amp_list(which, "REMOVE"):
+            if table.get(name) == which:
+                del table[name]
+    for which in LISTS:
+        table.update(dict.fromkeys(environment.amp_list(which, "ADD"), which))
+    for name, which in moves:
+        if which == "none":
+            table.pop(name, None)
+        else:
+            table[name] = which
+    return MappingProxyType(table)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The types of a mixed-precision program. It is a value; ``str`` and :meth:`parse` go both ways.
+
+    Parameters
+    ----------
+    params : {"float32", "bfloat16", "float16"}
+        Of the weights that the network computes with.
+    compute : {"float32", "tf32", "bfloat16", "float16"}
+        Of the functions on the allow list; ``"tf32"`` is float32 in that math mode.
+    output : {"float32", "bfloat16", "float16"}
+        Of what the network returns.
+    functions : bool
+        Whether each function casts its operands, by the lists.
+    norms_float32 : bool
+        Whether weights of normalizations stay float32: those with "norm" or "bn" in one of their names.
+    masters : bool
+        Whether an optimizer should keep float32 weights beside those in ``params``.
+    loss_scale : float or "dynamic", optional
+        ``"dynamic"`` for ``compute="float16"``, else 1, if not given: the other types have float32's exponents.
+    moves : tuple of (str, str)
+        Functions and the list that each goes to: ``"allow"``, ``"deny"``, ``"infer"`` or ``"none"``.
+
+    Raises
+    ------
+    SettingError
+        If a value is none of these.
+    EnvironmentVariableError
+        If a variable ``LOWPREC_AMP_...`` holds what is no name of a function.
+
+    Examples
+    --------
+    >>> policy = Policy(compute="bfloat16")
+    >>> str(policy)
+    'params=float32,compute=bfloat16,output=float32'
+    >>> Policy.parse(str(policy)) == policy
+    True
+    >>> policy.list_of("matmul"), policy.list_of("exp"), policy.list_of("add"), policy.list_of("reshape")
+    ('allow', 'deny', 'infer', None)
+    """
+
+    params: str = "float32"
+    compute: str = "float16"
+    output: str = "float32"
+    functions: bool = True
+    norms_float32: bool = False
+    masters: bool = False
+    loss_scale: float | str | None = None
+    moves: tuple[tuple[str, str], ...] = ()
+    _lists: Mapping[str, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, legal in (("params", _STORAGE), ("compute", _COMPUTE), ("output", _STORAGE)):
+            if getattr(self, name) not in legal:
+                raise SettingError(
+                    f"{name} is one of {', '.join(legal)}, got {quoted(getattr(self, name))}"
+                )
+        for name in ("functions", "norms_float32", "masters"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} is True or False, got {quoted(getattr(self, name))}")
+        scale = self._default_scale if self.loss_scale is None else self.loss_scale
+        if scale != "dynamic":
+            scale = check_scale('loss_scale, if it is not "dynamic",', scale)
+        for _, which in self.moves:
+            _check_list(which, "none")
+        object.__setattr__(self, "loss_scale", scale)
+        object.__setattr__(self, "moves", tuple(sorted(dict(self.moves).items())))
+        object.__setattr__(self, "_lists", _list_table(self.moves))
+
+    @property
+    def _default_scale(self) -> float | str:
+        return "dynamic" if self.compute == "float16" else 1.0
+
+    # A view of a dict is not pickled; the lists are made again.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
+
+    # -- presets and text ---------------------------------------------------------------------
+
+    @classmethod
+    def preset(cls, level: str, *, half: str = "float16", **overrides: Any) -> Policy:
+        """Return the policy of one of apex's levels, with properties of your own.
+
+        Parameters
+        ----------
+        level : {"O0", "O1", "O2", "O3"}
+            Full float32; functions by the lists; a model in 16 bits with float32 norms and masters; all in 16 bits.
+        half : {"float16", "bfloat16", "tf32"}
+            The narrow type; ``"tf32"`` for O1 alone.
+        **overrides
+            Parameters of the class. One that does not fit to the others warns, and is taken.
+
+        Raises
+        ------
+        SettingError
+            If there is no such level, property or value.
+
+        Examples
+        --------
+        >>> str(Policy.preset("O2"))
+        'params=float16,compute=float16,output=float32,functions=false,norms_float32=true,masters=true'
+        """
+        own = {f.name for f in fields(cls) if f.init}
+        unknown = sorted(overrides.keys() - own)
+        if unknown:
+            raise SettingError(
+                f"a policy has no {', '.join(unknown)}; it has {', '.join(sorted(own))}"
+            )
+        policy = cls(**{**_level(level, half), **overrides})
+        for remark in _contradictions(policy, overrides):
+            warnings.warn(f"{level}: {remark}", LowprecWarning, stacklevel=2)
+        return policy
+
+    def __str__(self) -> str:
+        plain = Policy(self.params, self.compute, self.output)
+        parts = [f"params={self.params}", f"compute={self.compute}", f"output={self.output}"]
+        for name in ("functions", "norms_float32", "masters", "loss_scale"):
+            value = getattr(self, name)
+            if value != getattr(plain, name):
+                word = str(value).lower() if isinstance(value, bool) else value
+                parts.append(f"{name}={word}")
+        for which in (*LISTS, "none"):
+            names = [name for name, to in self.moves if to == which]
+            parts += [f"{which}={'+'.join(names)}"] if names else []
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Return the policy of a text: a level, ``name=value`` pairs, or a level and pairs, between commas.
+
+        Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
+
+        Raises
+        ------
+        SettingError
+            If a part is neither.
+
+        Examples
+        --------
+        >>> Policy.parse("O1,compute=bfloat16,deny=tanh").list_of("tanh")
+        'deny'
+        """
+        level, *rest = (part.strip() for part in text.split(","))
+        if "=" in level:
+            level, rest = "", [level, *rest]
+        values: dict[str, Any] = {}
+        moves: dict[str, str] = {}
+        for part in rest:
+            name, equals, value = (x.strip() for x in part.partition("="))
+            if name in (*LISTS, "none") and equals:
+                moves.update(dict.fromkeys(value.split("+"), name))
+            elif equals and name in {f.name for f in fields(cls) if f.init} - {"moves"}:
+                values[name] = _value(name, value)
+            else:
+                raise SettingError(f"{quoted(part)} is no part of a policy; write name=value")
+        if moves:
+            values["moves"] = tuple(moves.items())
+        if values and not level:
+            return cls(**values)
+        half = values.get("compute", "float16")
+        return cls.preset(level, half=half if half != "float32" else "float16", **values)
+
+    # -- lists --------------------------------------------------------------------------------
+
+    def list_of(self, name: str) -> str | None:
+        """Return the list that a function is on: ``"allow"``, ``"deny"``, ``"infer"`` or None."""
+        return self._lists.get(name)
+
+    def moved(self, which: str, *names: str) -> Policy:
+        """Return a policy with functions on another list, or on ``"none"``."""
+        _check_list(which, "none")
+        moves = {**dict(self.moves), **dict.fromkeys(names, which)}
+        return replace(self, moves=tuple(moves.items()))
+
+    def register(self, fn: Any, which: str | None = None) -> Any:
+        """Return a function of one's own that casts its operands by a list; or, for a list alone, a decorator.
+
+        Parameters
+        ----------
+        fn : callable or str
+        which : {"allow", "deny", "infer"}
+            As apex's ``half_function``, ``float_function`` and ``promote_function``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> @Policy(compute="float16").register("allow")
+        ... def gate(x, y):
+        ...     return x * y
+        >>> gate(np.ones(2, np.float32), np.ones(2, np.float32)).dtype
+        dtype('float16')
+        """
+        if which is None:
+            _check_list(fn)
+            return functools.partial(self.register, which=fn)
+        _check_list(which)
+        if not callable(fn):
+            raise SettingError(f"register takes a function and a list, got {quoted(fn)}")
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = by_list(self.compute, which, args, kwargs)
+            with found.scope():
+                return fn(*found.args, **found.kwargs)
+
+        return call
+
+    # -- containers ---------------------------------------------------------------------------
+
+    def cast_params(self, params: Any) -> Any:
+        """Return weights in ``params``; those of normalizations in float32 where ``norms_float32`` says so."""
+        following = iter(paths(params))
+
+        def one(x: Any) -> Any:
+            names = " ".join(next(following)).lower()
+            is_norm = self.norms_float32 and ("norm" in names or "bn" in names)
+            return _cast_float(x, "float32" if is_norm else self.params)
+
+        leaves(params)  # refuses what is no array before the first cast
+        return mapped(one, params)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return what goes into the network: in ``params``, unless each function casts by itself."""
+        if self.functions:
+            return inputs
+        return mapped(lambda x: _cast_float(x, self.params), inputs)
+
+    def cast_output(self, output: Any) -> Any:
+        """Return what the network returns, in ``output``."""
+        return mapped(lambda x: _cast_float(x, self.output), output)
+
+    def scaler(self, **keywords: Any) -> LossScaler:
+        """Return a loss scaler as ``loss_scale`` says; ``keywords`` go to it."""
+        if self.loss_scale == "dynamic":
+            return LossScaler(**keywords)
+        return LossScaler(**{"init_scale": self.loss_scale, "dynamic": False, **keywords})
+
+
+def _made(values: dict[str, Any]) -> Policy:
+    return Policy(**values)
+
+
+def _check_list(which: Any, *more: str) -> None:
+    if which not in (*LISTS, *more):
+        raise SettingError(f"a list is one of {', '.join((*LISTS, *more))}, got {quoted(which)}")
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("functions", "norms_float32", "masters"):
+        if text.lower() not in _WORDS:
+            raise SettingError(f"{name} is true or false, got {quoted(text)}")
+        return _WORDS[text.lower()]
+    if name == "loss_scale" and text != "dynamic":
+        return check_scale("loss_scale", text)
+    return text
+
+
+def _cast_float(x: Any, name: str) -> Any:
+    """Return an array of floats in another type; float64 and what is no float as they are."""
+    return cast(x, name) if is_float(x, wide=False) else x
+
+
+def _level(level: str, half: str) -> dict[str, Any]:
+    halves = ("float16", "bfloat16", "tf32") if level == "O1" else ("float16", "bfloat16")
+    if half not in halves:
+        raise SettingError(f"half is one of {', '.join(halves)} at {level}, got {quoted(half)}")
+    levels: dict[str, dict[str, Any]] = {
+        "O0": {"compute": "float32", "functions": False},
+        "O1": {"compute": half},
+        "O2": {
+            "params": half, "compute": half, "functions": False, "norms_float32": True, "masters": True,
+        },
+        "O3": {
+            "params": half, "compute": half, "output": half, "functions": False, "loss_scale": 1.0,
+        },
+    }  # fmt: skip
+    if level not in levels:
+        raise SettingError(f"a level is one of {', '.join(levels)}, got {quoted(level)}")
+    return levels[level]
+
+
+def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
+    """Return why properties that were chosen do nothing, or harm."""
+    is_wide = policy.params == "float32"
+    checks = {
+        "masters": policy.masters and is_wide and "masters=True has no effect: the weights are float32 themselves",
+        "norms_float32": policy.norms_float32 and is_wide
+        and "norms_float32=True has no effect: all weights are float32",
+        "functions": policy.functions and (
+            (policy.compute == "float32" and "functions=True has no effect: the functions compute in float32 anyway")
+            or (not is_wide and "functions=True casts again what a model in 16 bits has cast already")
+        ),
+        "loss_scale": (
+            (policy.loss_scale == "dynamic" and policy.compute != "float16"
+             and f"a dynamic loss scale is of no use: {policy.compute} has float32's exponents")
+            or (policy.loss_scale == 1.0 and policy.compute == "float16"
+                and "loss_scale=1 with float16 loses gradients below 6e-8")
+        ),
+        "params": not is_wide and not policy.masters
+        and f"weights in {policy.params} without masters lose updates below {_half_ulp(policy.params)} of a weight",
+    }  # fmt: skip
+    return [remark for name, remark in checks.items() if name in overrides and remark]
+
+
+def _half_ulp(name: str) -> str:
+    return {"float16": "1/4096", "bfloat16": "1/512"}[name]

@@ -1,0 +1,150 @@
+"""A math mode for each phase of training: cheap while gradients are large, exact at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any
+
+from lowprec.amp.errors import SettingError
+from lowprec.errors import quoted
+from lowprec.modes import MathMode, parse_mode
+from lowprec.policy import math_mode
+
+
+class PrecisionSchedule:
+    """Math modes in sequence, changed at given steps or when the loss stops falling.
+
+    Parameters
+    ----------
+    modes : sequence of str or MathMode
+        The first one first.
+    at : sequence of int, optional
+        After how many steps each next mode begins: one number less than modes, rising.
+    patience : int, optional
+        Instead of ``at``: the next mode begins when this many steps in sequence did not lower the loss.
+    threshold : float
+        How much of the lowest loss a step must save, to count as lowering it.
+
+    Raises
+    ------
+    SettingError
+        If both or neither of ``at`` and ``patience`` are given, or a number is out of its range.
+    ModeError
+        If there is no such mode.
+
+    Examples
+    --------
+    >>> schedule = PrecisionSchedule(["bf16", "bf16x3", "fp32"], at=[2, 3])
+    >>> for step in range(4):
+    ...     with schedule.scope():
+    ...         pass  # the products of a step
+    ...     print(step, schedule.mode)
+    ...     schedule.update()
+    0 bf16
+    1 bf16
+    2 bf16x3
+    3 fp32
+    """
+
+    def __init__(
+        self,
+        modes: Sequence[str | MathMode],
+        *,
+        at: Sequence[int] | None = None,
+        patience: int | None = None,
+        threshold: float = 1e-4,
+    ) -> None:
+        self._modes = tuple(parse_mode(mode) for mode in modes)
+        if not self._modes:
+            raise SettingError("a schedule needs at least one mode, got none")
+        if (at is None) is (patience is None):
+            raise SettingError("a schedule is driven by at= or by patience=; give one of the two")
+        self._at = None if at is None else tuple(index(step) for step in at)
+        if self._at is not None:
+            rises = all(a < b for a, b in zip((0, *self._at), self._at, strict=False))
+            if len(self._at) != len(self._modes) - 1 or not rises:
+                raise SettingError(
+                    f"at holds {len(self._modes) - 1} rising numbers of steps for {len(self._modes)} modes, got "
+                    f"{quoted(list(self._at))}"
+                )
+        self._patience = 0 if patience is None else index(patience)
+        if patience is not None and self._patience < 1:
+            raise SettingError(f"patience is a number of steps from 1 on, got {quoted(patience)}")
+        if not 0 <= threshold < 1:
+            raise SettingError(f"threshold is a share from 0 to 1, got {quoted(threshold)}")
+        self._threshold = threshold
+        self._steps = self._stage = self._waited = 0
+        self._lowest = math.inf
+
+    def __repr__(self) -> str:
+        return f"PrecisionSchedule({self.mode}, stage {self._stage + 1} of {len(self._modes)})"
+
+    @property
+    def mode(self) -> MathMode:
+        """The mode of the step that comes."""
+        return self._modes[self._stage]
+
+    def scope(self) -> math_mode:
+        """Return ``math_mode(self.mode)``, for the products of one step."""
+        return math_mode(self.mode)
+
+    def update(self, loss: Any = None) -> None:
+        """Count a step.
+
+        Parameters
+        ----------
+        loss : number or array of one number, optional
+            Of the step; needed where ``patience`` drives the schedule. NaN does not lower the loss.
+
+        Raises
+        ------
+        SettingError
+            If the loss is needed and missing.
+        """
+        if self._at is not None:
+            self._steps += 1
+            self._stage = sum(self._steps >= step for step in self._at)
+            return
+        if loss is None:
+            raise SettingError("a schedule with patience= needs the loss: call update(loss)")
+        value = float(loss)
+        self._steps += 1
+        if value < self._lowest - self._threshold * abs(self._lowest) or (
+            math.isinf(self._lowest) and value < self._lowest
+        ):
+            self._lowest, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience and self._stage + 1 < len(self._modes):
+            self._stage, self._waited = self._stage + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands, as plain values."""
+        lowest = self._lowest if math.isfinite(self._lowest) else None
+        return {
+            "steps": self._steps, "stage": self._stage, "waited": self._waited, "lowest": lowest,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another schedule of the same modes stood.
+
+        Raises
+        ------
+        SettingError
+            If an entry is missing, or there is no such stage.
+        """
+        lacking = [name for name in self.state_dict() if name not in state]
+        if lacking:
+            raise SettingError(
+                f"the state of a schedule lacks {', '.join(lacking)}; save it with state_dict()"
+            )
+        if not 0 <= state["stage"] < len(self._modes):
+            raise SettingError(
+                f"stage {quoted(state['stage'])} of a schedule of {len(self._modes)} modes; load it into one of the "
+                "same modes"
+            )
+        lowest = math.inf if state["lowest"] is None else float(state["lowest"])
+        self._steps, self._stage = int(state["steps"]), int(state["stage"])
+        self._waited, self._lowest = int(state["waited"]), lowest

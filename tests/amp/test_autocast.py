@@ -1,0 +1,306 @@
+"""``autocast`` over namespaces of the Array API: a transformer block and a convolution, in all levels."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec import ArrayError, fp32_guard
+from lowprec.amp import AutocastNamespace, Policy, autocast
+from lowprec.policy import environment
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+NAMESPACES = ["numpy", "torch", "jax.numpy", "array_api_strict"]
+
+
+def namespace(name: str) -> Any:
+    if name == "numpy":
+        return np
+    if name == "torch":
+        return load_or_skip(Backend.TORCH).torch
+    if name == "jax.numpy":
+        return load_or_skip(Backend.JAX).jax.numpy
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+@pytest.fixture(params=NAMESPACES)
+def base(request: pytest.FixtureRequest) -> Any:
+    return namespace(request.param)
+
+
+def values_of(x: Any) -> np.ndarray[Any, Any]:
+    if type(x).__module__ == "torch":
+        return x.detach().double().numpy()
+    return np.asarray(x).astype(np.float64)
+
+
+def dtype_of(x: Any) -> str:
+    return str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2]
+
+
+def weights(xp: Any) -> dict[str, Any]:
+    """A block of width 16, as float32."""
+    rng = np.random.default_rng(0)
+    shapes = {"qkv": (16, 48), "out": (16, 16), "up": (16, 32), "down": (32, 16)}
+    found = {name: rng.standard_normal(shape) / 4 for name, shape in shapes.items()}
+    found |= {"norm_scale": np.ones(16), "norm_bias": np.zeros(16)}
+    return {name: xp.asarray(x.tolist(), dtype=xp.float32) for name, x in found.items()}
+
+
+def softmax(xp: Any, x: Any) -> Any:
+    e = xp.exp(xp.subtract(x, xp.max(x, axis=-1, keepdims=True)))
+    return xp.divide(e, xp.sum(e, axis=-1, keepdims=True))
+
+
+def norm(xp: Any, x: Any, w: dict[str, Any]) -> Any:
+    centred = xp.subtract(x, xp.mean(x, axis=-1, keepdims=True))
+    spread = xp.mean(xp.multiply(centred, centred), axis=-1, keepdims=True)
+    scaled = xp.divide(centred, xp.sqrt(spread + 1e-5))
+    return xp.add(xp.multiply(scaled, w["norm_scale"]), w["norm_bias"])
+
+
+def block(xp: Any, x: Any, w: dict[str, Any]) -> Any:
+    """One head of attention and a feed-forward network, before both a normalization."""
+    width = x.shape[1]
+    mixed = xp.matmul(norm(xp, x, w), w["qkv"])
+    q, k, v = (mixed[:, i * width : (i + 1) * width] for i in range(3))
+    scores = xp.divide(
+        xp.matmul(q, xp.matrix_transpose(k)), xp.full((), math.sqrt(width), dtype=q.dtype)
+    )
+    x = xp.add(x, xp.matmul(xp.matmul(softmax(xp, scores), v), w["out"]))
+    hidden = xp.matmul(norm(xp, x, w), w["up"])
+    hidden = xp.where(hidden > 0, hidden, xp.zeros_like(hidden))
+    return xp.add(x, xp.tensordot(hidden, w["down"], axes=1))
+
+
+def convolution(xp: Any, images: Any, kernels: Any) -> Any:
+    """3 x 3, by unfolding: images (n, h, w), kernels (9, channels)."""
+    _, height, width = images.shape
+    windows = [images[:, i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3)]
+    return xp.matmul(xp.stack(windows, axis=-1), kernels)
+
+
+#: 11 and 8 bits, and rounding errors that add up over some ten operations: far above what is seen, far below 1.
+TOLERANCE = {"float32": 1e-5, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1.5e-1}
+
+
+def check_network(base: Any, text: str) -> lowprec.amp.AutocastReport:
+    policy = Policy.parse(text)
+    with autocast(base, policy) as xp:
+        w = weights(base)
+        x = base.asarray(
+            np.random.default_rng(1).standard_normal((6, 16)).tolist(), dtype=base.float32
+        )
+        exact = block(autocast(base, "O0"), x, w)
+        found = policy.cast_output(block(xp, policy.cast_inputs(x), policy.cast_params(w)))
+        assert type(found) is type(exact)
+        error = np.abs(values_of(found) - values_of(exact)).max()
+        assert error <= TOLERANCE[policy.compute]
+        assert bool(error > 1e-6) is (policy.compute != "float32")
+        images = base.asarray(
+            np.random.default_rng(2).standard_normal((2, 8, 8)).tolist(), dtype=base.float32
+        )
+        kernels = base.asarray(
+            np.random.default_rng(3).standard_normal((9, 4)).tolist(), dtype=base.float32
+        )
+        mapped = convolution(xp, policy.cast_inputs(images), policy.cast_params(kernels))
+        assert tuple(mapped.shape) == (2, 6, 6, 4)
+        exact = convolution(autocast(base, "O0"), images, kernels)
+        assert np.abs(values_of(mapped) - values_of(exact)).max() <= TOLERANCE[policy.compute]
+    return xp.report()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_network_in_every_level(base: Any, level: str) -> None:
+    report = check_network(base, level)
+    by_lowprec = {row.function: row.by_lowprec for row in report.rows if row.by_lowprec}
+    assert by_lowprec == {"matmul": 6, "tensordot": 1}
+    if level == "O1":
+        cast = {row.function: row.to for row in report.rows if row.cast}
+        assert cast["matmul"] == cast["tensordot"] == "float16"
+    if level == "O0":
+        assert report.cast == 0
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
+def test_a_network_in_other_types(base: Any, compute: str) -> None:
+    check_network(base, f"O1,compute={compute}")
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_the_lists_are_seen_in_the_types(name: str, half: str) -> None:
+    base = namespace(name)
+    xp = autocast(base, f"O1,compute={half}")
+    x = base.ones((3, 3), dtype=base.float32)
+    narrow = xp.matmul(x, x)
+    assert dtype_of(narrow) == half
+    for function in (xp.exp, xp.log, xp.sum, xp.mean, xp.sqrt):
+        assert dtype_of(function(narrow)) == "float32", function
+    assert dtype_of(xp.add(narrow, x)) == "float32"
+    assert dtype_of(xp.add(narrow, narrow)) == half
+    assert dtype_of(xp.concat([narrow, x])) == "float32"
+    assert dtype_of(xp.tanh(narrow)) == half, "on no list"
+
+
+def test_float64_integers_and_complex_numbers_stay() -> None:
+    xp = autocast(np, "O1")
+    assert xp.matmul(np.eye(2), np.eye(2)).dtype == np.float64
+    assert xp.exp(np.ones(2)).dtype == np.float64
+    assert xp.add(np.ones(2, np.int8), np.ones(2, np.int8)).dtype == np.int8
+    assert xp.astype(np.ones(2, np.float16), np.float32).dtype == np.float32
+    x = np.ones((2, 2), np.complex64)
+    assert xp.matmul(x, x).dtype == np.complex64
+
+
+@pytest.mark.parametrize(
+    ("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")]
+)
+def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) -> None:
+    strict = namespace("array_api_strict")
+    a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
+    for level in ["O1", *(["O2", "O3"] if compute != "tf32" else [])]:
+        xp = autocast(strict, f"{level},compute={compute}")
+        found = np.asarray(xp.matmul(strict.asarray(a), strict.asarray(b)))
+        np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode=mode))
+        assert (found != lowprec.matmul(a, b, math_mode="fp32")).any()
+
+
+def test_linalg_products_are_lowprecs_too() -> None:
+    a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
+    xp = autocast(np, "O1,compute=tf32")
+    expected = lowprec.matmul(a, b, math_mode="tf32")
+    np.testing.assert_array_equal(xp.linalg.matmul(a, b), expected)
+    np.testing.assert_array_equal(xp.linalg.tensordot(a, b, axes=1), expected)
+    found = xp.linalg.vecdot(a, b)
+    np.testing.assert_array_equal(found, lowprec.vecdot(a, b, math_mode="tf32"))
+    assert xp.linalg.vector_norm(a.astype(np.float16)).dtype == np.float32
+    assert xp.report().calls == 4
+
+
+def test_torch_says_dims() -> None:
+    torch = namespace("torch")
+    a = torch.ones(3, 4)
+    xp = autocast(torch, "O1")
+    assert xp.tensordot(a, a.mT, dims=1).dtype == torch.float16
+    assert xp.tensordot(a, a.mT, 1).shape == (3, 3)
+
+
+def test_gradients_pass() -> None:
+    torch = namespace("torch")
+    xp = autocast(torch, "O1")
+    w = torch.ones(3, 3, requires_grad=True)
+    xp.sum(xp.matmul(torch.ones(2, 3), w)).backward()
+    assert w.grad is not None
+    assert w.grad.dtype == torch.float32
+    assert (w.grad == 2).all()
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
+def test_under_jit_and_grad(compute: str) -> None:
+    jnp = namespace("jax.numpy")
+    jax = load_or_skip(Backend.JAX).jax
+    xp = autocast(jnp, f"O1,compute={compute}")
+    w = jnp.full((3, 3), 1 + 2.0**-12, jnp.float32)  # in these types 1
+    gradient = jax.jit(jax.grad(lambda w: xp.sum(xp.matmul(w, w))))(w)
+    assert gradient.dtype == jnp.float32
+    assert (gradient == 6).all()
+    row = next(row for row in xp.report().rows if row.function == "matmul")
+    assert (row.cast, row.by_lowprec, row.to) == (1, 1, compute)
+
+
+# -- guard, nesting, threads, report ---------------------------------------------------------------
+
+
+def test_the_guard_wins(base: Any) -> None:
+    a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
+    x, y = (
+        base.asarray(a.tolist(), dtype=base.float32),
+        base.asarray(b.tolist(), dtype=base.float32),
+    )
+    exact = lowprec.matmul(a, b, math_mode="fp32")
+    for compute in ("float16", "tf32"):
+        xp = autocast(base, f"O1,compute={compute}")
+        with fp32_guard():
+            found = xp.matmul(x, y)
+        assert dtype_of(found) == "float32"
+        np.testing.assert_array_equal(values_of(found), exact)
+        assert (values_of(xp.matmul(x, y)) != exact).any(), "and ends with its block"
+
+
+def test_a_forced_mode_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
+    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
+    environment.refresh()
+    found = autocast(np, "O1").matmul(a, b)
+    monkeypatch.delenv("LOWPREC_FORCE_MATH_MODE")
+    environment.refresh()
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode="bf16"))
+
+
+def test_the_inner_policy_holds() -> None:
+    outer = autocast(np, "O1")
+    inner = autocast(outer, "O1,compute=bfloat16")
+    full = autocast(inner, "O0")
+    x = np.ones((2, 2), np.float32)
+    types = [xp.matmul(x, x).dtype.name for xp in (outer, inner, full, outer)]
+    assert types == ["float16", "bfloat16", "float32", "float16"]
+    assert [xp.report().calls for xp in (outer, inner, full)] == [2, 1, 1]
+    assert isinstance(inner, AutocastNamespace)
+
+
+def test_threads_share_a_namespace() -> None:
+    xp, barrier, failures = autocast(np, "O1"), threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(50):
+            x = np.ones((2, 2), np.float32)
+            if xp.exp(xp.matmul(x, x)).dtype != np.float32:
+                failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert {row.function: row.calls for row in xp.report().rows} == {"matmul": 400, "exp": 400}
+
+
+def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> None:
+    x = np.ones((2, 2), np.float32)
+    with caplog.at_level(logging.INFO, "lowprec.amp"), autocast(np, "O1") as xp:
+        xp.reshape(xp.exp(xp.matmul(x, x)), (4,))
+    assert [r.getMessage() for r in caplog.records] == ["converted 2 of 3 calls"]
+    report = xp.report()
+    assert str(report).startswith("converted 2 of 3 calls (params=float32,compute=float16")
+    assert report._repr_html_().count("<tr>") == 4
+    assert [row.function for row in report.rows] == ["exp", "matmul", "reshape"]
+
+
+def test_what_is_no_function_passes() -> None:
+    xp = autocast(np, "O1")
+    assert xp.float32 is np.float32
+    assert xp.pi == np.pi
+    assert xp.finfo(np.float16).max == 65504
+    assert "matmul" in dir(xp)
+    assert repr(xp) == "autocast(numpy, 'params=float32,compute=float16,output=float32')"
+    with pytest.raises(AttributeError, match="matmull"):
+        _ = xp.matmull
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ArrayError, match="autocast takes a namespace of arrays, such as numpy"):
+        autocast(math)
+    with pytest.raises(lowprec.UnsupportedError, match="a policy is a Policy or its text, got 3"):
+        autocast(np, 3)  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""``Policy``: levels, lists, text, the environment, casts of containers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec import EnvironmentVariableError, LowprecError, LowprecWarning, fp32_guard
+from lowprec.amp import Policy, SettingError
+
+#: apex's table: cast of the model, functions patched, norms in float32, masters, loss scale.
+LEVELS = {
+    "O0": ("float32", "float32", "float32", False, False, False, 1.0),
+    "O1": ("float32", "float16", "float32", True, False, False, "dynamic"),
+    "O2": ("float16", "float16", "float32", False, True, True, "dynamic"),
+    "O3": ("float16", "float16", "float16", False, False, False, 1.0),
+}
+
+
+def properties(policy: Policy) -> tuple[Any, ...]:
+    return (
+        policy.params, policy.compute, policy.output, policy.functions, policy.norms_float32,
+        policy.masters, policy.loss_scale,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_levels_are_apexs(level: str) -> None:
+    assert properties(Policy.preset(level)) == LEVELS[level]
+    assert Policy.parse(level) == Policy.preset(level)
+
+
+def test_another_narrow_type() -> None:
+    found = Policy.preset("O2", half="bfloat16")
+    expected = ("bfloat16", "bfloat16", "float32", False, True, True, 1.0)
+    assert properties(found) == expected
+    assert Policy.preset("O1", half="tf32").compute == "tf32"
+    assert Policy.parse("O2,compute=bfloat16") == found
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "message"),
+    [
+        ("O1", {"masters": True}, "masters=True has no effect"),
+        ("O0", {"norms_float32": True}, "norms_float32=True has no effect"),
+        ("O0", {"functions": True}, "functions=True has no effect"),
+        ("O2", {"functions": True}, "casts again what a model in 16 bits"),
+        ("O0", {"loss_scale": "dynamic"}, "of no use: float32 has float32's exponents"),
+        ("O1", {"loss_scale": 1.0}, "loses gradients below 6e-8"),
+        ("O1", {"params": "float16"}, "lose updates below 1/4096 of a weight"),
+    ],
+)
+def test_overrides_that_do_not_fit_warn(level: str, overrides: Any, message: str) -> None:
+    with pytest.warns(LowprecWarning, match=message):
+        found = Policy.preset(level, **overrides)
+    assert {name: getattr(found, name) for name in overrides} == overrides
+
+
+def test_sound_overrides_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Policy.preset("O2", masters=False, norms_float32=False, loss_scale=128.0)
+        Policy.preset("O1", loss_scale=1024.0, output="float16")
+        for level in LEVELS:
+            Policy.preset(level)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(compute="bfloat16"),
+        *map(Policy.preset, LEVELS),
+        Policy(loss_scale=1024.0),
+        Policy(compute="bfloat16", loss_scale="dynamic"),
+        Policy().moved("deny", "tanh", "matmul").moved("none", "exp").moved("allow", "my_conv"),
+    ],
+    ids=str,
+)
+def test_text_and_copies_round_trip(policy: Policy) -> None:
+    for twin in (
+        Policy.parse(str(policy)),
+        copy.deepcopy(policy),
+        pickle.loads(pickle.dumps(policy)),
+    ):
+        assert twin == policy
+        assert hash(twin) == hash(policy)
+        assert dict(twin._lists) == dict(policy._lists)
+
+
+def test_the_text_of_the_plain_form() -> None:
+    text = "params=float32,compute=bfloat16,output=float32"
+    assert str(Policy.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("O4", "a level is one of O0, O1, O2, O3, got 'O4'"),
+        ("compute=float8", "compute is one of float32, tf32, bfloat16, float16, got 'float8'"),
+        ("params=float64", "params is one of float32, bfloat16, float16"),
+        ("O1,masters=maybe", "masters is true or false, got 'maybe'"),
+        ("O1,loss_scale=-2", "loss_scale is a positive number"),
+        ("O1,speed=high", "'speed=high' is no part of a policy; write name=value"),
+        ("", "a level is one of"),
+        ("O2,compute=tf32", "half is one of float16, bfloat16 at O2"),
+    ],
+)
+def test_text_that_is_no_policy(text: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message) as caught:
+        Policy.parse(text)
+    assert isinstance(caught.value, LowprecError)
+
+
+def test_other_mistakes() -> None:
+    with pytest.raises(SettingError, match="a policy has no half_type; it has compute"):
+        Policy.preset("O1", half_type="float16")
+    with pytest.raises(SettingError, match="functions is True or False, got 1"):
+        Policy(functions=1)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="a list is one of allow, deny, infer, none"):
+        Policy().moved("maybe", "exp")
+    with pytest.raises(SettingError, match="a list is one of allow, deny, infer, got 'half'"):
+        Policy().register("half")
+    with pytest.raises(SettingError, match="takes a function and a list, got 3"):
+        Policy().register(3, "deny")
+
+
+def test_no_function_is_on_two_lists() -> None:
+    from lowprec.amp.policy import DEFAULT_LISTS
+
+    names = [name for text in DEFAULT_LISTS.values() for name in text.split()]
+    assert len(names) == len(set(names))
+
+
+def test_the_environment_changes_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Policy()
+    monkeypatch.setenv("LOWPREC_AMP_ALLOWLIST_ADD", "tanh, my_conv")
+    monkeypatch.setenv("LOWPREC_AMP_ALLOWLIST_REMOVE", "vecdot,exp")
+    monkeypatch.setenv("LOWPREC_AMP_DENYLIST_ADD", "add")
+    monkeypatch.setenv("LOWPREC_AMP_DENYLIST_REMOVE", "log")
+    monkeypatch.setenv("LOWPREC_AMP_INFERLIST_ADD", "log2")
+    monkeypatch.setenv("LOWPREC_AMP_INFERLIST_REMOVE", "where")
+    found = Policy()
+    lists = {
+        "tanh": "allow", "my_conv": "allow", "vecdot": None, "exp": "deny", "add": "deny",
+        "log": None, "log2": "infer", "where": None,
+    }  # fmt: skip
+    assert {name: found.list_of(name) for name in lists} == lists
+    assert Policy().moved("deny", "tanh").list_of("tanh") == "deny", "the program's choice wins"
+    assert before.list_of("tanh") is None
+    monkeypatch.setenv("LOWPREC_AMP_DENYLIST_ADD", "1+1")
+    with pytest.raises(EnvironmentVariableError, match=r"DENYLIST_ADD: '1\+1' is no name"):
+        Policy()
+
+
+def test_weights_are_cast_and_norms_stay() -> None:
+    one = np.ones(2, np.float32)
+    params = {
+        "dense": {"w": one, "steps": np.ones(1, np.int64), "exact": one.astype(np.float64)},
+        "layers": [{"BatchNorm_0": {"scale": one}}, {"bn1": one, "w": one}],
+    }
+    cast = Policy.preset("O2").cast_params(params)
+    assert cast["dense"]["w"].dtype == np.float16
+    assert cast["dense"]["steps"].dtype == np.int64
+    assert cast["dense"]["exact"].dtype == np.float64
+    assert cast["layers"][0]["BatchNorm_0"]["scale"].dtype == np.float32
+    assert cast["layers"][1]["bn1"].dtype == np.float32
+    assert cast["layers"][1]["w"].dtype == np.float16
+    everything = Policy.preset("O3").cast_params(params)
+    assert everything["layers"][1]["bn1"].dtype == np.float16
+
+
+def test_inputs_and_outputs() -> None:
+    one = np.ones(2, np.float32)
+    assert Policy.preset("O1").cast_inputs(one) is one
+    assert Policy.preset("O2").cast_inputs([one])[0].dtype == np.float16
+    assert Policy.preset("O2").cast_output(one.astype(np.float16)).dtype == np.float32
+
+
+def test_the_scaler_of_a_policy() -> None:
+    assert Policy.preset("O1").scaler().rule.dynamic
+    static = Policy.preset("O2", loss_scale=128.0).scaler()
+    assert (static.get_scale(), static.rule.dynamic) == (128.0, False)
+    assert Policy.preset("O1").scaler(growth_interval=3).rule.growth_interval == 3
+
+
+@pytest.mark.parametrize(
+    ("which", "types", "found"),
+    [
+        ("allow", ("float32", "float16"), "float16"),
+        ("deny", ("float16", "float16"), "float32"),
+        ("infer", ("float16", "float32"), "float32"),
+        ("infer", ("float16", "bfloat16"), "float32"),
+        ("infer", ("bfloat16", "float64"), "float64"),
+        ("infer", ("float16", "float16"), "float16"),
+        ("allow", ("float64", "float64"), "float64"),
+    ],
+)
+def test_registered_functions_cast(which: str, types: tuple[str, ...], found: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    seen = []
+
+    @Policy().register(which)
+    def function(x: Any, *, others: Any) -> Any:
+        """Of the user's."""
+        seen.append((x.dtype, others[0].dtype))
+        return x
+
+    args = [torch.ones(2, dtype=getattr(torch, name)) for name in types]
+    function(args[0], others=[args[1], 3])
+    assert seen == [(getattr(torch, found),) * 2]
+    assert function.__doc__ == "Of the user's."
+
+
+def test_the_guard_wins_over_a_registered_function() -> None:
+    half = Policy().register(lambda x: x.dtype.name, "allow")
+    one = np.ones(2, np.float16)
+    assert half(one) == "float16"
+    with fp32_guard():
+        assert half(one) == "float32"

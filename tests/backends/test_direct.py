@@ -1,0 +1,371 @@
+"""Small products in one call: what NumPy computes without numba, in any layout, with any epilogue, from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import interrupts
+import lowprec
+from lowprec import executors, formats
+from lowprec.backends.cpu import batches, casting, direct, threads
+from lowprec.backends.cpu.rounding import round_scalar
+
+pytestmark = pytest.mark.skipif(
+    not casting.has_kernels(), reason="numba is not installed, or switched off"
+)
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    executors.forget()
+    yield
+    executors.forget()
+
+
+def matmul(a: Any, b: Any, *, native: bool = True, **keywords: Any) -> Any:
+    """Multiply by the kernels, or by NumPy; the test fails where the plan has another kernel."""
+    assert lowprec.plan(a, b, **keywords).kernel == "direct"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(direct, "_pays", lambda seconds: native)
+        executors.forget()
+        return lowprec.matmul(a, b, **keywords)
+
+
+def assert_same(found: Any, want: Any) -> None:
+    """NaN equals NaN; the signs of zeros count."""
+    assert found.dtype == want.dtype
+    if found.dtype == BF16:  # NumPy does not know its NaN
+        found, want = found.astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(found, want)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(want)[numbers])
+
+
+def both(a: Any, b: Any, **keywords: Any) -> Any:
+    """Multiply with the kernels and without; the bits must be the same."""
+    out = keywords.pop("out", None)
+    want = matmul(a, b, native=False, **keywords)
+    if out is not None:
+        keywords["out"] = out
+    found = matmul(a, b, **keywords)
+    assert_same(found, want)
+    return found
+
+
+def numbers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> Any:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_sums_of_rounded_numbers(mode: str, rng: np.random.Generator) -> None:
+    """The readable oracle: every operation of float32, in the order of k."""
+    a, b = numbers(rng, 9, 7), numbers(rng, 7, 18)
+    away = mode == "tf32"
+    x, y = (
+        np.array(
+            [round_scalar(float(v), FORMATS[mode], ties_away=away) for v in z.flat], np.float32
+        )
+        for z in (a, b)
+    )
+    x, y = x.reshape(a.shape), y.reshape(b.shape)
+    want = np.zeros((9, 18), np.float32)
+    for i, j in itertools.product(range(9), range(18)):
+        total = np.float32(0)
+        for p in range(7):
+            total = np.float32(total + np.float32(x[i, p] * y[p, j]))
+        want[i, j] = total
+    assert_same(both(a, b, math_mode=mode), want)
+
+
+SHAPES = [(1, 1, 1), (8, 8, 8), (9, 17, 3), (1, 40, 33), (40, 1, 16), (7, 33, 65), (24, 32, 5)]
+
+
+#: Larger ones in bf16 may go to vector units.
+CASES = [(mode, s) for mode in ("fp32", "tf32", "fp16", "fp64") for s in SHAPES]
+CASES += [("bf16", s) for s in SHAPES if sum(map(math.prod, itertools.combinations(s, 2))) < 2500]
+
+
+@pytest.mark.parametrize(("mode", "shape"), CASES)
+def test_shapes_and_epilogues(
+    mode: str, shape: tuple[int, int, int], rng: np.random.Generator
+) -> None:
+    m, n, k = shape
+    a, b, c, bias = (numbers(rng, *s) for s in ((m, k), (k, n), (m, n), (n,)))
+    some = {"alpha": 1.7, "c": c, "beta": -0.3, "bias": bias}
+    for size in range(4):
+        for names in itertools.combinations(("alpha", "c", "bias"), size):
+            given = {x: some[x] for x in names} | ({"beta": -0.3} if "c" in names else {})
+            for activation in (None, "relu", "gelu"):
+                if mode == "fp32" and not given and not activation:
+                    continue
+                both(a, b, math_mode=mode, activation=activation, **given)
+
+
+STORED = [np.dtype(np.float32), np.dtype(np.float16), BF16, np.dtype(np.float64)]
+
+
+@pytest.mark.parametrize(("left", "right"), [*itertools.product(STORED, STORED)])
+def test_stored_types(left: Any, right: Any, rng: np.random.Generator) -> None:
+    a, b, c = (numbers(rng, 8, 8, dtype=d) for d in (left, right, left))
+    for out_dtype in (None, "float32", "float16", "bfloat16"):
+        if out_dtype and np.dtype(np.float64) in (left, right):
+            continue
+        if out_dtype and out_dtype not in ("float32",) and np.float32 not in (left, right):
+            continue
+        both(a, b, c=c, beta=0.5, bias=b[0], activation="relu", out_dtype=out_dtype)
+        both(a, b, c=c, beta=0.5, activation="gelu", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
+def test_float64_sums_are_rounded_once(out_dtype: str, rng: np.random.Generator) -> None:
+    """A sum just beside a tie of the 16-bit type, which float32 would round onto it."""
+    digits = 11 if out_dtype == "float16" else 8
+    tie = 1 + 2.0**-digits
+    a = np.array([[tie, 2.0**-20]], np.float32)
+    b = np.array([[1.0] * 4, [2.0**-20, -(2.0**-20), 0, 1]], np.float32)
+    exact = tie + 2.0**-20 * b[1].astype(np.float64)
+    found = both(a, b, math_mode="fp64", out_dtype=out_dtype)
+    up, down = 1 + 2.0 ** (1 - digits), 1.0
+    np.testing.assert_array_equal(found.astype(float)[0], [up, down, down, up])
+    assert (exact != tie).tolist() == [True, True, False, True]
+    big = np.array([[3.4e38, 1.0, -3.4e38, 65519.0, 65520.0, 1e-8]], np.float32).T
+    both(big, np.array([[1.0, 3.0]], np.float32), math_mode="fp64", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16", "fp64"])
+def test_special_values(mode: str, rng: np.random.Generator) -> None:
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -3e38, 65520.0, 6e-8]
+    payload = np.array([0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
+    pool = np.concatenate([np.array(special, np.float32), payload, numbers(rng, 20)])
+    for _ in range(20):
+        a, b, c = (rng.choice(pool, s) for s in ((5, 6), (6, 18), (5, 18)))
+        both(a, b, c=c, beta=2.0, bias=b[1], alpha=0.5, activation="relu", math_mode=mode)
+        both(a, b, alpha=-1.0, math_mode=mode, out_dtype="bfloat16")
+
+
+def views(rng: np.random.Generator, rows: int, cols: int, dtype: Any) -> dict[str, Any]:
+    """Arrays of one shape that lie in memory in each way."""
+    return {
+        "rows": numbers(rng, rows, cols, dtype=dtype),
+        "columns": numbers(rng, cols, rows, dtype=dtype).T,
+        "steps": numbers(rng, 2 * rows, 3 * cols, dtype=dtype)[::2, ::3],
+        "backwards": numbers(rng, rows, cols, dtype=dtype)[::-1, ::-1],
+        "columns with gaps": numbers(rng, cols, rows + 3, dtype=dtype).T[:rows],
+        "one row": np.broadcast_to(numbers(rng, 1, cols, dtype=dtype), (rows, cols)),
+        "one column": np.broadcast_to(numbers(rng, rows, 1, dtype=dtype), (rows, cols)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float64])
+def test_strides(dtype: Any, rng: np.random.Generator) -> None:
+    lefts, rights = views(rng, 11, 6, dtype), views(rng, 6, 19, dtype)
+    addends = views(rng, 11, 19, dtype)
+    bias = numbers(rng, 38, dtype=dtype)[::-2]
+    for (_, a), (_, b) in itertools.product(lefts.items(), rights.items()):
+        both(a, b, alpha=0.5)
+    for c in addends.values():
+        both(lefts["rows"], rights["rows"], c=c, beta=2.0, bias=bias)
+    for name, out in views(rng, 11, 19, dtype).items():
+        if not name.startswith("one"):
+            both(lefts["rows"], rights["columns"], alpha=0.5, out=out)
+            addend = out.copy()
+            want = matmul(lefts["rows"], rights["rows"], c=addend, beta=1.0)
+            assert_same(matmul(lefts["rows"], rights["rows"], c=out, beta=1.0, out=out), want)
+
+
+@pytest.mark.parametrize("order", ["rows", "columns", "backwards", "steps"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_only_the_elements_of_the_result_are_written(
+    order: str, dtype: Any, rng: np.random.Generator
+) -> None:
+    a, b = numbers(rng, 6, 13, 9, dtype=dtype), numbers(rng, 6, 9, 21, dtype=dtype)
+    memory = np.full((6, 60, 60), 7, dtype)
+    inside = {
+        "rows": np.s_[:, 3:16, 5:26],
+        "columns": np.s_[:, 3:24, 5:18],
+        "backwards": np.s_[::-1, 15:2:-1, 25:4:-1],
+        "steps": np.s_[:, 1:27:2, 2:44:2],
+    }[order]
+    out = memory[inside].swapaxes(1, 2) if order == "columns" else memory[inside]
+    for activation in ("relu", "gelu"):
+        both(a, b, out=out, activation=activation)
+    written = np.zeros(memory.shape, bool)
+    written[inside] = True
+    assert (memory[~written] == 7).all()
+
+
+def test_batches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broadcast matrices, addends that broadcast otherwise, batches whose places are not kept, vectors."""
+    a, b, bias = numbers(rng, 4, 3, 10, 6), numbers(rng, 3, 6, 9), numbers(rng, 9)
+    for c in (
+        numbers(rng, 4, 1, 10, 9),
+        numbers(rng, 3, 1, 9),
+        numbers(rng, 1),
+        numbers(rng, 10, 1),
+    ):
+        both(a, b, c=c, beta=0.5, bias=bias, math_mode="tf32")
+        both(a, b[0], c=c, beta=0.5, bias=bias, math_mode="tf32")
+        both(a[:, :1], b, c=c, beta=0.5, math_mode="fp16")
+    monkeypatch.setattr(batches, "KEPT", 2)
+    both(a, b, c=numbers(rng, 4, 3, 10, 9), beta=0.5, bias=bias, math_mode="tf32")
+    both(a, b[0, :, 0], math_mode="tf32", alpha=2.0)
+    both(a[0, 0, 0], b, math_mode="tf32", c=numbers(rng, 9), beta=1.0)
+    both(a[0, 0, 0], b[0, :, 0], math_mode="tf32", c=numbers(rng, 1)[0:1].reshape(()), beta=1.0)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = (numbers(rng, 700, 20, 20) for _ in range(3))
+    results = []
+    for count in (1, 2, 5):
+        monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
+        results.append(matmul(a, b, c=c, beta=0.5, bias=c[0, 0], math_mode="tf32"))
+    want = matmul(a, b, c=c, beta=0.5, bias=c[0, 0], math_mode="tf32", native=False)
+    for found in results:
+        assert_same(found, want)
+
+
+def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
+    pairs = [(numbers(rng, 40, 24, 24), numbers(rng, 40, 24, 24)) for _ in range(8)]
+    wants = [matmul(a, b, alpha=0.5, native=False) for a, b in pairs]
+    start, wrong = threading.Barrier(len(pairs)), []
+    executors.forget()
+
+    def caller(i: int) -> None:
+        start.wait()
+        for _ in range(20):
+            found = lowprec.matmul(*pairs[i], alpha=0.5)
+            wrong.extend([i] * (not np.array_equal(found, wants[i])))
+
+    workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(pairs))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_nobody_writes_after_an_exception(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    a, b = numbers(rng, 900, 20, 20), numbers(rng, 900, 20, 20)
+    out = np.empty((900, 20, 20), np.float32)
+    want = matmul(a, b, alpha=0.5, out=out).copy()
+    for error in interrupts.interrupted(lambda: lowprec.matmul(a, b, alpha=0.5, out=out)):
+        assert type(error) is interrupts.Interrupt
+        out[...] = 7
+        assert (out == 7).all()
+    lowprec.matmul(a, b, alpha=0.5, out=out)
+    assert_same(out, want)
+
+
+def test_a_handler_that_multiplies(rng: np.random.Generator) -> None:
+    """A product in the middle of another, at any line, changes nothing in it."""
+    a, b, c = (numbers(rng, 12, 12) for _ in range(3))
+    want = matmul(a, b, c=c, beta=0.5, alpha=3.0, bias=c[0])
+    other = matmul(b, a, c=c, beta=-2.0, alpha=0.25)
+
+    def product() -> None:
+        found.append(lowprec.matmul(a, b, c=c, beta=0.5, alpha=3.0, bias=c[0]))
+
+    def handler() -> None:
+        assert_same(lowprec.matmul(b, a, c=c, beta=-2.0, alpha=0.25), other)
+
+    found: list[Any] = []
+    at = 0
+    while interrupts.strike(product, at, handler):
+        at += 1
+    assert at > 5
+    for x in found:
+        assert_same(x, want)
+
+
+def test_numba_is_imported_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lowprec.backends.cpu.packed.native", raising=False)
+    monkeypatch.setattr(direct, "_waited", 0.0)
+    asked = [direct._pays(0.2) for _ in range(4)]
+    assert asked == [False, False, True, True]
+
+
+def test_a_first_small_product_imports_nothing() -> None:
+    program = """
+import sys, numpy, lowprec
+a = numpy.eye(8, dtype="float32")
+for mode in ("tf32", "bf16", "fp16", "fp32"):
+    assert (lowprec.matmul(a, a, math_mode=mode, bias=a[0]) == a + a[0]).all()
+print("numba" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
+    """The argument of the exponential, at most 88, is off by 7 roundings, and its value by 2 units in the last place.
+
+    So e^-2y is off by 88 * 7 + 4 times u at most, and the sum and the division add 2. What is given up where y is below
+    -44 is at most 10.1 e^-88.
+    """
+    x = np.concatenate([np.linspace(-14, 14, 4000), rng.standard_normal(96) * 1e-3])
+    x = x.astype(np.float32)[None]
+    found = both(np.ones((1, 1), np.float32), x, activation="gelu")
+    wide = x.astype(np.float64)
+    inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    want = wide / (1 + np.exp(-2 * inner))
+    error = np.abs(found - want)
+    assert (error <= 622 * 2.0**-24 * np.abs(want) + 10.1 * np.exp(-88)).all()
+    assert (error <= 8 * 2.0**-24 * np.abs(want))[np.abs(x) < 0.5].all()
+    special = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e30, 1e30]], np.float32)
+    ones = np.ones((1, 1), np.float32)
+    found = both(ones, special, activation="gelu")
+    np.testing.assert_array_equal(
+        found, np.array([[np.nan, np.inf, 0, 0, 0, 0, 0, 1e30]], np.float32)
+    )
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 16, 17, 31, 33])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_rows_without_gaps_end_where_the_result_does(
+    n: int, dtype: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written beyond a row's end is in the next row, and is right in the end."""
+    for m in (1, 3, 9):
+        a, b = numbers(rng, 3, m, 7, dtype=dtype), numbers(rng, 3, 7, n, dtype=dtype)
+        memory = np.full(3 * m * n + 64, 7, dtype)
+        out = memory[32:-32].reshape(3, m, n)
+        both(a, b, alpha=0.5, out=out)
+        assert (memory[:32] == 7).all()
+        assert (memory[-32:] == 7).all()
+        out[...] = 7
+        both(a[1], b[1], alpha=0.5, out=out[1])
+        assert (out[::2] == 7).all()
+
+
+def test_numba_that_does_not_work(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program does not begin to fail once it has multiplied for a while."""
+    a = numbers(rng, 8, 8)
+    want = matmul(a, a, alpha=0.5)
+    monkeypatch.setitem(sys.modules, "lowprec.backends.cpu.direct_kernels", None)
+    monkeypatch.setattr(direct, "_waited", 1.0)
+    monkeypatch.setattr(direct, "_is_broken", False)
+    for _ in range(2):
+        executors.forget()
+        assert_same(lowprec.matmul(a, a, alpha=0.5), want)
+    assert direct._is_broken

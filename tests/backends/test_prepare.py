@@ -1,0 +1,386 @@
+"""Prepared operands: the bits of the array itself, in every mode, from what the first product made of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import interrupts
+import lowprec
+import machines
+from lowprec.arrays.prepared_view import PreparedView
+from lowprec.backends.cpu import casting, fp32_units, splitting
+from lowprec.backends.cpu.packed import prepared_panels
+from lowprec.modes import available_modes
+from lowprec.planning import Why
+from lowprec.planning.plan import GemmPlan
+from lowprec.policy import environment
+
+MODES = [str(mode) for mode in available_modes()]
+DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, name))
+    for name in ("float32", "complex64", "float64", "bfloat16", "float16", "int8")
+}
+
+
+@pytest.fixture(autouse=True, params=machines.MACHINES)
+def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with machines.on(request.param):
+        yield request.param
+
+
+def numbers(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    if dtype == "int8":
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x).astype(
+        DTYPES[dtype]
+    )
+
+
+def same(x: Any, y: Any) -> None:
+    """Assert equality to the bit, NaN included."""
+    assert (x.dtype, x.shape) == (y.dtype, y.shape)
+    assert x.tobytes() == y.tobytes()
+
+
+def view_of(prepared: lowprec.PreparedOperand) -> PreparedView:
+    return prepared._view
+
+
+def spoil(prepared: lowprec.PreparedOperand) -> None:
+    """Write NaN over the copy: what is computed then is computed from what was made of it."""
+    owner = view_of(prepared).owner
+    ctypes.memset(owner.ctypes.data, 0xFF, owner.nbytes)
+
+
+def is_kept(plan: GemmPlan) -> bool:
+    return plan.prepared is not None and plan.prepared.why is Why.KEPT
+
+
+#: A mode acts on single precision alone.
+CASES = [
+    (dtype, mode)
+    for dtype in DTYPES
+    for mode in (MODES if dtype in ("float32", "complex64") else ["bf16"])
+]
+
+
+@pytest.mark.parametrize(("dtype", "mode"), CASES)
+def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) -> None:
+    b = numbers(rng, dtype, 220, 100)
+    for m in (1, 5, 150):
+        a, prepared = numbers(rng, dtype, m, 220), lowprec.prepare(b, math_mode=mode)
+        want = lowprec.matmul(a, b, math_mode=mode)
+        for _ in range(2):
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+        plan = lowprec.plan(a, prepared, math_mode=mode)
+        by_planes = dtype == "complex64" and bool(plan.kernel_row.micro_kernel)
+        assert len(view_of(prepared).forms) == is_kept(plan) * (1 + by_planes)
+
+
+@pytest.mark.parametrize("mode", ["fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x9", "fp16x3"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_the_next_product_reads_what_the_first_made(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, mode: str
+) -> None:
+    b = numbers(rng, dtype, 130, 70)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    first = numbers(rng, dtype, 90, 130)
+    assert is_kept(lowprec.plan(first, prepared, math_mode=mode))
+    lowprec.matmul(first, prepared, math_mode=mode)
+    # The next one has other extents, another epilogue and another result: none of it matters.
+    a, bias = numbers(rng, dtype, 200, 130), numbers(rng, dtype, 70)
+    want = lowprec.matmul(a, b, math_mode=mode, bias=bias, alpha=0.5)
+    spoil(prepared)
+    with monkeypatch.context() as patch:
+        for module in (fp32_units, prepared_panels):
+            patch.setattr(module, "Form", None)  # nothing is made
+        same(lowprec.matmul(a, prepared, math_mode=mode, bias=bias, alpha=0.5), want)
+    prepared.release()
+    assert not np.isfinite(lowprec.matmul(a, prepared, math_mode=mode)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_result_that_is_written_past_the_caches(
+    rng: np.random.Generator, dtype: str
+) -> None:
+    a, b = numbers(rng, dtype, 700, 300), numbers(rng, dtype, 300, 1104)
+    prepared = lowprec.prepare(b, math_mode="bf16")
+    want = lowprec.matmul(a, b, math_mode="bf16", out_dtype="float32")
+    memory = np.empty(want.size + 32, np.float32)
+    for before in (0, 1, 5, 16):
+        out = memory[before : before + want.size].reshape(want.shape)
+        lowprec.matmul(a, prepared, out=out, math_mode="bf16", out_dtype="float32")
+        same(out, want)
+    assert len(view_of(prepared).forms) <= 1
+
+
+LAYOUTS = {
+    "columns": lambda b: np.asfortranarray(b),
+    "every second": lambda b: np.repeat(np.repeat(b, 2, 0), 2, 1)[::2, ::2],
+    "backwards": lambda b: b[::-1, ::-1],
+    "one row again and again": lambda b: np.broadcast_to(b[:1], b.shape),
+    "one column": lambda b: b[:, :1],
+    "a vector": lambda b: b[:, 0],
+    "no columns": lambda b: b[:, :0],
+    "a stack": lambda b: np.stack([b, b + 1, b - 1]),
+    "one matrix for a batch": lambda b: np.broadcast_to(b, (3, *b.shape)),
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32", "fp16x3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(rng: np.random.Generator, layout: str, mode: str) -> None:
+    b = LAYOUTS[layout](numbers(rng, "float32", 128, 96))
+    prepared = lowprec.prepare(b, math_mode=mode)
+    assert (prepared.shape, prepared.ndim) == (b.shape, b.ndim)
+    for shape in ((128,), (3, 128), (3, 40, 128), (3, 1, 128)):
+        if len(shape) == 1 and layout == "a vector":
+            continue
+        a = numbers(rng, "float32", *shape)
+        want = lowprec.matmul(a, b, math_mode=mode)
+        for _ in range(2):
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+        if want.ndim > 1:
+            columns = np.asfortranarray(np.zeros_like(want))
+            lowprec.matmul(a, prepared, math_mode=mode, out=columns)
+            same(columns, lowprec.matmul(a, b, math_mode=mode, out=np.zeros_like(columns)))
+
+
+def test_no_inner_dimension() -> None:
+    prepared = lowprec.prepare(np.ones((0, 4), np.float32), math_mode="bf16x3")
+    got = lowprec.matmul(np.ones((3, 0), np.float32), prepared, math_mode="bf16x3")
+    same(got, np.zeros((3, 4), np.float32))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "bf16x3", "fp16x3", "fp16x3_unscaled"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 3.4e38, 1e-42])
+def test_values_that_no_split_holds(rng: np.random.Generator, mode: str, value: float) -> None:
+    a, b = numbers(rng, "float32", 64, 200), numbers(rng, "float32", 200, 96)
+    b[7, 5] = value
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    for _ in range(2):
+        same(lowprec.matmul(a, prepared, math_mode=mode), want)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3"])
+def test_operands_of_two_types(rng: np.random.Generator, mode: str) -> None:
+    for left, right in (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64")):
+        a, b = numbers(rng, left, 70, 130), numbers(rng, right, 130, 70)
+        prepared = lowprec.prepare(b, math_mode=mode)
+        want = lowprec.matmul(a, b, math_mode=mode)
+        for _ in range(2):
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+
+
+def test_what_is_written_to_the_array_later_does_not_show(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    before = b.copy()
+    prepared = lowprec.prepare(b, math_mode="bf16")
+    b[...] = 7
+    for mode in ("bf16", "fp32"):  # what is made of the copy, and the copy itself
+        same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, before, math_mode=mode))
+
+
+def test_the_mode_in_force_decides(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(b, math_mode="tf32")
+    lowprec.matmul(a, prepared, math_mode="tf32")
+    held = prepared.nbytes
+
+    def in_full(**given: Any) -> None:
+        same(lowprec.matmul(a, prepared, **given), lowprec.matmul(a, b, math_mode="fp32"))
+        reason = lowprec.plan(a, prepared, **given).prepared
+        assert reason is not None
+        assert reason.why is Why.PREPARED_FOR_ANOTHER_MODE
+        assert "prepared for tf32, the mode in force is fp32" in str(reason)
+
+    in_full()
+    in_full(math_mode="fp32")
+    with lowprec.fp32_guard():
+        in_full(math_mode="tf32")
+    with monkeypatch.context() as patch:
+        patch.setenv("LOWPREC_FORCE_MATH_MODE", "fp32")
+        environment.refresh()
+        in_full(math_mode="tf32")
+    with monkeypatch.context() as patch:
+        patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        environment.refresh()
+        in_full(math_mode="tf32")
+    environment.refresh()
+    assert prepared.nbytes == held
+    with lowprec.math_mode("tf32"):
+        assert lowprec.plan(a, prepared).prepared.why is not Why.PREPARED_FOR_ANOTHER_MODE
+        same(lowprec.matmul(a, prepared), lowprec.matmul(a, b))
+        assert lowprec.prepare(b).math_mode is lowprec.MathMode.TF32
+
+
+def test_rtol_and_emulation(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(b, math_mode="bf16")
+    same(lowprec.matmul(a, prepared, rtol=1e-2), lowprec.matmul(a, b, rtol=1e-2))
+    with lowprec.emulate("hopper"):
+        want = lowprec.matmul(a, b, math_mode="bf16")
+        same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
+
+
+def test_linear(rng: np.random.Generator) -> None:
+    x, weight = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 96, 128)
+    prepared = lowprec.prepare(weight, math_mode="bf16x3")
+    want = lowprec.linear(x, weight, weight[:, 0], activation="relu", math_mode="bf16x3")
+    for _ in range(2):
+        got = lowprec.linear(x, prepared, weight[:, 0], activation="relu", math_mode="bf16x3")
+        same(got, want)
+    assert prepared.T.packed_bytes == prepared.packed_bytes  # the transpose shares what is made
+    same(
+        lowprec.matmul(x, prepared.T, math_mode="bf16x3"),
+        lowprec.matmul(x, weight.T, math_mode="bf16x3"),
+    )
+    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
+        lowprec.linear(x, lowprec.prepare(weight[0]))
+
+
+def test_what_it_tells(rng: np.random.Generator) -> None:
+    prepared = lowprec.prepare(numbers(rng, "float32", 128, 96).T, math_mode="bf16x6")
+    assert (prepared.shape, prepared.dtype, prepared.device) == ((96, 128), "float32", "cpu")
+    assert (prepared.order, prepared.T.order, prepared.math_mode) == ("col", "row", "bf16x6")
+    assert (prepared.nbytes, prepared.packed_bytes) == (4 * 96 * 128, 0)
+    lowprec.matmul(numbers(rng, "float32", 64, 96), prepared, math_mode="bf16x6")
+    assert prepared.packed_bytes == 3 * 4 * 96 * 128  # three parts, held in float32
+    assert prepared.nbytes == 4 * 4 * 96 * 128
+    assert repr(prepared) == (
+        "PreparedOperand(float32 (96, 128), col, for bf16x6, on cpu, 147,456 bytes packed beside 49,152)"
+    )
+    prepared.release()
+    assert prepared.packed_bytes == 0
+    with pytest.raises(AttributeError, match="cannot assign"):
+        prepared._view = None  # type: ignore[misc]
+
+
+def test_wrong_uses(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(b, math_mode="bf16")
+    c = lowprec.prepare(numbers(rng, "float32", 64, 96))
+    for call in (lowprec.matmul, lowprec.plan):
+        with pytest.raises(
+            lowprec.ArrayError, match="a is a prepared operand; it stands only for b of matmul"
+        ):
+            call(prepared, b)
+        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
+            call(prepared, prepared)
+        with pytest.raises(lowprec.ArrayError, match="c is a prepared operand"):
+            call(a, b, c=c, beta=1.0)
+        with pytest.raises(lowprec.ArrayError, match="out is a prepared operand"):
+            call(a, prepared, out=c)
+        with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
+            call(a[:, 1:], prepared)
+    with pytest.raises(
+        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
+    ):
+        lowprec.vecdot(a, prepared)
+    with pytest.raises(
+        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
+    ):
+        lowprec.prepare(prepared)
+    with pytest.raises(lowprec.ModeError, match="'bf17' is not a math mode"):
+        lowprec.prepare(b, math_mode="bf17")
+    with pytest.raises(lowprec.DTypeError, match="int32"):
+        lowprec.prepare(np.ones((3, 4), np.int32))
+    with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
+        lowprec.prepare(np.ones(()))
+    with pytest.raises(lowprec.ArrayError, match="expected an array"):
+        lowprec.prepare([[1.0]])  # type: ignore[arg-type]
+    with pytest.raises(lowprec.ShapeError, match="has no transpose"):
+        _ = lowprec.prepare(b[0]).T
+
+
+def test_pickle(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(np.asfortranarray(b), math_mode="bf16")
+    want = lowprec.matmul(a, prepared, math_mode="bf16")
+    loaded = pickle.loads(pickle.dumps(prepared))
+    assert (loaded.math_mode, loaded.order, loaded.packed_bytes) == ("bf16", "col", 0)
+    same(lowprec.matmul(a, loaded, math_mode="bf16"), want)
+
+
+def test_fork(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared, fresh = (lowprec.prepare(b, math_mode="bf16") for _ in range(2))
+    want = lowprec.matmul(a, prepared, math_mode="bf16")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            for operand in (prepared, fresh):
+                same(lowprec.matmul(a, operand, math_mode="bf16"), want)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(b, math_mode="bf16x3")
+    want, barrier, wrong = lowprec.matmul(a, b, math_mode="bf16x3"), threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(5):
+            if lowprec.matmul(a, prepared, math_mode="bf16x3").tobytes() != want.tobytes():
+                wrong.append(threading.get_ident())
+            prepared.release()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("mode", ["bf16", "bf16x3"])
+def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: str) -> None:
+    a, b = numbers(rng, "float32", 40, 64), numbers(rng, "float32", 64, 48)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want = lowprec.matmul(a, b, math_mode=mode)
+
+    def first() -> None:
+        prepared.release()
+        lowprec.matmul(a, prepared, math_mode=mode)
+
+    for error in interrupts.interrupted(first, step=7):
+        assert type(error) is interrupts.Interrupt
+        same(lowprec.matmul(a, prepared, math_mode=mode), want)
+
+
+def test_a_product_that_cannot_be_split_keeps_nothing(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is lacking comes out as it is, and the next product makes it anew."""
+    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
+    prepared = lowprec.prepare(b, math_mode="bf16x3")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(splitting, "split", fail)
+        patch.setattr(casting, "cast", fail)
+        with pytest.raises(MemoryError, match="none left"):
+            lowprec.matmul(a, prepared, math_mode="bf16x3")
+    assert prepared.packed_bytes == 0
+    want = lowprec.matmul(a, b, math_mode="bf16x3")
+    same(lowprec.matmul(a, prepared, math_mode="bf16x3"), want)
