@@ -43,6 +43,7 @@ class Step(NamedTuple):
     order: tuple[int, ...]
 
     def run(self, values: dict[int, Any], multiply: Any) -> Any:
+        """Return the product of the values that it takes, which are gone then."""
         x, *others = [
             side.made_ready(values.pop(i), multiply)
             for i, side in zip(self.takes, self.sides, strict=True)
@@ -68,6 +69,7 @@ class _Term(NamedTuple):
 
 @functools.lru_cache(maxsize=_RECIPES)
 def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
+    """Return the steps for operands of these shapes, in the order that opt_einsum finds. Cached."""
     terms, output, path = _parse(subscripts, shapes, order)
     steps: list[Step] = []
     count = len(terms)
