@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.policy import entries
 
 T = TypeVar("T")
 
@@ -178,13 +179,13 @@ _LIBRARIES = {
 _AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
     "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
-    "the cache, too.",
+    "the cache, too, and what was measured of the CPU.",
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
 _CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled GPU kernels and measured choices.",
+    "The folder in which lowprec keeps compiled GPU kernels, measured choices and costs.",
     "a folder; it is made where there is none",
     "the system's folder for a user's caches",
     str,
@@ -365,6 +366,8 @@ def refresh() -> None:
     For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
     """
     _taken.clear()
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 class VariableRow(NamedTuple):
