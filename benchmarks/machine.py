@@ -32,7 +32,7 @@ LIBRARIES = (
 
 #: Variables that set the number of threads or the instruction set of a library.
 VARIABLES = (
-    "JAX_PLATFORMS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "JAX_PLATFORMS", "LOWPREC_MAX_CPU_ISA", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
 )  # fmt: skip
 

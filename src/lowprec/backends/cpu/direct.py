@@ -8,6 +8,7 @@ imported it, or as much time went by without, NumPy computes the same bits.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 import threading
@@ -17,13 +18,12 @@ import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, epilogue, threads
+from lowprec.backends.cpu import casting, epilogue, numba_import, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.errors import BackendError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -130,19 +130,16 @@ def _pays(seconds: float) -> bool:
 
 
 def _kernels() -> Any:
-    try:
-        return importlib.import_module(_KERNELS)
-    except ImportError as error:
-        raise BackendError(
-            f"numba is installed but does not work ({error}); repair or uninstall it"
-        ) from error
+    return importlib.import_module(_KERNELS)
 
 
 # --- with the kernels -------------------------------------------------------------------------
 
 
 def _native(plan: GemmPlan) -> Executor:
-    """Return what calls the kernels for a plan."""
+    """Return what calls the kernels for a plan; NumPy's twin where numba cannot be imported."""
+    if numba_import.fails():
+        return functools.partial(_multiply_by_numpy, plan)
     problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
     # GELU is NumPy's, on numbers that are not yet rounded to the result's type.
     is_gelu = problem.activation is Activation.GELU

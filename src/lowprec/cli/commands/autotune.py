@@ -4,8 +4,8 @@ Without shapes, it is the CPU whose kernels are measured, next to a product in F
 of kernels go by what they cost on this machine. That takes some seconds.
 
 With shapes, operands are random arrays of the shapes given, made by PyTorch, else by CuPy. What is chosen goes to the
-cache on disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a GPU
-there is nothing to tune for them: the command says so and ends well, so that one script serves all machines.
+cache on disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a
+GPU there is nothing to tune for them: the command says so and ends well, so that one script serves all machines.
 """
 
 from __future__ import annotations
