@@ -137,7 +137,7 @@ def _plan(
 
 def _dask_array(x: Any, name: str) -> da.Array:
     if not isinstance(x, da.Array):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")):
             raise ArrayError(f"{name} is no array, but {type(x).__qualname__}; pass a Dask array")
         x = da.from_array(x, chunks=-1)
     if any(math.isnan(n) for n in x.shape):

@@ -128,7 +128,7 @@ def autotune(
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``.
+        The same errors as ``matmul``; where no algorithm runs, that of the first.
     UnsupportedError
         If ``candidates`` is out of range.
     EnvironmentVariableError

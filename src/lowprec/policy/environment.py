@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
 from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.policy import entries
 
 T = TypeVar("T")
 
@@ -365,6 +366,8 @@ def refresh() -> None:
     For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
     """
     _taken.clear()
+    if entries.changed is not None:
+        entries.changed(True)
 
 
 class VariableRow(NamedTuple):

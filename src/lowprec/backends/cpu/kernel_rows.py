@@ -79,7 +79,7 @@ AVX512_BF16 = replace(
     requires="avx512_bf16",
     missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
-    minimum_elements=1_000,
+    minimum_elements=2_500,
     minimum_k=0,
     cost_per_flop=0.4,
     cost_per_element=40.0,
@@ -131,7 +131,7 @@ GEMV = KernelRow(
 #: One call of native code in place of ten of NumPy.
 DIRECT = KernelRow(
     name="direct",
-    units="FP32 units, all in one call",
+    units="vector units, a small product in one call",
     executor="lowprec.backends.cpu.direct:prepare",
     formats=frozenset({"float32", "float64", "tf32", "bfloat16", "float16"}),
     requires="numba",
@@ -142,7 +142,8 @@ DIRECT = KernelRow(
     holds_in=DType.FLOAT32,
     single_product=True,
     rewrites=True,
-    maximum_elements=1 << 14,
+    # 128 x 128 matrices: from there on a BLAS makes up for the passes around it.
+    maximum_elements=49_152,
 )
 
 #: numpy.matmul on the rounded operands.
