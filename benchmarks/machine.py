@@ -51,6 +51,14 @@ def cpu_flags() -> list[str]:
     return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
 
 
+def numpy_handicap() -> str:
+    """Return a sentence where NumPy's OpenBLAS has lesser kernels than the processor deserves, else an empty one."""
+    import lowprec
+
+    found = (text for text in lowprec.info()["warnings"] if text.startswith("NumPy's OpenBLAS has"))
+    return next(found, "")
+
+
 def has_amx() -> bool:
     """Whether the processor has matrix units for bfloat16."""
     return "amx_bf16" in cpu_flags()
