@@ -33,8 +33,8 @@ _context = jax.make_user_context(Context().run(_modes))
 
 #: What it puts back on leaving is that the thread has no value of its own, whichever thread that is.
 _outside = _context("")
-with _outside:
-    pass
+_outside.__enter__()
+_outside.__exit__(None, None, None)
 
 
 def _note(whole_process: bool = False) -> None:
