@@ -152,6 +152,15 @@ def guard(result: Result) -> str:
     return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
+def unscale(result: Result) -> str:
+    """Return how fast gradients are divided and looked at: GB/s, in brackets times PyTorch's own pass."""
+    cells = {}
+    for r in result["results"]:
+        speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
+        cells[r["variant"], f"{r['n']:,}"] = f"{r['gb_per_s']:.1f}{speed}"
+    return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
+
+
 def dask(result: Result) -> str:
     """Return the runs of a chunked product, and what they come to."""
     header = (
@@ -219,6 +228,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,
+    "unscale": unscale,
     "recovery": recovery,
     "real": real,
     "tradeoff": tradeoff,

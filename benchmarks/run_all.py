@@ -23,6 +23,7 @@ COMMANDS = {
     "gemm": ["bench_gemm.py"],
     "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
     "accuracy": ["bench_accuracy.py"],
+    "unscale": ["bench_unscale.py"],
     "stress": ["stress.py"],
     "dask": ["bench_dask.py"],
 }

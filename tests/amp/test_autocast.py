@@ -204,16 +204,17 @@ def test_gradients_pass() -> None:
     assert (w.grad == 2).all()
 
 
-def test_tracers_are_jaxs_after_the_cast() -> None:
+@pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
+def test_under_jit_and_grad(compute: str) -> None:
     jnp = namespace("jax.numpy")
     jax = load_or_skip(Backend.JAX).jax
-    xp = autocast(jnp, "O1,compute=bfloat16")
-    w = jnp.ones((3, 3), jnp.float32)
+    xp = autocast(jnp, f"O1,compute={compute}")
+    w = jnp.full((3, 3), 1 + 2.0**-12, jnp.float32)  # in these types 1
     gradient = jax.jit(jax.grad(lambda w: xp.sum(xp.matmul(w, w))))(w)
     assert gradient.dtype == jnp.float32
     assert (gradient == 6).all()
     row = next(row for row in xp.report().rows if row.function == "matmul")
-    assert (row.cast, row.by_lowprec, row.to) == (1, 0, "bfloat16")
+    assert (row.cast, row.by_lowprec, row.to) == (1, 1, compute)
 
 
 # -- guard, nesting, threads, report ---------------------------------------------------------------

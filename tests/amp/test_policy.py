@@ -54,7 +54,7 @@ def test_another_narrow_type() -> None:
         ("O2", {"functions": True}, "casts again what a model in 16 bits"),
         ("O0", {"loss_scale": "dynamic"}, "of no use: float32 has float32's exponents"),
         ("O1", {"loss_scale": 1.0}, "loses gradients below 6e-8"),
-        ("O1", {"params": "float16"}, "lose updates below 1/2048 of a weight"),
+        ("O1", {"params": "float16"}, "lose updates below 1/4096 of a weight"),
     ],
 )
 def test_overrides_that_do_not_fit_warn(level: str, overrides: Any, message: str) -> None:

@@ -456,6 +456,13 @@ def test_guard_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
 
 
+def test_unscale_runs(tmp_path: Path) -> None:
+    _run("bench_unscale.py", tmp_path)
+    result = _result(tmp_path, "unscale")
+    assert {"lowprec", "lowprec without numba"} <= {row["variant"] for row in result["results"]}
+    assert [claim["limit"] for claim in result["claims"]] == [1.0]
+
+
 def test_dask_runs(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="distributed is not installed")
     _run("bench_dask.py", tmp_path)

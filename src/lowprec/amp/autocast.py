@@ -195,13 +195,12 @@ class AutocastNamespace:
             operands = Operands(args, kwargs)
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
-            by_lowprec = product is not None and not _is_traced(operands.args)
             with operands.scope():
-                if by_lowprec:
-                    result = _multiplied(whole, name, operands)
-                else:
+                if product is None:
                     result = function(*operands.args, **operands.kwargs)
-            record.add(name, listed, operands, by_lowprec)
+                else:
+                    result = _multiplied(whole, name, operands)
+            record.add(name, listed, operands, product is not None)
             return result
 
         return functools.update_wrapper(
@@ -223,17 +222,12 @@ def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
     return xp.from_dlpack(DLPackArray(result) if result.ndim else result.reshape(()))
 
 
-def _is_traced(args: tuple[Any, ...]) -> bool:
-    """Whether an operand is a tracer of JAX's, which has no memory that lowprec could read."""
-    return any(type(x).__module__.startswith("jax") and "Tracer" in type(x).__name__ for x in args)
-
-
 def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     """Return a namespace of the Array API whose functions cast by a policy.
 
     ``matmul``, ``tensordot`` and ``vecdot``, also those of ``linalg``, go through lowprec. Where a library has no
     16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions of
-    the allow list compute in float32. JAX's tracers are multiplied by JAX itself, after the casts.
+    the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is traced.
 
     Parameters
     ----------

@@ -360,10 +360,10 @@ def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
                 and "loss_scale=1 with float16 loses gradients below 6e-8")
         ),
         "params": not is_wide and not policy.masters
-        and f"weights in {policy.params} without masters lose updates below {_ulp(policy.params)} of a weight",
+        and f"weights in {policy.params} without masters lose updates below {_half_ulp(policy.params)} of a weight",
     }  # fmt: skip
     return [remark for name, remark in checks.items() if name in overrides and remark]
 
 
-def _ulp(name: str) -> str:
-    return {"float16": "1/2048", "bfloat16": "1/256"}[name]
+def _half_ulp(name: str) -> str:
+    return {"float16": "1/4096", "bfloat16": "1/512"}[name]

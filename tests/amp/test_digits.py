@@ -1,0 +1,118 @@
+"""The example that trains in every precision, on small data of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec import amp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "examples/digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["digits_example"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def data() -> tuple[Any, ...]:
+    """Ten classes that are far apart."""
+    rng = np.random.default_rng(0)
+    y = np.arange(400) % 10
+    x = (rng.standard_normal((10, 64))[y] + 0.3 * rng.standard_normal((400, 64))) / 4
+    x = x.astype(np.float32)
+    return x[:300], np.eye(10, dtype=np.float32)[y[:300]], x[300:], y[300:]
+
+
+def variants(module: ModuleType) -> list[Any]:
+    return [v for group in module.GROUPS.values() for v in group]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_all_variants_learn_but_the_one_that_underflows(digits: ModuleType, library: str) -> None:
+    base: Any = np if library == "numpy" else load_or_skip(Backend.TORCH).torch
+    found = {v.name: digits.train(base, v, data(), 0, 12)[0] for v in variants(digits)}
+    underflows = found.pop("tiny: FP16 without scaling")
+    assert underflows < 0.4
+    assert min(found.values()) > 0.9, found
+
+
+def test_gradients_underflow_to_nothing_without_a_scale(digits: ModuleType) -> None:
+    policy = amp.Policy.parse("O1")
+    x, y, _, _ = data()
+    w = digits.start(np.random.default_rng(0))
+    for factor, expected in ((1.0, True), (65536.0, False)):
+        xp = amp.autocast(np, policy)
+        grads = digits.gradients(xp, policy, w, x[:64], y[:64], digits.TINY * factor)
+        # The last bias takes part in no product, and adds up in float32.
+        assert all((grads[name] == 0).all() for name in ("w1", "b1", "w2")) is expected
+
+
+def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
+    """Beside autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
+    torch = load_or_skip(Backend.TORCH).torch
+    policy = amp.Policy.parse("O0")
+    x, y, _, _ = data()
+    start = digits.start(np.random.default_rng(0))
+    w = {name: torch.from_numpy(value).requires_grad_() for name, value in start.items()}
+    x, y = torch.from_numpy(x[:64]), torch.from_numpy(y[:64])
+    xp = amp.autocast(torch, policy)
+    logits = digits.forward(xp, w, x)[1]
+    loss = torch.nn.functional.cross_entropy(logits, y) * 3
+    loss.backward()
+    found = digits.gradients(xp, policy, {n: v.detach() for n, v in w.items()}, x, y, 3.0)
+    for name, value in w.items():
+        torch.testing.assert_close(found[name], value.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_table_and_statistics(digits: ModuleType) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    names = [v.name for v in variants(digits)]
+    results = [
+        digits.Result("numpy", name, seed, 0.1 if "tiny: FP16 w" in name else value, 1, 8.0, 0.5)
+        for name in names
+        for seed, value in enumerate((0.9, 0.92, 0.94))
+    ]
+    rows = {row["variant"]: row for row in digits.summaries(results)}
+    assert rows["FP32 (O0)"]["p"] is None
+    assert rows["TF32 (O1)"]["p"] == 1.0
+    assert rows["tiny: FP16 without scaling"]["p"] < 0.001
+    assert rows["TF32 (O1)"]["mean"] == pytest.approx(0.92)
+    assert rows["TF32 (O1)"]["std"] == pytest.approx(0.02)
+    text = digits.table(list(rows.values()))
+    assert text.count("\n") == 2 + len(names)
+    assert "| numpy | TF32 (O1) | 3 | 92.00% | 92.00% | 2.00% | 1 | 1.0 |" in text
+    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
+    first, second = [0.9, 0.95, 0.93, 0.97], [0.8, 0.92, 0.9]
+    expected = stats.ttest_ind(first, second, equal_var=False).pvalue
+    assert digits.equal_means(first, second) == pytest.approx(expected, rel=1e-9)
+    assert digits.equal_means([1.0, 1.0], [1.0, 1.0]) == 1.0
+    assert digits.equal_means([1.0, 1.0], [0.5, 0.5]) == 0.0
+
+
+def test_the_command_writes_table_json_and_figure(
+    digits: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rich", "matplotlib", "scipy"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    monkeypatch.setattr(digits, "digits", data)
+    digits.main(["--seeds", "2", "--epochs", "1", "--libraries", "numpy", "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "digits.json").read_text())
+    assert len(written["results"]) == 2 * len(variants(digits))
+    assert (tmp_path / "digits.md").read_text() == digits.table(written["summary"])
+    assert "<svg" in (tmp_path / "digits.svg").read_text()
