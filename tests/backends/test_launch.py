@@ -234,3 +234,23 @@ def test_epilogues(
         np.testing.assert_array_equal(
             out.astype(np.float64), right.astype(np.float32).astype(stored).astype(np.float64)
         )
+
+
+@kernels
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_follows_one_product(
+    kernel: MicroKernel, rng: np.random.Generator, order: Any
+) -> None:
+    """With a single product, as with a batch: factors, an addend of rows, of columns or of both, a bias."""
+    if kernel.storage == "int8":
+        return  # its epilogue is NumPy's
+    a, b = whole_numbers(rng, kernel, 40, 48), whole_numbers(rng, kernel, 48, 36)
+    bias = rng.integers(-9, 9, 36).astype(np.float32)
+    for shape in ((40, 36), (36,), (40, 1)):
+        c = rng.integers(-9, 9, shape).astype(np.float32)
+        out = np.zeros((40, 36), np.float32, order=order)
+        for factors in ({"alpha": 2.0}, {"c": c, "beta": 3.0}, {"c": c, "beta": 0.5, "alpha": 2.0}):
+            for operand in (b, lowprec.prepare(b)):
+                lowprec.matmul(a, operand, out=out, bias=bias, out_dtype="float32", **factors)
+                right = factors.get("alpha", 1.0) * want(a, b) + factors.get("beta", 0.0) * c + bias
+                np.testing.assert_array_equal(out, right)
