@@ -16,9 +16,11 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+sys.path.insert(0, str(DOCS.parent / "tests" / "frameworks"))
 
 import _verified
 import generated
+import torch_matrix
 from generated import table
 
 from lowprec import errors, modes
@@ -172,6 +174,21 @@ def verified_claims() -> str:
     )
 
 
+def torch_table() -> str:
+    """Return which of PyTorch's transformations lowprec's product follows, from the rows of the test."""
+    rows = [
+        [
+            _code(row.name),
+            *(
+                torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes")
+                for c in torch_matrix.COLUMNS
+            ),
+        ]
+        for row in torch_matrix.ROWS
+    ]
+    return table(["transformation", *torch_matrix.COLUMNS], rows)
+
+
 def error_table() -> str:
     """Return the exception classes with their built-in bases."""
     rows = []
@@ -193,6 +210,7 @@ def snippets() -> dict[Path, str]:
         "emulation.md": emulation_table(),
         "gpus.md": gpu_table(),
         "guard.md": guard_table(),
+        "torch.md": torch_table(),
         "errors.md": error_table(),
         "verified.md": verified_table(),
         "verified_claims.md": verified_claims(),

@@ -41,7 +41,7 @@ MEASUREMENTS = {
     "host": (40, "How long is the host busy with a small product?"),
     "speed": (120, "How fast beside torch, CuPy and nvmath?"),
     "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "splits": (40, "How exact and how fast are three products of 16 bits, six of bfloat16?"),
+    "splits": (40, "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "heuristics": (30, "How far is the first choice from the best of 32?"),
 }  # fmt: skip
 #: The tests come before this measurement; seconds of one module of them, and of all.

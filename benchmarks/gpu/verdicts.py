@@ -21,6 +21,8 @@ KINDS = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 FLOORS = {False: 0.98, True: 1.0}
 CONVERSION_FLOOR, CONVERSION_SIZE = 1.3, 8192
 HOST_LIMIT = 1.5
+#: Of torch.matmul's speed in float32, splitting included, for schemes with no larger error.
+RECOVERY_FLOORS, RECOVERY_SIZE = {"fp16x3": 2.8, "bf16x6": 1.9}, 8192
 
 
 def rows(results: Results, part: str, **where: Any) -> list[Row]:
@@ -40,6 +42,7 @@ def claims(results: Results) -> list[dict[str, Any]]:
         *(_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS),
         common.claim(gain, tf32.get("median"), CONVERSION_FLOOR),
         common.claim(host, max(ratios, default=None), HOST_LIMIT, at_most=True),
+        *(_recovery(results, mode) for mode in RECOVERY_FLOORS),
         *_shares(results),
     ]
 
@@ -59,6 +62,23 @@ def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
     # A miss is a miss; that nothing is missed takes all sizes.
     value = worst if complete or (worst is not None and worst < FLOORS[tuned]) else None
     return common.claim(what, value, FLOORS[tuned], by_size=by_size)
+
+
+def _recovery(results: Results, mode: str) -> dict[str, Any]:
+    """Return how fast a scheme is beside torch's float32, best chunk with no larger error; 0 if none has that."""
+    errors = {
+        (r["name"], r["distribution"]): r.get("relative_error", math.inf)
+        for r in rows(results, "splits", n=RECOVERY_SIZE)
+    }
+    baselines = {d: e for (name, d), e in errors.items() if name == "torch float32"}
+    speeds = {}
+    for row in rows(results, "splits", n=RECOVERY_SIZE, mode=mode, distribution="normal"):
+        speed = row.get("speed", {}).get("torch float32")
+        if speed and len(baselines) == 2:
+            fine = all(errors.get((row["name"], d), math.inf) <= e for d, e in baselines.items())
+            speeds[row["name"]] = speed["median"] if fine else 0.0
+    what = f"{mode}: speed over torch.matmul in float32 at {RECOVERY_SIZE}, with no larger error, best chunk"
+    return common.claim(what, max(speeds.values(), default=None), RECOVERY_FLOORS[mode])
 
 
 def _shares(results: Results) -> Iterable[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
+from lowprec.arrays.libraries import PREPARED_ROAD
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
@@ -164,6 +165,8 @@ def _road(name: str) -> tuple[Any, frozenset[str]]:
 
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given."""
+    if found.road != PREPARED_ROAD:
+        resolve("lowprec.prepared:refuse")(b=b, **given)
     road, takes = _road(found.road)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)

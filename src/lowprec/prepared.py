@@ -71,7 +71,7 @@ class PreparedOperand:
         return sum(form.nbytes for form in list(self._view.forms.values()))
 
     @property
-    def T(self) -> PreparedOperand:  # noqa: N802 - as arrays call it
+    def T(self) -> PreparedOperand:
         """The transpose, on the same memory; for stacks of matrices that of each."""
         if self.ndim < 2:
             raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose")
@@ -101,8 +101,8 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     """Return an operand that products round, split and pack once for all of them, a weight for example.
 
     ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
-    nothing else. What a product in the mode of ``math_mode`` makes of ``b`` is kept for the next one. A product in another
-    mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array;
+    nothing else. What a product in the mode of ``math_mode`` makes of ``b`` is kept for the next one. A product in
+    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array;
     :func:`plan` shows which it is.
 
     Parameters
@@ -164,10 +164,10 @@ def matmul(a: Any, b: Any, /, **given: Any) -> Any:
 
 
 def refuse(**arguments: Any) -> None:
-    """Raise where an argument other than ``b`` is a prepared operand."""
+    """Raise where one of these arguments is a prepared operand."""
     for name, value in arguments.items():
         if isinstance(value, PreparedOperand):
             raise ArrayError(
-                f"{name} is a prepared operand, which stands for b of matmul and the weight of linear alone; pass the "
-                "array itself"
+                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
+                "an array that is read in place; pass the array itself"
             )

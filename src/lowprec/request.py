@@ -113,14 +113,14 @@ class Request(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything here that a plan depends on."""
-        specs = tuple(
-            None if v is None else (v.device, v.dtype, v.shape, v.strides)
-            for v in (self.out, self.c, self.bias)
-        )
-        is_complex = isinstance(self.alpha, complex) or isinstance(self.beta, complex)
-        factors = self.alpha != 1, self.beta != 0, is_complex
-        scales = type(self.scale_a), type(self.scale_b)
-        return (*specs, *factors, self.activation, self.out_dtype, *scales, self.k_chunk)
+        out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk = self
+        return (
+            None if out is None else (out.device, out.dtype, out.shape, out.strides),
+            None if c is None else (c.device, c.dtype, c.shape, c.strides),
+            None if bias is None else (bias.device, bias.dtype, bias.shape, bias.strides),
+            alpha != 1, beta != 0, type(alpha) is complex or type(beta) is complex,
+            activation, out_dtype, type(scale_a), type(scale_b), k_chunk,
+        )  # fmt: skip
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
@@ -144,11 +144,13 @@ class Request(NamedTuple):
         read = (a, b, self.bias, self.scale_a, self.scale_b)
         if any(isinstance(x, ArrayView) and may_overlap(out, x) for x in read):
             return True
-        if c is None or not may_overlap(out, c):
+        if c is None:
             return False
         # Element by element is safe where ``c`` is ``out`` itself, but not where it lies across it.
         same = (c.address, c.dtype, c.shape, c.strides)
-        return same != (out.address, out.dtype, out.shape, out.strides)
+        if same == (out.address, out.dtype, out.shape, out.strides):
+            return False
+        return may_overlap(out, c)
 
 
 #: A product with nothing around it.
@@ -175,16 +177,16 @@ def bind(
     UnsupportedError if one is not what it should be, ShapeError if ``beta`` has nothing to multiply.
     """
     request = Request(
-        out=None if out is None else view_of(out, writable=True, describing=describing),
-        c=None if c is None else view_of(c, describing=describing),
-        bias=None if bias is None else view_of(bias, describing=describing),
-        alpha=_scalar("alpha", alpha),
-        beta=_scalar("beta", beta),
-        activation=parse_activation(activation),
-        out_dtype=None if out_dtype is None else parse_dtype(out_dtype),
-        scale_a=_scale("scale_a", scale_a),
-        scale_b=_scale("scale_b", scale_b),
-        k_chunk=None if k_chunk is None else _length("k_chunk", k_chunk),
+        None if out is None else view_of(out, writable=True, describing=describing),
+        None if c is None else view_of(c, describing=describing),
+        None if bias is None else view_of(bias, describing=describing),
+        alpha if type(alpha) is float else _scalar("alpha", alpha),
+        beta if type(beta) is float else _scalar("beta", beta),
+        None if activation is None else parse_activation(activation),
+        None if out_dtype is None else parse_dtype(out_dtype),
+        None if scale_a is None else _scale("scale_a", scale_a),
+        None if scale_b is None else _scale("scale_b", scale_b),
+        None if k_chunk is None else _length("k_chunk", k_chunk),
     )
     if request.beta != 0 and c is None:
         raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")

@@ -79,7 +79,6 @@ def test_a_gpu_that_cannot_be_used_is_an_error(
         (("--shapes", "32x16", "17x8"), "(32, 16) and (17, 8)"),
         (("--shapes", "32x16", "16x8", "8x8"), "pairs of shapes, got 3"),
         (("--shapes", "32x-1", "16x8"), "is not a shape"),
-        ((), "required: --shapes"),
         ((*WORDS[1:], "--candidates", "0"), "'0' is not a whole number of at least 1"),
         ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
     ],

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from lowprec.modes import available_modes
+
 Command = Callable[..., Any]
 
 CHECK = ("check", "--size", "16", "--rounds", "3", "--modes", "tf32,fp16")
@@ -64,6 +66,27 @@ def test_the_plot_of_check_has_every_error_and_bound(
             assert ((row["speedup"], row["bound"]) in points) == (row["error"] is not None)
     legend = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
     assert legend == ["fp32", "tf32", "fp16", "guaranteed bound"]
+
+
+def test_every_mode_is_compared_and_drawn_apart(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    words = ("--size", "16", "--rounds", "1", "--distribution", "normal")
+    done = command("check", *words, "--plot", tmp_path / "out.svg", "--json")
+    (case,) = json.loads(done.out)["cases"]
+    assert [row["mode"] for row in case["rows"]] == [*available_modes()]
+    (panel,) = drawn[0].axes
+    *handles, bound = panel.get_legend().legend_handles
+    assert bound.get_label() == "guaranteed bound"
+    assert [handle.get_label() for handle in handles] == [*available_modes()]
+    assert len({(h.get_marker(), h.get_color()) for h in handles}) == len(handles)
+    # Slow schemes do not lie upon each other at the left end.
+    assert panel.get_xscale() == "log"
 
 
 def test_the_plot_of_bench_has_every_time(

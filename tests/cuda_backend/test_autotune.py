@@ -17,9 +17,9 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import executors
+from lowprec import disk, executors
 from lowprec.backends import cuda
-from lowprec.backends.cuda import compiling, disk
+from lowprec.backends.cuda import compiling
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import INTERNAL_ERROR
 

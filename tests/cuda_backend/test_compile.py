@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowprec.backends.cuda import compiling, disk, libraries
+from lowprec import disk
+from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
@@ -402,7 +403,7 @@ def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
 
 WRITER = """
 import hashlib, sys
-from lowprec.backends.cuda import disk
+from lowprec import disk
 for i in range(150):
     data = bytes([i % 256]) * 200_000
     disk.write_bytes("kernels/x", hashlib.sha256(data).digest() + data)

@@ -153,6 +153,33 @@ CAPTURED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.feature("CUDA graph of {library}, prepared operand")
+@pytest.mark.parametrize("warm", [True, False])
+def test_captured_products_of_a_prepared_operand_replay(
+    library: StreamedLibrary, warm: bool
+) -> None:
+    """What is there when the graph is captured is the graph's for good, what is not is made by the graph."""
+    with library.stream():
+        a, b = library.late(A), library.late(B)
+        prepared, other = (lowprec.prepare(b, math_mode="bf16") for _ in range(2))
+        eager = lowprec.matmul(a, prepared if warm else other, math_mode="bf16")
+        library.get(eager)
+        out = {} if library.allocates_while_capturing else {"out": eager}
+        replay, result = library.capture(
+            lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out)
+        )
+        assert bool(prepared.packed_bytes) == warm
+        prepared.release()
+        library.write(b, draw(5, N, N))
+        for seed in range(10, 13):
+            x = draw(seed, N, N)
+            library.write(a, x)
+            lowprec.matmul(b, b, math_mode="bf16")
+            lowprec.release_memory()
+            replay()
+            np.testing.assert_array_equal(library.get(result), oracles.product(x, B))
+
+
 @pytest.mark.feature("CUDA graph of {library}: {case}")
 @pytest.mark.parametrize("case", CAPTURED)
 def test_captured_products_replay(library: StreamedLibrary, case: str) -> None:

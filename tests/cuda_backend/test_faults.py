@@ -50,11 +50,16 @@ def fused(x: Any, y: Any, bias: Any, c: Any) -> Any:
     return lowprec.matmul(x, y, bias=bias, activation="relu", c=c, beta=2.0)
 
 
+def prepared(x: Any, y: Any) -> Any:
+    return lowprec.matmul(x, lowprec.prepare(y, math_mode="fp16"), math_mode="fp16")
+
+
 CASES = {
     "as they lie": Case((A, B), plain, TRUE),
     "fused epilogue": Case((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
     "rounded": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
     "scaled, staged": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
+    "prepared": Case((A, B), prepared, TRUE),
     "several calls": Case((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
     "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
     "no inner dimension": Case(

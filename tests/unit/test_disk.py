@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowprec.backends.cuda import disk
+from lowprec import disk
 from lowprec.errors import LowprecWarning
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")

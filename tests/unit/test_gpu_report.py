@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lowprec
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 Load = Callable[[str], ModuleType]
@@ -860,21 +862,66 @@ def test_split_products(
 ) -> None:
 
     splits, clock = load("gpu.splits"), load("gpu.clock")
-    monkeypatch.setattr(splits, "CHUNKS", (48, None))
+    monkeypatch.setattr(splits, "CHUNKS", (48, None, "plan"))
     options = load("gpu.parts").Options(quick=False, seed=0)
-    found = [
-        row
-        for scheme in splits.SCHEMES
-        for row in splits.measure(torch, scheme, 128, distribution, options, clock.HostClock())
-    ]
-    assert len(found) == len(splits.SCHEMES) * len(splits.CHUNKS) * 2
-    # Two terms of bfloat16 leave up to 2^-17 of an element out, the others 2^-22; FP32 sums cost up to 128 * 2^-24. The
+    rows = list(splits.measure(torch, 128, distribution, options, clock.HostClock()))
+    found = [r for r in rows if "mode" in r]
+    assert len(found) == len(splits.MODES) * len(splits.CHUNKS)
+    assert {r["plan_k_chunk"] for r in found} == {48, 128}
+    assert not any("error" in r for r in rows)
+    # Two parts of bfloat16 leave up to 2^-15 of an element out, the others 2^-21; FP32 sums cost up to 128 * 2^-24. The
     # errors are as random as the products, so that both sums grow alike.
-    worst = {"fp16x3": 2**-17, "bf16x6": 2**-17, "bf16x3": 3 * 2**-17}
-    assert all(r["relative_error"] < worst[r["scheme"]] for r in found)
-    by_scheme = {r["scheme"]: r["relative_error"] for r in found}
-    assert max(by_scheme["fp16x3"], by_scheme["bf16x6"]) < by_scheme["bf16x3"]
-    assert all(("speed_over_fp32" in r) is (distribution == "normal") for r in found)
+    worst = dict.fromkeys(splits.MODES, 2**-17) | {"bf16x3": 3 * 2**-17}
+    assert all(r["relative_error"] < worst[r["mode"]] for r in found)
+    by_mode = {r["mode"]: r["relative_error"] for r in found}
+    assert max(by_mode["fp16x3"], by_mode["bf16x6"], by_mode["tf32x3"]) < by_mode["bf16x3"]
+    theirs = {r["name"]: r["relative_error"] for r in rows if "mode" not in r}
+    assert list(theirs) == ["torch float32", "torch tf32", "torch float64"]
+    assert theirs["torch float64"] < 1e-14 < theirs["torch float32"] < 1e-6
+    for r in found:
+        assert ("speed" in r) is (distribution == "normal")
+        if "speed" in r:
+            assert set(r["speed"]) == set(theirs)
+            assert r["share_of_splitting"] == 1 - r["seconds_of_products"] / r["seconds"]
+
+
+def test_the_products_alone_are_those_of_the_plan(load: Load, torch: Any) -> None:
+    """On parts of ones each sum is its length, and the factors scale it."""
+    splits = load("gpu.splits")
+    x = torch.ones(64, 64)
+    for mode in (*splits.MODES, "fp16_karatsuba"):
+        plan = lowprec.plan(x, x, math_mode=mode, k_chunk=16)
+        found = splits.Parts(torch, 64, "cpu").multiply(plan)
+        total = sum(step.length * step.factor for step in plan.schedule)
+        np.testing.assert_allclose(found.numpy(), total, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("errors", "value", "met"),
+    [
+        ((1e-7, 1e-7), 3.0, True),
+        ((1e-7, 3e-7), 0.0, False),
+        ((3e-7, 1e-7), 0.0, False),
+        ((1e-7,), 0.0, False),
+        ((), None, None),
+    ],
+)
+def test_a_scheme_must_be_as_exact_as_what_it_beats(
+    load: Load, errors: tuple[float, ...], value: float | None, met: bool | None
+) -> None:
+    def row(name: str, distribution: str, error: float, **more: Any) -> dict[str, Any]:
+        own = {"n": 8192, "name": name, "distribution": distribution, "relative_error": error}
+        return {**own, "ok": None, **more}
+
+    names = ("normal", "uniform")
+    rows = [row("torch float32", name, 2e-7) for name in names]
+    speed = {"torch float32": {"median": 3.0}}
+    for name, error in zip(names, errors, strict=False):
+        own = {"speed": speed} if name == "normal" else {}
+        rows.append(row("fp16x3, chunks: 256", name, error, mode="fp16x3", **own))
+    found = _claims(load, splits=rows)
+    name = "fp16x3: speed over torch.matmul in float32 at 8192, with no larger error, best chunk"
+    assert (found[name]["value"], found[name]["met"]) == (value, met)
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,10 @@ SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
         ({}, MathMode.FP16, 8, "direct"),
         ({}, MathMode.FP64, 8, "direct"),
         ({}, MathMode.BF16X3, 8, "openblas"),  # a sum of products
-        ({}, MathMode.TF32, 73, "direct"),
-        ({}, MathMode.TF32, 74, "openblas"),
-        ({}, MathMode.BF16, 19, "avx512_bf16"),
-        ({"has_alpha": True}, MathMode.FP32, 74, "openblas"),
+        ({}, MathMode.TF32, 128, "direct"),
+        ({}, MathMode.TF32, 129, "openblas"),
+        ({}, MathMode.BF16, 29, "avx512_bf16"),
+        ({"has_alpha": True}, MathMode.FP32, 129, "openblas"),
     ],
 )
 def test_small_products_that_are_more_than_a_call_of_a_blas(changes, mode, size, kernel):

@@ -42,13 +42,16 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
+#: The function that multiplies prepared operands.
+PREPARED_ROAD = "lowprec.prepared:matmul"
+
 #: By module name: the class of what is no array to read, what it is, and the function that multiplies it.
 DEFERRED = {
     "dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul"),
     "lowprec.prepared": (
         "PreparedOperand",
-        "a prepared operand, which stands for b of matmul and the weight of linear alone",
-        "lowprec.prepared:matmul",
+        "a prepared operand, which stands only for b of matmul and for the weight of linear",
+        PREPARED_ROAD,
     ),
 }
 

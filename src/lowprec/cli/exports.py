@@ -109,6 +109,8 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
             panel.plot([row.speedup] * 2, ends, ":", color=style["color"], linewidth=0.8)
             panel.plot([row.speedup], ends[:1], linestyle="none", **style)
             panel.plot([row.speedup], ends[1:], linestyle="none", **limit)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
         panel.margins(x=0.15)
         panel.set_title(comparison.name)
         panel.set_xlabel(f"speed-up over {comparison.rows[0].name}")

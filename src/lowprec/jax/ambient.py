@@ -1,8 +1,8 @@
 """The modes in force, where JAX sees them change: they are part of the key of everything that it compiles.
 
-JAX's key has values of threads and of the process, and knows nothing of a ``ContextVar`` or of the environment. So each
-change of a scope is noted here, in the thread that made it, and each ``set_math_mode``. What may change without a note
-is a variable of the environment, and the task of a thread; a product that is traced compares.
+JAX's key has values of threads and of the process, and knows nothing of a ``ContextVar``. So each change of a scope is
+noted here, in the thread that made it, and each ``set_math_mode``. What changes without a note is the task of a thread;
+a product that is traced compares.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def resolve(argument: str | MathMode | None) -> ResolvedMode:
     if _context.value != _modes():
         _note(whole_process=True)
         raise ModeError(
-            "the math mode changed where JAX could not see it: a variable of the environment was set, or a scope was "
-            "opened in another task or thread of this context; it is noted now, so call the function again (and keep "
-            "no scope open across an await)"
+            "the math mode in force is not the one that JAX knows of: its scope was opened in another task or thread, "
+            "or before lowprec.jax was imported there; it is noted now, so call the function again (and keep no scope "
+            "open across an await)"
         )
     return policy.resolve(argument)

@@ -31,7 +31,8 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
         return Why.NOT_KEPT
     if kernel.micro_kernel:
         return _why_packed(plan)
-    return Why.KEPT if _converts_b(plan) else Why.NOTHING_TO_KEEP
+    rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
+    return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
 
 
 def _why_packed(plan: GemmPlan) -> Why:

@@ -12,6 +12,7 @@ class Why(Enum):
 
     # Why a kernel was passed over.
     REQUIREMENT_NOT_MET = "{missing}"
+    MEASURED_SLOWER = "{kernel} was measured to take {ratio:.2f} times as long here"
     SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
     TOO_FEW_ELEMENTS = (
         "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
@@ -60,7 +61,9 @@ class Why(Enum):
     )
     NOT_KEPT = "{kernel} keeps nothing of b: read as any array"
     NOTHING_TO_KEEP = "{kernel} reads b as it is: nothing to keep"
-    TRANSPOSED_RESULT = "the columns of the result are contiguous, so b^T is packed as the left operand: read as any array"
+    TRANSPOSED_RESULT = (
+        "b^T is packed as the left operand of a result by columns: read as any array"
+    )
     BATCH_OF_PRODUCTS = "each product of a batch packs b in its own memory: read as any array"
 
     # Why ``rtol`` took a mode, or passed it over.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -123,14 +124,15 @@ def _in_graph(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
     return found
 
 
-class _Recorded(torch.autograd.Function):
-    """What autograd records of the operator."""
+class _Recorded(torch.autograd.function._SingleLevelFunction):
+    """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(a, b)
         _, ctx.mode, ctx.alpha, *_ = rest
-        with torch._C._AutoDispatchBelowAutograd():
+        # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
             found: Tensor = OPERATOR.redispatch(
                 keyset & torch._C._after_autograd_keyset, a, b, *rest
             )
@@ -154,7 +156,9 @@ def _record(
         raise UnsupportedError(NO_TANGENT)
     rest = (mode, backward_mode, alpha, out_dtype, ambient)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
+        # A kernel is called at one level; what tells a Function of all levels, which this is not, apart is a flag.
+        with enable_single_level_autograd_function():
+            recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
         return recorded
     with torch._C._AutoDispatchBelowAutograd():
         found: Tensor = OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, a, b, *rest)

@@ -17,13 +17,12 @@ import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, epilogue, threads
+from lowprec.backends.cpu import casting, direct_gelu, epilogue, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.errors import BackendError
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -40,7 +39,7 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
     A_K_STEP,
     OUT_ROW_STRIDE,
     OUT_COL_STRIDE,
-    RELU,
+    ACTIVATION,
     AT_A,  # places in the scratch memory
     AT_B,
     AT_C,
@@ -48,6 +47,9 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
     AT_BLOCK,
 ) = range(23, 33)
 _WORDS = 40
+
+#: As `ACTIVATION` says it. GELU of float64 is left to NumPy.
+RELU, GELU = 1, 2
 
 BATCH_NEXT = 0  # the next product; written by the threads
 (
@@ -60,6 +62,8 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_FACTORS,
 ) = range(8, 15)
 _BATCH_WORDS = 16
+
+_ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
 
 #: Element types of results, by the number that the kernels know them by, and their bytes.
 OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)
@@ -84,7 +88,7 @@ _PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
 _Job, _Batch = ctypes.c_int64 * _WORDS, ctypes.c_int64 * _BATCH_WORDS
 _Factors = ctypes.c_double * 2
 
-_waited = 0.0
+_waited, _is_broken = 0.0, False
 
 
 class _Scratch(threading.local):
@@ -123,19 +127,22 @@ def _seconds_without(plan: GemmPlan) -> float:
 def _pays(seconds: float) -> bool:
     """Whether kernels are in the process, or as much was spent without them as it takes to get them there."""
     global _waited
+    if _is_broken:
+        return False
     if "lowprec.backends.cpu.packed.native" in sys.modules or _waited + seconds >= _PAYS_TO_IMPORT:
-        return True
+        return _has_kernels()
     _waited += seconds
     return False
 
 
-def _kernels() -> Any:
+def _has_kernels() -> bool:
+    """Import the kernels; False where numba is installed but does not work, which larger products complain of."""
+    global _is_broken
     try:
-        return importlib.import_module(_KERNELS)
-    except ImportError as error:
-        raise BackendError(
-            f"numba is installed but does not work ({error}); repair or uninstall it"
-        ) from error
+        importlib.import_module(_KERNELS)
+    except ImportError:
+        _is_broken = True
+    return not _is_broken
 
 
 # --- with the kernels -------------------------------------------------------------------------
@@ -144,8 +151,8 @@ def _kernels() -> Any:
 def _native(plan: GemmPlan) -> Executor:
     """Return what calls the kernels for a plan."""
     problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
-    # GELU is NumPy's, on numbers that are not yet rounded to the result's type.
-    is_gelu = problem.activation is Activation.GELU
+    # GELU of float64 is NumPy's, on numbers that are not yet rounded to the result's type.
+    is_gelu = problem.activation is Activation.GELU and wide
     staged = is_gelu and plan.out_dtype is not plan.accumulator
     dtype = plan.accumulator if staged else plan.out_dtype
     layout = stacked_layout(problem.a, problem.b, None if staged else problem.out, dtype)
@@ -153,7 +160,9 @@ def _native(plan: GemmPlan) -> Executor:
     if problem.c is not None and problem.has_beta:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
     job = _job(plan, layout, c)
-    product = _kernels().product_kernel(wide, dtype.label)
+    from lowprec.backends.cpu.direct_kernels import product_kernel
+
+    product = product_kernel(wide, dtype.label)
     multiply = (
         _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
     )
@@ -197,7 +206,7 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
         A_K_STEP: m * item if in_columns else item,
         OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
         OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
-        RELU: int(problem.activation is Activation.RELU),
+        ACTIVATION: _ACTIVATIONS[problem.activation],
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
@@ -229,9 +238,10 @@ def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, int,
 
 def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     """Return the executor of a single product."""
+    from lowprec.backends.cpu.direct_kernels import PRODUCT_ARITY
     from lowprec.backends.cpu.packed.native import callable_at
 
-    problem, kernel = plan.problem, callable_at(product, _kernels().PRODUCT_ARITY)
+    problem, kernel = plan.problem, callable_at(product, PRODUCT_ARITY)
     has_beta, has_bias = problem.has_beta, problem.bias is not None
     has_factors = problem.has_alpha or has_beta
     address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
@@ -258,9 +268,10 @@ def _all(
     plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
 ) -> Executor:
     """Return the executor of a batch."""
+    from lowprec.backends.cpu.direct_kernels import BATCH_ARITY, batch_kernel
     from lowprec.backends.cpu.packed.native import callable_at
 
-    kernel = callable_at(_kernels().batch_kernel(), _kernels().BATCH_ARITY)
+    kernel = callable_at(batch_kernel(), BATCH_ARITY)
     stacks = (layout.a, layout.b, layout.out, c)
     count, products = layout.batch_count, layout.m * layout.n * layout.k
     kept = offsets_of(stacks) if count <= KEPT else None
@@ -305,4 +316,6 @@ def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
         )  # fmt: skip
         if activation is Activation.RELU:
             product[product < 0] = 0
-    _apply(product, stacks.out, Activation.GELU if activation is Activation.GELU else None)
+        elif activation is Activation.GELU and dtype == np.float32:
+            product, activation = direct_gelu.gelu(product, direct_gelu.NUMPY), None
+    _apply(product, stacks.out, activation if activation is Activation.GELU else None)

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels
+from lowprec.backends.cpu import casting_kernels, direct_gelu
 from lowprec.backends.cpu import direct as D
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import (
@@ -44,7 +45,7 @@ _WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
 # numba's cache on disk looks at the file of a kernel alone.
 _FINGERPRINT = (
-    zlib.crc32(Path(__file__).read_bytes() + Path(D.__file__).read_bytes())
+    zlib.crc32(b"".join(Path(x).read_bytes() for x in (__file__, D.__file__, direct_gelu.__file__)))
     ^ casting_kernels.FINGERPRINT
 )
 
@@ -132,6 +133,52 @@ def _multiply_block(typing_context, item, a, last_row, row_step, k_step, b, b_st
     return types.void(item, *[types.intp] * 8), generate
 
 
+class _Vector:
+    """16 float32 in the code that is being made, for formulas."""
+
+    def __init__(self, builder: Any, value: Any) -> None:
+        self.builder, self.value = builder, value
+
+    def __add__(self, other: _Vector) -> _Vector:
+        return _Vector(self.builder, self.builder.fadd(self.value, other.value))
+
+    def __sub__(self, other: _Vector) -> _Vector:
+        return _Vector(self.builder, self.builder.fsub(self.value, other.value))
+
+    def __mul__(self, other: _Vector) -> _Vector:
+        return _Vector(self.builder, self.builder.fmul(self.value, other.value))
+
+    def __truediv__(self, other: _Vector) -> _Vector:
+        return _Vector(self.builder, self.builder.fdiv(self.value, other.value))
+
+    def __lt__(self, other: _Vector) -> Any:
+        return self.builder.fcmp_ordered("<", self.value, other.value)
+
+    def __gt__(self, other: _Vector) -> Any:
+        return self.builder.fcmp_ordered(">", self.value, other.value)
+
+
+def _gelu(builder: Any, value: Any) -> Any:
+    floats, bits = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
+
+    def number(x: float) -> _Vector:
+        return _Vector(builder, ir.Constant(floats, [float(np.float32(x))] * _LANES))
+
+    def where(condition: Any, then: _Vector, otherwise: _Vector) -> _Vector:
+        return _Vector(builder, builder.select(condition, then.value, otherwise.value))
+
+    def power_of_two(shifted: _Vector) -> _Vector:
+        magic = int(np.float32(direct_gelu.MAGIC).view(np.int32))
+        biased = native.vector(I32, [127 - magic] * _LANES)
+        n = builder.add(builder.bitcast(shifted.value, bits), biased)
+        n = builder.shl(n, native.vector(I32, [23] * _LANES))
+        return _Vector(builder, builder.bitcast(n, floats))
+
+    operations = direct_gelu.Operations(number, where, power_of_two)
+    result: _Vector = direct_gelu.gelu(_Vector(builder, value), operations)
+    return result.value
+
+
 def _rounded_to_odd(builder: Any, wide: Any) -> Any:
     """16 float64 as float32, the last bit set where something was cut: rounding them again then rounds once."""
     bits = ir.VectorType(I32, _LANES)
@@ -162,12 +209,12 @@ def _stored(builder: Any, value: Any, dtype: str) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _finish_row(typing_context, item, kind, block, factors, c, bias, relu, target):
+def _finish_row(typing_context, item, kind, block, factors, c, bias, activation, target):
     """Apply the epilogue to 16 numbers and write them, in the result's type; no `c` or `bias` where that is 0."""
     element, dtype = _FLOATS[item.literal_value], D.OUT_DTYPES[kind.literal_value]
 
     def generate(context, builder, signature, args):
-        _, _, block, factors, c, bias, relu, target = args
+        _, _, block, factors, c, bias, activation, target = args
         vector, word = ir.VectorType(element, _LANES), block.type
 
         def factor(index: int) -> Any:
@@ -185,11 +232,15 @@ def _finish_row(typing_context, item, kind, block, factors, c, bias, relu, targe
             builder.store(builder.fadd(builder.load(value), addend), value)
         with builder.if_then(builder.icmp_signed("!=", bias, word(0))):
             builder.store(builder.fadd(builder.load(value), vector_at(bias)), value)
-        found, zero = builder.load(value), ir.Constant(vector, [0.0] * _LANES)
-        is_on = _splat(builder, builder.icmp_signed("!=", relu, word(0)))
-        # Written so that a NaN passes.
-        below = builder.and_(is_on, builder.fcmp_ordered("<", found, zero))
-        result = _stored(builder, builder.select(below, zero, found), dtype)
+        with builder.if_then(builder.icmp_signed("==", activation, word(D.RELU))):
+            found, zero = builder.load(value), ir.Constant(vector, [0.0] * _LANES)
+            # Written so that a NaN passes.
+            below = builder.fcmp_ordered("<", found, zero)
+            builder.store(builder.select(below, zero, found), value)
+        if element == F32:
+            with builder.if_then(builder.icmp_signed("==", activation, word(D.GELU))):
+                builder.store(_gelu(builder, builder.load(value)), value)
+        result = _stored(builder, builder.load(value), dtype)
         builder.store(result, pointer(builder, target, result.type), align=1)
         return context.get_dummy_value()
 
@@ -217,11 +268,14 @@ def _product_function(item: int, kind: int) -> Any:
             bias_at = scratch + _field(job, D.AT_BIAS)
         row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
-        relu, block = _field(job, D.RELU), scratch + _field(job, D.AT_BLOCK)
+        activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
         row_buffer = block + 8 * 16 * item
-        for j in range(0, n, 16):
+        # The last columns come first: where rows follow one another without gaps, what is written beyond the end of a
+        # row is written again with the next one.
+        spills = col_stride == width and row_stride == n * width
+        for j in range((n - 1) // 16 * 16, -16, -16):
             columns = min(16, n - j)
-            in_place = columns == 16 and col_stride == width
+            whole = columns == 16 and col_stride == width
             for i in range(0, m, 8):
                 rows = min(8, m - i)
                 _multiply_block(
@@ -230,11 +284,12 @@ def _product_function(item: int, kind: int) -> Any:
                 )  # fmt: skip
                 for row in range(rows):
                     to = out + (i + row) * row_stride + j * col_stride
+                    in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)
                     target = to if in_place else row_buffer
                     _finish_row(
                         item, kind, block + row * 16 * item, factors,
                         c_at + ((i + row) * n + j) * item if c != 0 else 0,
-                        bias_at + j * item if bias != 0 else 0, relu, target,
+                        bias_at + j * item if bias != 0 else 0, activation, target,
                     )  # fmt: skip
                     if not in_place:
                         for col in range(columns):

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays import CPU
 from lowprec.backends.cpu import cpuinfo, openblas, threads
-from lowprec.backends.cpu.device import features
+from lowprec.backends.cpu.device import capabilities, features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
 from lowprec.errors import EnvironmentVariableError
@@ -23,7 +24,7 @@ def info() -> dict[str, Any]:
     try:
         hidden = cpuinfo.hidden_flags()
     except EnvironmentVariableError:  # told with the variables; products raise it
-        device = {**_device(), "instruction_sets": []}
+        device = {**_device(), "instruction_sets": [], "costs": {"measured": [], "kernels": {}}}
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
@@ -40,7 +41,9 @@ def info() -> dict[str, Any]:
     blas = _blas()
     warnings += _blas_below_the_machine(blas["core_type"])
     return {
-        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden)}],
+        "devices": [
+            {**_device(), "instruction_sets": _instruction_set_rows(hidden), "costs": _costs()}
+        ],
         "versions": {"scipy_openblas64": None if library is None else library.version},
         "blas": blas,
         "warnings": warnings,
@@ -59,6 +62,17 @@ def _device() -> dict[str, Any]:
         "affinity": affinity,
         "threads": threads.num_threads(),
     }
+
+
+def _costs() -> dict[str, Any]:
+    """Return whether the kernels' costs were measured on this machine, and those of the kernels that run here."""
+    able = capabilities(CPU)
+    rows = (row for row in able.kernels if row.requires is None or row.requires in able.features)
+    kernels = {
+        row.name: {"per_flop": row.cost_per_flop, "per_element": row.cost_per_element}
+        for row in rows
+    }
+    return {"measured": sorted(able.measured), "kernels": kernels}
 
 
 def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:

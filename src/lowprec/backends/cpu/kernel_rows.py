@@ -1,8 +1,9 @@
 """The CPU's kernels, as data: what each needs, costs and multiplies. The most welcome first.
 
-Costs are ratios that ``benchmarks/bench_gemm.py`` measured on two threads of a Xeon with AMX, matrices of 2048 x 2048,
-less the packing. There ``numpy.matmul`` on float32 does 3.7e11 flops a second; tile kernels round and pack 2.8e9
-elements a second (a row times a matrix), NumPy rounds 1.3e9.
+Costs hold until ``lowprec autotune`` has measured the machine itself. Those of AMX are ratios that
+``benchmarks/bench_gemm.py`` measured on two threads of a Xeon, matrices of 2048 x 2048, less the packing: there
+``numpy.matmul`` on float32 does 3.7e11 flops a second, tile kernels round and pack 2.8e9 elements a second (a row times
+a matrix), and NumPy rounds 1.3e9. Those of vector units are what ``lowprec autotune`` found on two threads of a Zen 5.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ AVX512_BF16 = replace(
     requires="avx512_bf16",
     missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
-    minimum_elements=1_000,
+    minimum_elements=2_500,
     minimum_k=0,
-    cost_per_flop=0.48,
+    cost_per_flop=0.4,
+    cost_per_element=40.0,
     summation=Summation.PAIRS,
 )
 
@@ -96,7 +98,8 @@ AVX512_VNNI = replace(
     minimum_elements=0,
     # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
     minimum_batch_flops=5_000,
-    cost_per_flop=0.23,
+    cost_per_flop=0.25,
+    cost_per_element=10.0,
 )
 
 AVX_VNNI = replace(
@@ -107,7 +110,7 @@ AVX_VNNI = replace(
     requires="avx_vnni",
     missing="no int8 vector units (AVX-VNNI)",
     instruction_sets=("avx_vnni",),
-    cost_per_flop=0.4,
+    cost_per_flop=0.55,
 )
 
 #: Reading the matrix is all that it costs, so nothing else is as fast where there is a vector.
@@ -128,7 +131,7 @@ GEMV = KernelRow(
 #: One call of native code in place of ten of NumPy.
 DIRECT = KernelRow(
     name="direct",
-    units="FP32 units, all in one call",
+    units="vector units, a small product in one call",
     executor="lowprec.backends.cpu.direct:prepare",
     formats=frozenset({"float32", "float64", "tf32", "bfloat16", "float16"}),
     requires="numba",
@@ -139,7 +142,8 @@ DIRECT = KernelRow(
     holds_in=DType.FLOAT32,
     single_product=True,
     rewrites=True,
-    maximum_elements=1 << 14,
+    # 128 x 128 matrices: from there on a BLAS makes up for the passes around it.
+    maximum_elements=49_152,
 )
 
 #: numpy.matmul on the rounded operands.
@@ -161,6 +165,8 @@ OPENBLAS = replace(
     blas="lowprec.backends.cpu.gemm:OPENBLAS",
     requires="openblas",
     missing="scipy-openblas64 is not installed",
+    # Numba's kernels round.
+    cost_per_element=100.0,
     # Below it, NumPy's own loop over a batch beats one call for each product.
     minimum_batch_flops=3_000_000,
 )

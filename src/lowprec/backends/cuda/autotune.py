@@ -11,7 +11,8 @@ import functools
 import threading
 from typing import Any
 
-from lowprec.backends.cuda import bindings, disk, runtime
+from lowprec import disk
+from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from lowprec.backends.cuda import disk, runtime
+from lowprec import disk
+from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType

@@ -211,12 +211,14 @@ class _LoweredPlan:
         if staging is None:
             return self._multiply(device, arguments, _places(arguments), self._terms[0])
         room, ran = self._room, None
-        with memory.temporary(staging.nbytes + room, device, arguments.stream) as block:
-            places, after = staging.fill(block, arguments), block + staging.nbytes
+        kept = staging.kept(arguments)
+        nbytes = staging.nbytes_beside(kept)
+        with memory.temporary(nbytes + room, device, arguments.stream) as block:
+            places, after = staging.fill(block, arguments, kept), block + nbytes
             for term in self._terms:
                 ran = self._multiply(device, arguments, places, term, (after, room))
                 self._room = max(self._room, ran.algorithm.workspace_bytes)
-            staging.apply_epilogue(block, arguments, _alpha(arguments))
+            staging.apply_epilogue(block, arguments, _alpha(arguments), kept)
         return ran
 
     def _multiply(

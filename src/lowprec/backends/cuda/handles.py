@@ -1,7 +1,7 @@
-"""Handles of NVIDIA's libraries, one per thread and device, and cuBLASLt's workspaces.
+"""Handles of NVIDIA's libraries, one per thread and device.
 
 Handles are made on first use and never destroyed, which would wait for the whole device; a thread that ends leaves its
-handles to the next one. Source: the cuBLAS documentation on thread safety and on workspaces.
+handles to the next one. Source: the cuBLAS documentation on thread safety.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.errors import DeviceMemoryError
@@ -96,14 +95,10 @@ _cublas_lt = HandlePool(bindings.create_handle, bindings.destroy_handle)
 #: This thread's cuBLASLt handle on a device, the current one.
 handle = _cublas_lt.handle
 
-_NO_WORKSPACE = contextlib.nullcontext(0)
 
-
-def workspace(owner: int, stream: int, nbytes: int) -> AbstractContextManager[int]:
-    """Return the temporary memory of a handle's product on a stream: its address in a ``with`` block, 0 for none."""
-    if not nbytes:
-        return _NO_WORKSPACE
-    return memory.temporary(nbytes, _cublas_lt.devices[owner], stream)
+def device_of(owner: int) -> int:
+    """Return the device of a cuBLASLt handle, without asking the driver."""
+    return _cublas_lt.devices[owner]
 
 
 def reset() -> None:

@@ -18,6 +18,7 @@ CUBLASLT = KernelRow(
     cost_per_byte=13.0,
     summation=Summation.TENSOR_CORES,
     concatenates=True,
+    keeps_b=True,
     is_cublaslt=True,
     cuts_tf32=True,
     scales_float16=True,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from lowprec.backends.cuda import runtime
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, prepare_epilogue
 from lowprec.backends.cuda.mending import Mender, Mending, prepare_mending
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
@@ -13,10 +15,19 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
+from lowprec.planning.prepared import is_kept
 
 _INT32_BYTES = 4
 #: Of what lies in one block.
 _ALIGNMENT_BYTES = 256
+
+
+class KeptPacking(NamedTuple):
+    """A prepared operand as it is packed: the memory, and where the numbers and their exponents lie."""
+
+    block: Any
+    address: int
+    exponents: int
 
 
 class Staging:
@@ -28,6 +39,11 @@ class Staging:
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
+        self._plan = plan
+        #: How ``b`` is packed, by what, its bytes and those of its exponents.
+        self._packing_b: tuple[Packing, Packer, int, int] | None = None
+        self._scales_b = False
+        self._bytes_beside_b = 0
         #: Of the block.
         self.nbytes = 0
         #: Where it must be zero, and how far.
@@ -48,13 +64,20 @@ class Staging:
                     scaled = pack is not None and pack.scaled
                     room = self._room if scaled else self._zero
                     self._exponents[i] = room(_INT32_BYTES * layout.batch_count * rows)
-            for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
-                if pack is not None:
-                    self._operands[i] = start = self._room(pack.nbytes)
-                    launch = prepare_packing(packing(plan, stack, pack, descending=i == 0), device)
-                    self._packings.append((i, launch, start, self._exponents[i]))
             if call.staged:
                 self._product = self._room(call.product_bytes)
+            for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
+                # Of the block without ``b``, which is its end.
+                self._bytes_beside_b = self.nbytes
+                if pack is not None:
+                    self._operands[i] = start = self._room(pack.nbytes)
+                    found = packing(plan, stack, pack, descending=i == 0)
+                    launch = prepare_packing(found, device)
+                    self._packings.append((i, launch, start, self._exponents[i]))
+                    if i:
+                        beside = _INT32_BYTES * layout.batch_count * layout.n if pack.scaled else 0
+                        self._packing_b = (found, launch, pack.nbytes, beside)
+                        self._scales_b = pack.scaled
         self._write: EpilogueLauncher | None = None
         #: Of products of parts: what is not finite is computed again.
         self._mend: Mender | None = None
@@ -76,22 +99,60 @@ class Staging:
         self._zeros.append((start, nbytes))
         return start
 
-    def fill(self, block: int, arguments: Arguments) -> tuple[int, int, int]:
+    def kept(self, arguments: Arguments) -> KeptPacking | None:
+        """Return a prepared ``b`` as it is packed, made with the first product; None where each packs its own.
+
+        What a graph that is being captured makes would be the graph's, so nothing is made then. What is there it reads
+        whenever it runs, so that is held for good.
+        """
+        view, how = arguments.b, self._packing_b
+        if type(view) is not PreparedView or how is None or not is_kept(self._plan, view.mode):
+            return None
+        stream, (spec, pack, nbytes, exponents) = arguments.stream, how
+        key = (spec, exponents, view.address)
+        captured = runtime.is_capturing(stream)
+        if captured and key not in view.forms:
+            return None
+
+        def make() -> Form:
+            start = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            block = memory.allocate(start + exponents, view.device, stream)
+            pack(view.address, block.address, block.address + start, stream)
+            memory.synchronize(stream, view.device)  # other streams may read it
+            made = KeptPacking(block, block.address, block.address + start)
+            return Form(made, start + exponents)
+
+        found: KeptPacking = view.form(key, make)
+        if captured:
+            memory.keep((found,), stream, view.device)
+        return found
+
+    def nbytes_beside(self, kept: KeptPacking | None) -> int:
+        """Return the bytes of a block in which ``b`` has no room where it is kept."""
+        return self.nbytes if kept is None else self._bytes_beside_b
+
+    def fill(
+        self, block: int, arguments: Arguments, kept: KeptPacking | None = None
+    ) -> tuple[int, int, int]:
         """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
             runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
         a, b = operands = (arguments.a.address, arguments.b.address)
-        for i, pack, start, exponents in self._packings:
+        for i, pack, start, exponents in self._packings[: None if kept is None else -1]:
             pack(operands[i], block + start, block + exponents, stream)
         packed_a, packed_b = self._operands
         if packed_a is not None:
             a = block + packed_a
-        if packed_b is not None:
+        if kept is not None:
+            b = kept.address
+        elif packed_b is not None:
             b = block + packed_b
         return a, b, arguments.out.address if self._product is None else block + self._product
 
-    def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex) -> None:
+    def apply_epilogue(
+        self, block: int, arguments: Arguments, alpha: complex, kept: KeptPacking | None
+    ) -> None:
         """Queue the writing of the result, where the product is staged; the operands' scales are in ``alpha``."""
         if self._write is None or self._product is None:
             return
@@ -104,7 +165,7 @@ class Staging:
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
             block + self._exponents[0],
-            block + self._exponents[1],
+            block + self._exponents[1] if kept is None or not self._scales_b else kept.exponents,
             alpha,
             arguments.beta,
             arguments.stream,

@@ -457,8 +457,8 @@ def gemm(
     activation : {None, "relu", "gelu"}
         GELU in its tanh form.
     panels : Panels, optional
-        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous, unless its
-        rows are, too.
+        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous,
+        unless its rows are, too.
 
     Returns
     -------

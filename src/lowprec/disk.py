@@ -1,10 +1,10 @@
-"""What the backend keeps from one process to the next: compiled kernels, measured choices of algorithms.
+"""What the backends keep from one process to the next: compiled kernels, measured choices and costs.
 
 A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
 folder.
 
-What is read here runs on the GPU, so it must be what this user has put here. As ssh does with keys, folders and files
+What is read here may run on a GPU, so it must be what this user has put here. As ssh does with keys, folders and files
 that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
 no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
 decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
@@ -35,6 +35,24 @@ _OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
 def cache_directory() -> Path | None:
     """Return the folder of the cache, which need not exist; None, after a warning, if it is not known."""
+    found = _find_directory()
+    if isinstance(found, Path):
+        return found
+    _warn_once(f"lowprec has no cache on disk: {found}")
+    return None
+
+
+def exists(name: str) -> bool:
+    """Whether the cache has a file of this name. Nobody is warned of anything."""
+    folder = _find_directory()
+    try:
+        return isinstance(folder, Path) and (folder / name).exists()
+    except OSError:  # a folder that may not be read
+        return False
+
+
+def _find_directory() -> Path | str:
+    """Return the folder of the cache, or why it is not known, in words."""
     chosen = environment.cache_directory()
     try:
         if chosen is not None:
@@ -53,8 +71,7 @@ def cache_directory() -> Path | None:
         KeyError,
     ) as error:  # there is no home, or the system does not tell
         why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
-    _warn_once(f"lowprec has no cache on disk: {why} {_OWN_FOLDER}")
-    return None
+    return f"{why} {_OWN_FOLDER}"
 
 
 def read_bytes(name: str) -> bytes | None:
