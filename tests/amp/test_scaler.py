@@ -370,8 +370,9 @@ def test_views_are_read_and_written_in_place(view: str) -> None:
         assert whole.sum() - x.sum() == outside
 
 
-def test_an_out_that_overlaps_partly() -> None:
-    x = np.arange(1000, dtype=np.float32)
+@pytest.mark.parametrize("n", [1000, 300_000])
+def test_an_out_that_overlaps_partly(n: int) -> None:
+    x = np.arange(n, dtype=np.float32)
     expected = x[:-1] * np.float32(0.25)
     LossScaler(4.0).unscale(x[:-1], out=x[1:])
     np.testing.assert_array_equal(x[1:], expected)
