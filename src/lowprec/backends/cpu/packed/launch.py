@@ -146,7 +146,7 @@ def execute(launch: Launch, arguments: Arguments) -> None:
     )
     if launch.has_epilogue:
         _put_epilogue(job, arguments)
-        if arguments.c is not None:
+        if launch.matrices[3] is not None and arguments.c is not None:
             job[J.C] = arguments.c.address
     packed_bytes = launch.packed_bytes
     if type(arguments.b) is PreparedView and launch.panels is not None:
