@@ -21,7 +21,6 @@ from dask.highlevelgraph import HighLevelGraph
 from lowprec import dispatch, explain
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, ModeError, ShapeError
-from lowprec.formats import FLOAT32
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
 from lowprec.policy.emulation import emulate
@@ -116,12 +115,13 @@ def _plan(
 
     made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
     links = a.numblocks[-1] if a.ndim and b.ndim else 1
-    if rtol is None or links == 1 or not made.candidates:
+    summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
+    if rtol is None or links == 1 or not made.candidates or summed is None:
         return made
     # With e the error of each partial product, relative to its |A||B|, and g that of adding them up, in any order and
     # whatever their sizes, |C - AB| <= (e + g (1 + e)) |A||B|: by Cauchy and Schwarz, the norms of chunks add up to
     # no more than those of the whole. A chain of n products has n roundings: g = n u / (1 - n u).
-    u = (made.compute_dtype.accumulator.format or FLOAT32).unit_roundoff
+    u = summed.unit_roundoff
     growth = links * u / (1 - links * u)
     with contextlib.suppress(ModeError):
         return asked(rtol=(rtol - growth) / (1 + growth), bound=bound)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -437,6 +440,8 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
         scaler.unscale(good, out=np.ones(2))
     with pytest.raises(ArrayError, match="expected arrays in lists, tuples or dicts, got 'x'"):
         scaler.unscale(["x"])
+    with pytest.raises(ArrayError, match="no gradients to unscale"):
+        scaler.unscale({"w": None})
     good.flags.writeable = False
     with pytest.raises(ArrayError, match="out is read-only"):
         scaler.unscale(good, out=good)
@@ -501,6 +506,59 @@ def test_a_step_that_raises_may_be_repeated() -> None:
     with pytest.raises(KeyError, match="disk"):
         scaler.step(fails)
     assert scaler.step(lambda: 3) == 3
+
+
+def test_scalars_of_numpy_are_gradients() -> None:
+    scaler = LossScaler(4.0)
+    found = scaler.unscale({"b": np.float32([1, 7]).sum(), "c": np.full((), 6.0)})
+    assert (found["b"], found["b"].dtype, found["c"]) == (2.0, np.float32, 1.5)
+    scaler.update()
+    scaler.unscale([np.float32(np.nan)])
+    assert scaler.found_inf
+
+
+def test_a_traced_gradient_names_the_way_out() -> None:
+    jax = load_or_skip(Backend.JAX).jax
+    with pytest.raises(ArrayError, match=r"use lowprec\.amp\.functional inside jit"):
+        jax.jit(LossScaler().unscale)(jax.numpy.ones(2))
+
+
+def test_first_use_in_eight_threads() -> None:
+    code = (
+        "import threading, numpy as np\n"
+        "from lowprec.amp import LossScaler\n"
+        "bad, barrier = [], threading.Barrier(8)\n"
+        "def work(i):\n"
+        "    x = np.ones(300_000, np.float32)\n"
+        "    x[-1] = np.nan if i % 2 else 1\n"
+        "    scaler = LossScaler(2.0)\n"
+        "    barrier.wait()\n"
+        "    found = scaler.unscale(x)\n"
+        "    if scaler.found_inf is not bool(i % 2) or (found[:-1] != 0.5).any():\n"
+        "        bad.append(i)\n"
+        "threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print(bad)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_forked_child_goes_on() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    code = (
+        "import os, numpy as np\n"
+        "from lowprec.amp import LossScaler\n"
+        "x = np.ones(3_000_000, np.float32)\n"
+        "LossScaler(2.0).unscale(x)\n"
+        "child = os.fork()\n"
+        "good = (LossScaler(2.0).unscale(x) == 0.5).all()\n"
+        "if not child: os._exit(0 if good else 1)\n"
+        "print(good, os.waitpid(child, 0)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0"], done.stderr
 
 
 def test_one_scaler_for_several_optimizers() -> None:

@@ -192,3 +192,65 @@ def test_a_batch_through_the_front_door(rng: np.random.Generator) -> None:
     got = lowprec.matmul(a.swapaxes(1, 2), b[::-1], out=out, math_mode="bf16")
     assert got is out
     np.testing.assert_array_equal(out, want(a.swapaxes(1, 2), b[::-1]))
+
+
+@pytest.mark.parametrize("batch", [(), (5,)], ids=str)
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "names", [(), ("alpha",), ("c",), ("bias",), ("alpha", "c", "bias")], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_epilogues(
+    batch: Any, columns: bool, names: tuple[str, ...], dtype: str, rng: np.random.Generator
+) -> None:
+    """Whole numbers, so that any order of the sums has the same bits, in the one call or not."""
+    shape = (64, 40, 50)  # large enough for bfloat16 units
+    m, n, k = shape
+    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (rng.integers(-3, 4, (*batch, *s)).astype(np.float32) for s in ((m, k), (k, n)))
+    c = rng.integers(-9, 9, (m, n)).astype(stored)[:, ::-1]
+    bias = rng.integers(-9, 9, 2 * n).astype(stored)[::2]
+    out = np.zeros((*batch, n, m) if columns else (*batch, m, n), stored)
+    out = out.swapaxes(-1, -2) if columns else out
+    given: dict[str, Any] = {}
+    exact = want(a, b)
+    if "alpha" in names:
+        given["alpha"], exact = -2.0, -2 * exact
+    if "c" in names:
+        given |= {"c": c, "beta": 4.0}
+        exact = exact + 4 * c.astype(np.float64)
+    if "bias" in names:
+        given["bias"], exact = bias, exact + bias.astype(np.float64)
+    for activation in (None, "relu"):
+        lowprec.matmul(a, b, out=out, math_mode="bf16", activation=activation, **given)
+        right = np.maximum(exact, 0) if activation else exact
+        np.testing.assert_array_equal(
+            out.astype(np.float64), right.astype(np.float32).astype(stored).astype(np.float64)
+        )
+    if "c" in names and c.dtype == out.dtype:
+        out[...] = 3
+        lowprec.matmul(a, b, c=out, beta=4.0, out=out, math_mode="bf16")
+        right = want(a, b) + 12
+        np.testing.assert_array_equal(
+            out.astype(np.float64), right.astype(np.float32).astype(stored).astype(np.float64)
+        )
+
+
+@kernels
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_follows_one_product(
+    kernel: MicroKernel, rng: np.random.Generator, order: Any
+) -> None:
+    """With a single product, as with a batch: factors, an addend of rows, of columns or of both, a bias."""
+    if kernel.storage == "int8":
+        return  # its epilogue is NumPy's
+    a, b = whole_numbers(rng, kernel, 40, 48), whole_numbers(rng, kernel, 48, 36)
+    bias = rng.integers(-9, 9, 36).astype(np.float32)
+    for shape in ((40, 36), (36,), (40, 1)):
+        c = rng.integers(-9, 9, shape).astype(np.float32)
+        out = np.zeros((40, 36), np.float32, order=order)
+        for factors in ({"alpha": 2.0}, {"c": c, "beta": 3.0}, {"c": c, "beta": 0.5, "alpha": 2.0}):
+            for operand in (b, lowprec.prepare(b)):
+                lowprec.matmul(a, operand, out=out, bias=bias, out_dtype="float32", **factors)
+                right = factors.get("alpha", 1.0) * want(a, b) + factors.get("beta", 0.0) * c + bias
+                np.testing.assert_array_equal(out, right)

@@ -254,7 +254,7 @@ def test_writing_a_block_loses_no_nan(
     fields = {
         J.M: 32, J.N: end, J.OUT: out.ctypes.data,
         J.OUT_ROW_STRIDE: out.strides[0], J.OUT_COL_STRIDE: step * out.itemsize,
-        J.ALPHA: packed_gemm._float_bits(alpha), J.BETA: packed_gemm._float_bits(0.0),
+        J.ALPHA: packed_gemm.float_bits(alpha), J.BETA: packed_gemm.float_bits(0.0),
         J.ACTIVATION: J.ACTIVATIONS[activation], J.PLAIN: int(alpha == 1 and activation is None),
     }  # fmt: skip
     job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])

@@ -92,13 +92,13 @@ def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) 
 def test_the_next_product_reads_what_the_first_made(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, mode: str
 ) -> None:
-    b = numbers(rng, dtype, 130, 70)
+    b = numbers(rng, dtype, 170, 130)
     prepared = lowprec.prepare(b, math_mode=mode)
-    first = numbers(rng, dtype, 90, 130)
+    first = numbers(rng, dtype, 100, 170)
     assert is_kept(lowprec.plan(first, prepared, math_mode=mode))
     lowprec.matmul(first, prepared, math_mode=mode)
     # The next one has other extents, another epilogue and another result: none of it matters.
-    a, bias = numbers(rng, dtype, 200, 130), numbers(rng, dtype, 70)
+    a, bias = numbers(rng, dtype, 200, 170), numbers(rng, dtype, 130)
     want = lowprec.matmul(a, b, math_mode=mode, bias=bias, alpha=0.5)
     spoil(prepared)
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from lowprec import contractions
+from lowprec import contraction_recipes, contractions
 from lowprec.arrays import namespaces
 
 with_namespace = pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
@@ -152,9 +152,9 @@ def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = operands_of("ab,bc->ca")
     lowprec.einsum("ab,bc->ca", *operands)
-    before = contractions._recipe.cache_info().misses
+    before = contraction_recipes.recipe.cache_info().misses
     lowprec.einsum("ab,bc->ca", *operands)
-    assert contractions._recipe.cache_info().misses == before
+    assert contraction_recipes.recipe.cache_info().misses == before
 
 
 # -- tensordot, vecdot, linear --------------------------------------------------------------------

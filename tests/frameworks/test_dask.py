@@ -205,6 +205,11 @@ def test_a_chain_that_no_mode_keeps_within_rtol_is_refused() -> None:
         assert matmul(x.astype("float32"), x.T, rtol=1e-2).dtype == np.float32
 
 
+def test_sums_of_integers_are_exact_in_any_number_of_chunks() -> None:
+    x = da.ones((4, 64), chunks=(4, 4), dtype="int8")
+    assert (matmul(x, x.T, rtol=1e-7).compute(scheduler="sync") == 64).all()
+
+
 def test_k_chunk_reaches_each_chunk() -> None:
     x, y = draw(0, 6, 40), draw(1, 40, 5)
     a, b = da.from_array(x, chunks=20), da.from_array(y, chunks=20)

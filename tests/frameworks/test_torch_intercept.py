@@ -13,6 +13,7 @@ import pytest
 import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
+from interrupting import POLICY, at_every_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -32,6 +33,7 @@ def intercept(torch: Any) -> Any:
     before = attention_switches(torch)
     yield lt.intercept
     assert attention_switches(torch) == before
+    assert not torch.utils._python_dispatch._is_in_torch_dispatch_mode
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -347,6 +349,28 @@ def test_blocks_of_threads_that_overlap_put_attention_back_once(torch: Any, inte
 def test_an_error_inside_leaves_nothing(torch: Any, intercept: Any) -> None:
     with pytest.raises(ZeroDivisionError, match="division"), intercept("bf16"):
         1 / 0  # noqa: B018
+
+
+def test_an_interrupt_at_any_step_leaves_nothing(torch: Any, intercept: Any) -> None:
+    from torch.utils import _python_dispatch
+
+    from lowprec.torch import interception
+
+    before = attention_switches(torch)
+    x = torch.ones(2, 2)
+
+    def block() -> None:
+        with intercept("bf16"):
+            x @ x
+
+    def check() -> None:
+        assert attention_switches(torch) == before
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert not _python_dispatch._is_in_torch_dispatch_mode
+
+    block()  # what is looked up once
+    files = (interception.__file__, POLICY)
+    assert at_every_step(block, check, KeyboardInterrupt, files=files) > 50
 
 
 def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) -> None:

@@ -25,7 +25,11 @@ PACKAGE = Path(lowprec.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
 #: Read it too: the start-up hook runs in programs that may never import lowprec; what is set for C is put back.
-OTHER_READERS = {"cli/commands/run/startup/sitecustomize.py", "policy/c_environment.py"}
+OTHER_READERS = {
+    "policy/variables.py",
+    "cli/commands/run/startup/sitecustomize.py",
+    "policy/c_environment.py",
+}
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60

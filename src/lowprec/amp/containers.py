@@ -62,7 +62,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
     *others : container
         Of the same structure.
     numbers : bool
-        Whether a number of Python's or NumPy's may stand where an array may.
+        Whether a Python number may stand where an array may. NumPy's scalars always may, and become arrays.
 
     Raises
     ------
@@ -96,7 +96,9 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*row)
         return type(tree)(row)
-    if is_array(tree) or (numbers and isinstance(tree, int | float | np.generic)):
+    if isinstance(tree, np.generic):  # what NumPy's reductions return
+        tree = np.asarray(tree)
+    if is_array(tree) or (numbers and isinstance(tree, int | float)):
         return function(tree, *others)
     raise ArrayError(
         f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "

@@ -91,16 +91,29 @@ class LossScaler:
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic
         )
         self._enabled = bool(enabled)
-        self._scale = self._rule.limited(check_scale("init_scale", init_scale))
-        self._tracker = 0
         self._reduce = reduce
-        self._optimizers: dict[Hashable, _Optimizer] = {}
+        # One tuple, so that an interrupt never finds an update half done.
+        self._state: tuple[float, int, dict[Hashable, _Optimizer]] = (
+            self._rule.limited(check_scale("init_scale", init_scale)), 0, {},
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         if not self._enabled:
             return "LossScaler(enabled=False)"
         kind = "dynamic" if self._rule.dynamic else "static"
         return f"LossScaler(scale={self._scale:g}, {kind}, growth_tracker={self._tracker})"
+
+    @property
+    def _scale(self) -> float:
+        return self._state[0]
+
+    @property
+    def _tracker(self) -> int:
+        return self._state[1]
+
+    @property
+    def _optimizers(self) -> dict[Hashable, _Optimizer]:
+        return self._state[2]
 
     def get_scale(self) -> float:
         """Return the scale; 1 if the scaler is not enabled."""
@@ -164,7 +177,7 @@ class LossScaler:
         GradientTypeError
             If gradients are float16.
         DTypeError, ShapeError, ArrayError
-            If gradients are of another type, or do not fit to ``out``.
+            If gradients are of another type, do not fit to ``out``, are traced by JAX, or there is none.
         """
         if not self._enabled:
             return grads
@@ -238,15 +251,14 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._scale = self._rule.limited(check_scale("new_scale", new_scale))
+            scale = self._rule.limited(check_scale("new_scale", new_scale))
+            self._state = scale, self._tracker, {}
         elif not self._optimizers:
             raise ScalerStateError(
                 "update() before any gradients were unscaled; call unscale(grads) and step(fn) in each iteration"
             )
         else:
-            after = self._rule.next(self._scale, self._tracker, self.found_inf)
-            self._scale, self._tracker = after
-        self._optimizers = {}
+            self._state = *self._rule.next(self._scale, self._tracker, self.found_inf), {}
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
@@ -296,7 +308,7 @@ class LossScaler:
         if tracker < 0:
             raise SettingError(f"_growth_tracker counts steps from 0 on, got {quoted(tracker)}")
         scale = rule.limited(check_scale("scale", state_dict["scale"]))
-        self._rule, self._scale, self._tracker = rule, scale, tracker
+        self._rule, self._state = rule, (scale, tracker, self._optimizers)
 
 
 def _of(optimizer: Hashable) -> str:

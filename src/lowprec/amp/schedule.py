@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.amp.errors import SettingError
 from lowprec.errors import quoted
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import math_mode
+
+
+class _State(NamedTuple):
+    """Where a schedule stands; replaced as a whole, so that an interrupt never finds it half changed."""
+
+    steps: int = 0
+    stage: int = 0
+    waited: int = 0
+    lowest: float = math.inf
 
 
 class PrecisionSchedule:
@@ -75,16 +84,17 @@ class PrecisionSchedule:
         if not 0 <= threshold < 1:
             raise SettingError(f"threshold is a share from 0 to 1, got {quoted(threshold)}")
         self._threshold = threshold
-        self._steps = self._stage = self._waited = 0
-        self._lowest = math.inf
+        self._state = _State()
 
     def __repr__(self) -> str:
-        return f"PrecisionSchedule({self.mode}, stage {self._stage + 1} of {len(self._modes)})"
+        return (
+            f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
+        )
 
     @property
     def mode(self) -> MathMode:
         """The mode of the step that comes."""
-        return self._modes[self._stage]
+        return self._modes[self._state.stage]
 
     def scope(self) -> math_mode:
         """Return ``math_mode(self.mode)``, for the products of one step."""
@@ -103,29 +113,26 @@ class PrecisionSchedule:
         SettingError
             If the loss is needed and missing.
         """
+        steps, stage, waited, lowest = self._state
+        steps += 1
         if self._at is not None:
-            self._steps += 1
-            self._stage = sum(self._steps >= step for step in self._at)
+            self._state = _State(steps, sum(steps >= step for step in self._at))
             return
         if loss is None:
             raise SettingError("a schedule with patience= needs the loss: call update(loss)")
         value = float(loss)
-        self._steps += 1
-        if value < self._lowest - self._threshold * abs(self._lowest) or (
-            math.isinf(self._lowest) and value < self._lowest
-        ):
-            self._lowest, self._waited = value, 0
-            return
-        self._waited += 1
-        if self._waited >= self._patience and self._stage + 1 < len(self._modes):
-            self._stage, self._waited = self._stage + 1, 0
+        is_first = math.isinf(lowest) and value < lowest
+        if is_first or value < lowest - self._threshold * abs(lowest):
+            self._state = _State(steps, stage, 0, value)
+        elif waited + 1 >= self._patience and stage + 1 < len(self._modes):
+            self._state = _State(steps, stage + 1, 0, lowest)
+        else:
+            self._state = _State(steps, stage, waited + 1, lowest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, as plain values."""
-        lowest = self._lowest if math.isfinite(self._lowest) else None
-        return {
-            "steps": self._steps, "stage": self._stage, "waited": self._waited, "lowest": lowest,
-        }  # fmt: skip
+        lowest = self._state.lowest
+        return {**self._state._asdict(), "lowest": lowest if math.isfinite(lowest) else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another schedule of the same modes stood.
@@ -146,5 +153,5 @@ class PrecisionSchedule:
                 "same modes"
             )
         lowest = math.inf if state["lowest"] is None else float(state["lowest"])
-        self._steps, self._stage = int(state["steps"]), int(state["stage"])
-        self._waited, self._lowest = int(state["waited"]), lowest
+        steps, waited = int(state["steps"]), int(state["waited"])
+        self._state = _State(steps, int(state["stage"]), waited, lowest)

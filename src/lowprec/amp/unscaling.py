@@ -53,6 +53,8 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
         One flag per library and device; ``bool`` of a flag waits for its device.
     """
     arrays = leaves(grads)
+    if not arrays:
+        raise ArrayError("no gradients to unscale; pass a container with at least one array")
     targets = [None] * len(arrays) if out is None else _targets(grads, out)
     for array, target in zip(arrays, targets, strict=True):
         _check(array, target)
@@ -150,6 +152,8 @@ def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> No
     elements = sum(x.size for x, _ in flat)
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
     compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.can_compile()
+    # Compiled here, once, and not in each of the threads.
+    kernels = {x.dtype.name: _kernel(x.dtype.name) if compiled else None for x, _ in flat}
     # Taking the next element of a list's iterator is atomic.
     pieces = iter(
         [
@@ -163,7 +167,7 @@ def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> No
         # NumPy's error state belongs to the thread, so each worker silences its own.
         with np.errstate(all="ignore"):
             for x, out in pieces:
-                kernel = _kernel(x.dtype.name) if compiled else None
+                kernel = kernels[x.dtype.name]
                 step = functools.partial(_by_kernel, kernel) if kernel else _by_blocks
                 if step(x, out, inverse):
                     found.append(True)
@@ -238,6 +242,11 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    if any(isinstance(x, sys.modules["jax"].core.Tracer) for x in arrays):
+        raise ArrayError(
+            "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
+            "lowprec.amp.functional inside jit, or unscale what the compiled function returns"
+        )
     if any(out is not None for out in targets):
         raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
     return _jax_program()(list(arrays), inverse)  # type: ignore[no-any-return]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec import dispatch, policy
@@ -30,6 +36,89 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
 
 _Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
+
+
+_thread = threading.local()
+
+#: By which PyTorch's compiler knows that such a mode is active, and compiles nothing. They belong to the process, and
+#: modes of threads that overlap leave them wrong, so they are put back here.
+_FLAGS = [
+    name
+    for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
+    if hasattr(_python_dispatch, name)
+]
+
+#: The blocks of all threads that are open, and the flags outside of all.
+_open: dict[_Visit, None] = {}
+_outside: dict[str, bool] = {}
+
+
+class _Visit:
+    """One run of a block: what it has changed, and whether that was undone.
+
+    An interrupt may come at any line; what is done again then does the rest.
+    """
+
+    def __init__(self) -> None:
+        self._block = Block()
+        self._mode: TorchDispatchMode | None = None
+        self._depth = 0
+        #: To what a ``with`` statement calls at its end.
+        self.statement: ref[Any] | None = None
+
+    def enter(self, mode: TorchDispatchMode) -> None:
+        self._depth = _len_torch_dispatch_stack()
+        if not _open:
+            _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
+        self._mode = mode  # from here on there is something to undo
+        _open[self] = None
+        hold(self._block, [CONTROLLER], MathMode.FP32, False)
+        mode.__enter__()
+
+    def leave(self, *_: object) -> None:
+        try:
+            self._undo()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        mode = self._mode
+        if mode is None:
+            return
+        while _len_torch_dispatch_stack() > self._depth:
+            try:
+                mode.__exit__(None, None, None)
+            except IndexError:  # an interrupt has left the mode's own stack of flags one short
+                _python_dispatch._pop_mode()
+        _open.pop(self, None)
+        for name, value in _outside.items():
+            setattr(_python_dispatch, name, value or bool(_open))
+        release(self._block)
+        self._mode = self.statement = None
+
+
+class _Exit:
+    """``__exit__``: a ``with`` statement looks it up right before it enters, and drops what it got once it is over.
+
+    So the block is left, too, where an interrupt comes before the first line of what would leave it; see
+    ``policy.entries``.
+    """
+
+    def __get__(self, seen: intercept | None, owner: object = None) -> Callable[..., None]:
+        visit = _thread.prepared = _Visit()
+        leave = partial(_leave, visit) if seen is None else partial(_leave, visit, seen)
+        visit.statement = ref(leave, visit.leave)
+        return leave
+
+
+def _leave(visit: _Visit, seen: intercept, *exception: object) -> None:
+    visits = seen._visits
+    if visit in visits:
+        visits.remove(visit)
+    elif visits:  # looked up for its own sake: seen.__exit__(None, None, None)
+        visit = visits.pop()
+    visit.leave()
 
 
 class intercept:
@@ -64,27 +153,23 @@ class intercept:
     [('addmm', False, 1), ('mm', True, 1)]
     """
 
+    __exit__ = _Exit()
+
     def __init__(self, math_mode: str | MathMode) -> None:
         self.math_mode = parse_mode(math_mode)
         self._mode = _Intercepting(self.math_mode)
-        self._blocks: list[Block] = []
+        self._visits: list[_Visit] = []
 
     def __enter__(self) -> intercept:
-        block = Block()
+        visit = getattr(_thread, "prepared", None) or _Visit()
+        _thread.prepared = None
         try:
-            hold(block, [CONTROLLER], MathMode.FP32, False)
-            self._mode.__enter__()
-            self._blocks.append(block)
+            visit.enter(self._mode)
+            self._visits.append(visit)
             return self
-        except BaseException:
-            release(block)
+        except BaseException:  # an interrupt
+            visit.leave()
             raise
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._mode.__exit__(*exception)
-        finally:
-            release(self._blocks.pop())
 
     def report(self) -> InterceptionReport:
         """Return which products were taken so far, and which passed by and why."""

@@ -96,6 +96,11 @@ _cublas_lt = HandlePool(bindings.create_handle, bindings.destroy_handle)
 handle = _cublas_lt.handle
 
 
+def device_of(owner: int) -> int:
+    """Return the device of a cuBLASLt handle, without asking the driver."""
+    return _cublas_lt.devices[owner]
+
+
 def reset() -> None:
     """Destroy all handles; no thread may be using one."""
     with contextlib.ExitStack() as stack:

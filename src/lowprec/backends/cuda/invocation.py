@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import bindings, memory, runtime
+from lowprec.backends.cuda import bindings, handles, memory
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
@@ -160,7 +160,7 @@ class Invocation:
         algorithm, needed_bytes, _ = self._chosen
         workspace, nbytes = room
         if nbytes < needed_bytes:
-            with memory.temporary(needed_bytes, runtime.current_device(), stream) as own:
+            with memory.temporary(needed_bytes, handles.device_of(handle), stream) as own:
                 room = (own, needed_bytes)
                 self.queue(handle, stream, alpha, beta, places, room, operation)
             return

@@ -144,6 +144,10 @@ def execute(launch: Launch, arguments: Arguments) -> None:
         arguments.b.address,
         arguments.out.address,
     )
+    if launch.has_epilogue:
+        _put_epilogue(job, arguments)
+        if launch.matrices[3] is not None and arguments.c is not None:
+            job[J.C] = arguments.c.address
     packed_bytes = launch.packed_bytes
     if type(arguments.b) is PreparedView and launch.panels is not None:
         panels = launch.panels(arguments)

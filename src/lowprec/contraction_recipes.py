@@ -1,0 +1,181 @@
+"""How an einsum runs: its steps, each one product, with the axes arranged before and after; kept per shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from lowprec.arrays.namespaces import namespace_of
+from lowprec.errors import ShapeError, UnsupportedError, quoted
+
+#: Recipes that are kept.
+_RECIPES = 1024
+
+
+class _Side(NamedTuple):
+    """How an operand of a step is made ready: its diagonals, the order of its axes, the sums over the last of them."""
+
+    diagonals: tuple[tuple[int, int], ...]
+    order: tuple[int, ...]
+    rows: int  # elements per sum's factor: what is left when the last axes are summed
+    terms: int | None  # how many elements each sum has; None where nothing is summed
+    shape: tuple[int, ...]
+
+    def made_ready(self, x: Any, multiply: Any) -> Any:
+        xp = namespace_of(x)
+        for first, second in self.diagonals:
+            x = xp.diagonal(x, first, second)
+        if self.terms is None:
+            return xp.arranged(x, self.order, self.shape)
+        matrix = xp.arranged(x, self.order, (self.rows, self.terms))
+        return xp.reshaped(multiply(matrix, xp.ones(self.terms, like=x)), self.shape)
+
+
+class Step(NamedTuple):
+    """One product: the values that it takes, and what becomes of them. Values are numbered in order of appearance."""
+
+    takes: tuple[int, ...]
+    sides: tuple[_Side, ...]  # two, or one operand that is summed and arranged alone
+    elementwise: bool  # no axis is summed, and none is the one operand's alone
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def run(self, values: dict[int, Any], multiply: Any) -> Any:
+        """Return the product of the values that it takes, which are gone then."""
+        x, *others = [
+            side.made_ready(values.pop(i), multiply)
+            for i, side in zip(self.takes, self.sides, strict=True)
+        ]
+        for y in others:
+            x = x * y if self.elementwise and _multiply_alike(x, y) else multiply(x, y)
+        xp = namespace_of(x)
+        return xp.permuted(xp.reshaped(x, self.shape), self.order)
+
+
+def _multiply_alike(x: Any, y: Any) -> bool:
+    """Whether the library's own product of elements is what a matrix product of one term would be."""
+    return type(x) is type(y) and x.dtype == y.dtype and "int" not in str(x.dtype)
+
+
+class _Term(NamedTuple):
+    """A value while the recipe is made: its number, the names of its axes and their lengths."""
+
+    number: int
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=_RECIPES)
+def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
+    """Return the steps for operands of these shapes, in the order that opt_einsum finds. Cached."""
+    terms, output, path = _parse(subscripts, shapes, order)
+    steps: list[Step] = []
+    count = len(terms)
+    for contraction in path:
+        picked = [terms.pop(i) for i in sorted(contraction, reverse=True)][::-1]
+        while picked:
+            taken, picked = picked[:2], picked[2:]
+            others = [*terms, *picked]
+            wanted = set(output).union(*(term.names for term in others))
+            names = dict.fromkeys(name for term in taken for name in term.names if name in wanted)
+            step, term = _step(taken, tuple(names) if others else output, count)
+            steps.append(step)
+            count += 1
+            if not picked:
+                terms.append(term)
+            else:
+                picked.insert(0, term)
+    return tuple(steps)
+
+
+def _parse(
+    subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any
+) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+    try:
+        import opt_einsum
+    except ModuleNotFoundError:
+        raise UnsupportedError(
+            'einsum needs opt_einsum, which is not installed: pip install "lowprec[einsum]"'
+        ) from None
+    try:
+        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes), shapes=True)
+        path, _ = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ShapeError(
+            f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}"
+        ) from None
+    texts = enumerate(zip(inputs.split(","), shapes, strict=True))
+    return [_Term(i, tuple(text), shape) for i, (text, shape) in texts], tuple(output), path
+
+
+def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step, _Term]:
+    """Return the step that multiplies one or two values, and what it makes, which has that number."""
+    cleaned = [_without_repeats(term) for term in taken]
+    axes = [dict(zip(names, lengths, strict=True)) for _, names, lengths in cleaned]
+    lengths = {name: max(a.get(name, 0) for a in axes) for a in axes for name in a}
+    for name in lengths:  # an axis of length 1 broadcasts
+        if len({a[name] for a in axes if name in a}) > 1:
+            axes = [{n: x for n, x in a.items() if n != name or x != 1} for a in axes]
+    lengths = {name: length for a in axes for name, length in a.items()}
+    left, right = axes[0], axes[-1]
+    both = [name for name in left if name in right] if len(axes) > 1 else []
+    batch, summed = [n for n in both if n in kept], [n for n in both if n not in kept]
+    m = [n for n in left if n in kept and n not in both]
+    n = [name for name in right if name in kept and name not in both] if len(axes) > 1 else []
+    arrangements = [(m, summed), (summed, n)] if len(axes) > 1 else [(m,)]
+    sides = tuple(
+        _side(term, diagonals, axis, batch, groups)
+        for (diagonals, *term), axis, groups in zip(cleaned, axes, arrangements, strict=True)
+    )
+    have = [*batch, *m, *n]
+    step = Step(
+        tuple(term.number for term in taken),
+        sides,
+        elementwise=not (summed or m or n),
+        shape=tuple(lengths[name] for name in have),
+        order=tuple(have.index(name) for name in kept),
+    )
+    return step, _Term(number, kept, tuple(lengths[name] for name in kept))
+
+
+def _without_repeats(
+    term: _Term,
+) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:
+    """Return the diagonals to take so that no axis has another one's name, and the names and lengths after that."""
+    names, lengths, diagonals = list(term.names), list(term.lengths), []
+    for name in dict.fromkeys(names):
+        while names.count(name) > 1:
+            first = names.index(name)
+            second = names.index(name, first + 1)
+            diagonals.append((first, second))
+            length = lengths[first]
+            for i in (second, first):
+                del names[i], lengths[i]
+            names.append(name)
+            lengths.append(length)
+    return tuple(diagonals), tuple(names), tuple(lengths)
+
+
+def _side(
+    term: Sequence[Any],
+    diagonals: tuple[tuple[int, int], ...],
+    axes: dict[str, int],
+    batch: list[str],
+    groups: tuple[list[str], ...],
+) -> _Side:
+    """Return how an operand becomes a stack of matrices: an axis for each of ``batch``, and one for each group."""
+    names, _ = term
+    placed = [*batch, *(name for group in groups for name in group)]
+    gone = [name for name in names if name not in axes]
+    summed = [name for name in axes if name not in placed]
+    shape = [axes[name] for name in batch]
+    shape += [prod(axes[name] for name in group) for group in groups]
+    return _Side(
+        diagonals,
+        order=tuple(names.index(name) for name in (*gone, *placed, *summed)),
+        rows=prod(shape),
+        terms=prod(axes[name] for name in summed) if summed else None,
+        shape=tuple(shape),
+    )
