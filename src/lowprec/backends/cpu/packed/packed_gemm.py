@@ -45,7 +45,7 @@ from lowprec.errors import BackendError
 from lowprec.formats import dtype_from_name
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.packing import Scheme
+    from lowprec.backends.cpu.packed.tile_rows import Scheme
     from lowprec.backends.cpu.packed.prepared_panels import Panels
 
 
@@ -104,7 +104,7 @@ _TILE_CONFIG = _tile_config()
 
 
 def _scheme(micro_kernel: MicroKernel, dtype: str, rounding: str, offset: int) -> Scheme:
-    from lowprec.backends.cpu.packed.packing import SCHEMES
+    from lowprec.backends.cpu.packed.tile_rows import SCHEMES
 
     # 16-bit storage stays what it is, beside float32 in whatever mode.
     scheme = SCHEMES.get((dtype, rounding)) or SCHEMES.get((dtype, "exact"))
