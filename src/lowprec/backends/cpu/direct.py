@@ -19,6 +19,37 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import casting, direct_gelu, epilogue, numba_import, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
+from lowprec.backends.cpu.direct_job import (
+    A_K_STEP,
+    A_ROW_STEP,
+    ACTIVATION,
+    AT_A,
+    AT_B,
+    AT_BIAS,
+    AT_BLOCK,
+    AT_C,
+    BATCH_BIAS,
+    BATCH_COUNT,
+    BATCH_FACTORS,
+    BATCH_JOB,
+    BATCH_PRODUCT,
+    BATCH_SHARE,
+    BATCH_TABLE,
+    BATCH_WORDS,
+    BIAS,
+    CAST_SCRATCH,
+    GELU,
+    OUT_COL_STRIDE,
+    OUT_ROW_STRIDE,
+    RELU,
+    WORDS,
+    A,
+    B,
+    C,
+    K,
+    M,
+    N,
+)
 from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.stacks import stacks_of
@@ -27,49 +58,7 @@ from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 
-# --- the words of a job; strides and steps are in bytes ---------------------------------------
-
-M, N, K = range(3)
-#: The first words of the matrices that are cast, and those that each has. `CAST` is the address of what casts, 0 for
-#: float64 that stays what it is.
-A, B, C, BIAS = range(3, 23, 5)
-ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
-(
-    A_ROW_STEP,  # of A once cast
-    A_K_STEP,
-    OUT_ROW_STRIDE,
-    OUT_COL_STRIDE,
-    ACTIVATION,
-    AT_A,  # places in the scratch memory
-    AT_B,
-    AT_C,
-    AT_BIAS,
-    AT_BLOCK,
-) = range(23, 33)
-_WORDS = 40
-
-#: As `ACTIVATION` says it. GELU of float64 is left to NumPy.
-RELU, GELU = 1, 2
-
-BATCH_NEXT = 0  # the next product; written by the threads
-(
-    BATCH_JOB,
-    BATCH_PRODUCT,  # the kernel
-    BATCH_COUNT,
-    BATCH_SHARE,  # how many a thread takes at a time
-    BATCH_TABLE,  # the addresses of a, b, out and c for each product
-    BATCH_BIAS,
-    BATCH_FACTORS,
-) = range(8, 15)
-_BATCH_WORDS = 16
-
 _ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
-
-#: Element types of results, by the number that the kernels know them by, and their bytes.
-OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)
-
-#: The scratch memory begins with what a cast needs, and goes on with what it has made where that is to be widened.
-CAST_SCRATCH = casting.SCRATCH_BYTES
 
 #: Vectors are read and written as a whole, and may begin with the last element of a matrix.
 _PAD = 256
@@ -85,7 +74,7 @@ _PAYS_TO_IMPORT = 0.5
 #: Multiplications of a batch that pay for waking a thread, and those that a thread takes at a time.
 _PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
 
-_Job, _Batch = ctypes.c_int64 * _WORDS, ctypes.c_int64 * _BATCH_WORDS
+_Job, _Batch = ctypes.c_int64 * WORDS, ctypes.c_int64 * BATCH_WORDS
 _Factors = ctypes.c_double * 2
 
 _waited, _is_broken = 0.0, False

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu import casting_kernels, direct_gelu
-from lowprec.backends.cpu import direct as D
+from lowprec.backends.cpu import direct_job as D
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import (
     F32,

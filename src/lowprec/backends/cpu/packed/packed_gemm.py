@@ -45,8 +45,8 @@ from lowprec.errors import BackendError
 from lowprec.formats import dtype_from_name
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.tile_rows import Scheme
     from lowprec.backends.cpu.packed.prepared_panels import Panels
+    from lowprec.backends.cpu.packed.tile_rows import Scheme
 
 
 @dataclass(frozen=True, slots=True)
