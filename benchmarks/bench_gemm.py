@@ -280,6 +280,8 @@ def main() -> int:
     quick, no_extras = arguments.quick, arguments.no_extras
     if no_extras and isolation.visible_extras():
         return isolation.run(sys.argv)
+    if handicap := machine.numpy_handicap():
+        print(f"warning: what is compared with NumPy is flattered: {handicap}", file=sys.stderr)
     shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
     rows, claims = [], []
     left_out: set[str] = set()

@@ -32,7 +32,7 @@ LIBRARIES = (
 
 #: Variables that set the number of threads or the instruction set of a library.
 VARIABLES = (
-    "JAX_PLATFORMS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "JAX_PLATFORMS", "LOWPREC_MAX_CPU_ISA", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
 )  # fmt: skip
 
@@ -49,6 +49,14 @@ def cpu_flags() -> list[str]:
     from lowprec.backends.cpu import cpuinfo
 
     return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
+
+
+def numpy_handicap() -> str:
+    """Return a sentence where NumPy's OpenBLAS has lesser kernels than the processor deserves, else an empty one."""
+    import lowprec
+
+    found = (text for text in lowprec.info()["warnings"] if text.startswith("NumPy's OpenBLAS has"))
+    return next(found, "")
 
 
 def has_amx() -> bool:

@@ -27,8 +27,13 @@ from lowprec import errors, modes
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.planning import rendering
+from lowprec.backends.cpu.openblas import core_type
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
+from lowprec.formats import DType
+from lowprec.planning import Capabilities, OperandSpec, rendering
 from lowprec.planning.gpus import MODELS
+from lowprec.planning.kernels import choose_kernel
+from lowprec.planning.layout import gemm_layout
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
@@ -89,6 +94,50 @@ def kernel_table() -> str:
         for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
+
+
+#: Generations of processors and the flags that they brought, for products.
+_AVX2 = frozenset({"avx2", "fma"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
+_AMX = _BF16 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8"}
+GENERATIONS = (
+    ("Intel Haswell to Comet Lake, AMD Zen to Zen 3", "AVX2", _AVX2),
+    ("Intel Alder Lake to Arrow Lake", "AVX2, AVX-VNNI", _AVX2 | {"avx_vnni"}),
+    ("Intel Skylake-SP", "AVX-512", _AVX512),
+    ("Intel Cascade Lake, Ice Lake, Tiger Lake", "AVX-512, VNNI", _VNNI),
+    ("Intel Cooper Lake, AMD Zen 4 and Zen 5", "AVX-512, VNNI, BF16", _BF16),
+    ("Intel Sapphire Rapids and later Xeons", "AMX, AVX-512, VNNI, BF16", _AMX),
+    ("AArch64 on Linux or Windows", "-", frozenset()),
+)
+
+
+def generation_table() -> str:
+    """Return which kernel multiplies large matrices on each generation of processors."""
+    header = [
+        "processors",
+        "units",
+        "OpenBLAS's kernels",
+        "`fp32`",
+        "`tf32`, `fp16`",
+        "`bf16`",
+        "int8",
+    ]
+    rows = []
+    for processors, units, flags in GENERATIONS:
+        found = {kernel.name for kernel in MICRO_KERNELS if kernel.cpu_flags <= flags}
+        able = Capabilities("cpu", processors, KERNELS, frozenset(found | {"openblas", "numba"}))
+        kernels = [_code(_chosen(able, fmt)) for fmt in ("float32", "tf32", "bfloat16", "int8")]
+        assert _chosen(able, "tf32") == _chosen(able, "float16")
+        rows.append([processors, units, core_type(flags) or "its own choice", *kernels])
+    return table(header, rows)
+
+
+def _chosen(able: Capabilities, fmt: str) -> str:
+    dtype = DType.INT8 if fmt == "int8" else DType.FLOAT32
+    square = OperandSpec.contiguous(dtype, (1024, 1024))
+    return choose_kernel(fmt, able, gemm_layout(square, square)).kernel.name
 
 
 def emulation_table() -> str:
@@ -207,6 +256,7 @@ def snippets() -> dict[Path, str]:
         "aliases.md": alias_table(),
         "variables.md": variable_table(),
         "kernels.md": kernel_table(),
+        "generations.md": generation_table(),
         "emulation.md": emulation_table(),
         "gpus.md": gpu_table(),
         "guard.md": guard_table(),

@@ -30,7 +30,7 @@ exclude_patterns = ["_build", "_generated"]
 nitpicky = False
 
 # What parts of lowprec are for; the pages are built without them.
-autodoc_mock_imports = ["dask", "jax", "torch"]
+autodoc_mock_imports = ["dask", "torch"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

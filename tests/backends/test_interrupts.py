@@ -145,12 +145,15 @@ def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyP
         lowprec.matmul(a, b, out=out, math_mode=mode)
 
     call()
-    for error in interrupts.interrupted(call):
+    for number, error in enumerate(interrupts.interrupted(call)):
         assert type(error) is interrupts.Interrupt
         out[...] = 7
         time.sleep(0.001)
         assert (out == 7).all()
-        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
+        # What an interrupt leaves wrong, the next ones meet as well.
+        if number % 8 == 0:
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
+    np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
 
 
 @posix
@@ -188,7 +191,7 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         return 0
 
     kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = packed_gemm._Cut(
+    cut = packed_gemm.Cut(
         (), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0
     )
     for error in interrupts.interrupted(

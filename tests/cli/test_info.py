@@ -17,7 +17,7 @@ from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
-from lowprec.cli.machine import conditions
+from lowprec.cli.machine import conditions, describe
 from lowprec.planning import KernelRow
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
@@ -78,6 +78,16 @@ def test_tile_units_are_told_as_the_plan_uses_them() -> None:
     # After the plan, which has asked the machine.
     (cpu,) = info()["devices"]
     assert _named(cpu["instruction_sets"], "amx_bf16")["used"] is uses
+
+
+def test_what_was_measured_names_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_module, "features", lambda: {"avx512_bf16", "avx512_vnni"})
+    found = conditions(load())
+    units = [micro_kernels.AVX512_BF16.unit, micro_kernels.AVX512_VNNI.unit]
+    assert found["units"] == units
+    assert f", {', '.join(units)}, " in describe(found)
+    monkeypatch.setattr(cpu_module, "features", frozenset)
+    assert ", FP32 units alone, " in describe(conditions(load()))
 
 
 @pytest.mark.parametrize("name", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])

@@ -194,6 +194,17 @@ def test_vmap(jax: Any, a: Any, b: Any, in_axes: Any) -> None:
     close(found, jax.vmap(jax.numpy.matmul, in_axes=in_axes)(x, y))
 
 
+def test_contractions(jax: Any) -> None:
+    x, y = operands((2, 3, 4), (2, 4, 5))
+
+    def loss(einsum: Any, **keywords: Any) -> Any:
+        return jax.jit(jax.grad(lambda a: (einsum("bij,bjk->ik", a, y, **keywords) ** 2).sum()))(x)
+
+    pytest.importorskip("opt_einsum", reason="opt_einsum is not installed")
+    close(loss(lowprec.einsum, math_mode="bf16"), loss(jax.numpy.einsum))
+    close(jax.jit(lowprec.linear)(x[0], y[0].T), x[0] @ y[0])
+
+
 def test_linear_transpose(jax: Any) -> None:
     x, y = operands((2, 3, 4), (4, 5))
     out = np.ones((2, 3, 5))

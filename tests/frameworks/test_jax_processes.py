@@ -233,3 +233,17 @@ with lowprec.math_mode("bf16"):
 assert ambient.mode() == "fp32" and float(f(x)[0, 0]) == FP32
 """
         )
+
+
+def test_an_older_jax_is_refused() -> None:
+    run("""
+import jax, numpy as np, lowprec
+jax.__version_info__ = (0, 10, 0)
+try:
+    jax.jit(lambda x: lowprec.matmul(x, x))(np.ones((2, 2), np.float32))
+except lowprec.UnsupportedError as error:
+    assert "too old" in str(error)
+else:
+    raise SystemExit("accepted")
+assert (lowprec.matmul(jax.numpy.ones((2, 2)), np.ones((2, 2), np.float32)) == 2).all()
+""")

@@ -564,3 +564,15 @@ def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.M
         "fp16": False,
     }
     assert not all(c["met"] for c in bench.accuracy_claims(rows))
+
+
+@pytest.mark.parametrize("core_type", ["Haswell", "SkylakeX", None])
+def test_a_numpy_below_the_machine_is_warned_of(
+    core_type: str | None, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = importlib.import_module("lowprec.backends.cpu.info")
+    flags = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
+    monkeypatch.setattr(cpu.cpuinfo, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(cpu, "_numpys_core_type", lambda: core_type)
+    machine = load("machine")
+    assert ("kernels for Haswell" in machine.numpy_handicap()) == (core_type == "Haswell")

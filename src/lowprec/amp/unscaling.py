@@ -151,7 +151,7 @@ def _strided(x: Any, out: Any, inverse: Any) -> bool:
 def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> None:
     elements = sum(x.size for x, _ in flat)
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.has_kernels()
+    compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.can_compile()
     # Compiled here, once, and not in each of the threads.
     kernels = {x.dtype.name: _kernel(x.dtype.name) if compiled else None for x, _ in flat}
     # Taking the next element of a list's iterator is atomic.

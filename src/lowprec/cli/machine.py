@@ -19,6 +19,7 @@ def conditions(load: Load) -> dict[str, Any]:
         "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
         "load_average": load.average,
         "tile_units": any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_tile"),
+        "units": cpu["units"],
         "blas": facts["blas"]["name"],
         "versions": versions,
     }
@@ -27,10 +28,10 @@ def conditions(load: Load) -> dict[str, Any]:
 def describe(found: dict[str, Any]) -> str:
     """Return the conditions as one line."""
     machine, versions = found["machine"], found["versions"]
-    units = "in use" if found["tile_units"] else "not used"
+    units = ", ".join(found["units"]) or "FP32 units alone"
     openblas = versions.get("scipy_openblas64")
     own = f", OpenBLAS {openblas}" if openblas else ""
     return (
-        f"{machine['name']}, tile units (AMX) {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
+        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
         f"NumPy {versions['numpy']} ({found['blas']}){own}"
     )

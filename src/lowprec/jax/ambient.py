@@ -13,9 +13,16 @@ from contextvars import Context
 import jax
 
 from lowprec import policy
-from lowprec.errors import EnvironmentVariableError, ModeError
+from lowprec.errors import EnvironmentVariableError, ModeError, UnsupportedError
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.policy import entries
+
+_OLDEST = (0, 10, 1)  # whose contexts have a value for the whole process
+if jax.__version_info__ < _OLDEST:
+    raise UnsupportedError(
+        f"JAX {jax.__version__} is too old for lowprec's product inside of it; install "
+        f"{'.'.join(map(str, _OLDEST))} or newer, or call lowprec outside of jit, grad, vmap and other transforms"
+    )
 
 #: The answers for these tell those for all others: without an argument, of a forced mode (then all are that one), of a
 #: guard (only those of full FP32 stay), of NVIDIA_TF32_OVERRIDE.
@@ -33,8 +40,8 @@ _context = jax.make_user_context(Context().run(_modes))
 
 #: What it puts back on leaving is that the thread has no value of its own, whichever thread that is.
 _outside = _context("")
-with _outside:
-    pass
+_outside.__enter__()
+_outside.__exit__(None, None, None)
 
 
 def _note(whole_process: bool = False) -> None:

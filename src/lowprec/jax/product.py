@@ -66,7 +66,7 @@ def matmul(
     --------
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w: matmul(jnp.eye(2), w, math_mode="bf16").sum()
-    >>> jax.jit(jax.grad(loss))(jnp.ones((2, 2)))
+    >>> jax.jit(jax.grad(loss))(jnp.ones((2, 2), "float32"))
     Array([[1., 1.],
            [1., 1.]], dtype=float32)
     """

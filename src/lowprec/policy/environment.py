@@ -110,6 +110,7 @@ def refresh() -> None:
     _taken.clear()
     if entries.changed is not None:
         entries.changed(True)
+        _taken.clear()  # whoever was told has looked, and was no use of a mode
 
 
 class VariableRow(NamedTuple):

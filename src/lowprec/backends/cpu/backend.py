@@ -9,14 +9,14 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from lowprec.arrays import ArrayView, Device
+from lowprec.arrays import CPU, ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import buffers, fp32_units
+from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import
 from lowprec.backends.cpu.packed import executor as packed
-from lowprec.backends.cpu.packed import launch
+from lowprec.backends.cpu.packed import launch, micro_kernels
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, plan_gemm
 
 _BY_UNITS = (packed.execute, launch.execute)
 
@@ -38,8 +38,23 @@ def prepare(plan: GemmPlan) -> Executor:
         return _nothing
     if plan.layout.k == 0:
         return functools.partial(fp32_units.execute, plan)
+    row = plan.kernel_row
+    if (row.micro_kernel or row.matrix_vector) and _numba_has_failed():
+        return prepare(_without_numba(plan))
     make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
     return make(plan)
+
+
+def _numba_has_failed() -> bool:
+    return bool(numba_import.failure()) or (casting.has_kernels() and numba_import.fails())
+
+
+def _without_numba(plan: GemmPlan) -> GemmPlan:
+    """Return the plan of a product on what the CPU can do now that importing numba has failed."""
+    casting.has_kernels.cache_clear()
+    micro_kernels.obstacle.cache_clear()
+    device.forget()
+    return plan_gemm(plan.problem, device.capabilities(CPU), plan.mode)
 
 
 def _nothing(_: Arguments) -> None:

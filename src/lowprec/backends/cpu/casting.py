@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import buffers, numba_import, threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import NumberFormat, dtype_from_name
@@ -48,7 +48,17 @@ def has_kernels() -> bool:
         if not raised_in(error, "importlib.util"):
             raise
         return False
-    return found and not environment.numba_is_off()
+    return found and not environment.numba_is_off() and not numba_import.failure()
+
+
+def can_compile() -> bool:
+    """Whether the kernels can be compiled here, as importing numba for them tells."""
+    if not has_kernels():
+        return False
+    if numba_import.fails():
+        has_kernels.cache_clear()
+        return False
+    return True
 
 
 def kernels() -> Any:
@@ -129,7 +139,9 @@ def _pays(elements: int, to: NumberFormat | None) -> bool:
     """Whether the kernels are there, and compiled or worth it."""
     if to is None and elements < _PAYS_TO_CALL:
         return False
-    return has_kernels() and (_KERNELS in sys.modules or elements >= _PAYS_TO_IMPORT)
+    if _KERNELS in sys.modules:
+        return has_kernels()
+    return elements >= _PAYS_TO_IMPORT and can_compile()
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:

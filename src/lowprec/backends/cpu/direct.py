@@ -17,7 +17,7 @@ import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, direct_gelu, epilogue, threads
+from lowprec.backends.cpu import casting, direct_gelu, epilogue, numba_import, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.fp32_units import rounding_format
 from lowprec.backends.cpu.kernel_rows import DIRECT
@@ -136,8 +136,11 @@ def _pays(seconds: float) -> bool:
 
 
 def _has_kernels() -> bool:
-    """Import the kernels; False where numba is installed but does not work, which larger products complain of."""
+    """Import the kernels; False where numba is installed but does not work."""
     global _is_broken
+    if numba_import.fails():
+        _is_broken = True
+        return False
     try:
         importlib.import_module(_KERNELS)
     except ImportError:

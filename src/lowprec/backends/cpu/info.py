@@ -14,7 +14,12 @@ from lowprec.arrays import CPU
 from lowprec.backends.cpu import cpuinfo, openblas, threads
 from lowprec.backends.cpu.device import capabilities, features
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, obstacle
+from lowprec.backends.cpu.packed.micro_kernels import (
+    AMX_BF16,
+    AVX512_BF16,
+    MICRO_KERNELS,
+    obstacle,
+)
 from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import environment
 
@@ -24,7 +29,12 @@ def info() -> dict[str, Any]:
     try:
         hidden = cpuinfo.hidden_flags()
     except EnvironmentVariableError:  # told with the variables; products raise it
-        device = {**_device(), "instruction_sets": [], "costs": {"measured": [], "kernels": {}}}
+        device = {
+            **_device(),
+            "instruction_sets": [],
+            "units": [],
+            "costs": {"measured": [], "kernels": {}},
+        }
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
@@ -42,7 +52,12 @@ def info() -> dict[str, Any]:
     warnings += _blas_below_the_machine(blas["core_type"])
     return {
         "devices": [
-            {**_device(), "instruction_sets": _instruction_set_rows(hidden), "costs": _costs()}
+            {
+                **_device(),
+                "instruction_sets": _instruction_set_rows(hidden),
+                "units": _units(),
+                "costs": _costs(),
+            }
         ],
         "versions": {"scipy_openblas64": None if library is None else library.version},
         "blas": blas,
@@ -73,6 +88,13 @@ def _costs() -> dict[str, Any]:
         for row in rows
     }
     return {"measured": sorted(able.measured), "kernels": kernels}
+
+
+def _units() -> list[str]:
+    """Return the units for 16 and 8 bits that products run on, without repetition."""
+    found = features()
+    here = (kernel.unit for kernel in MICRO_KERNELS if kernel.name in found)
+    return list(dict.fromkeys(here))
 
 
 def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:

@@ -38,13 +38,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.cutting import STREAM_BYTES, Cut, cut_of, shift_of
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.execution import resolve
 from lowprec.errors import BackendError
 from lowprec.formats import dtype_from_name
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.packing import Scheme
+    from lowprec.backends.cpu.packed.tile_rows import Scheme
     from lowprec.backends.cpu.packed.prepared_panels import Panels
 
 
@@ -74,17 +75,6 @@ def operand_of(x: Any) -> Operand:
     return Operand(x.ctypes.data, x.dtype.name, row_stride // x.itemsize, col_stride // x.itemsize)
 
 
-# --- how a product is cut ---------------------------------------------------------------------
-
-# Strides that are a power of two put the same line of every strip into one set of the caches.
-_STRIP_PAD = 192
-_STREAM_BYTES = 1 << 20  # a larger result is written past the caches
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     """Addresses of the compiled functions that one kind of product needs."""
@@ -94,95 +84,6 @@ class _Kernels:
     parts_b: int
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Sizes of the loops, and of the memory that they need; `n` counts the columns of a shift."""
-
-    fields: tuple[tuple[int, int], ...]
-    packed_b_bytes: int
-    scratch_bytes: int
-    tasks: int
-    check_tasks: int
-
-
-def _chunk_steps(steps: int, parts: int) -> int:
-    """Steps of k for which A is packed at a time: equal chunks of at most 2048 / parts elements."""
-    return _ceil_div(steps, _ceil_div(steps, 64 // parts))
-
-
-def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
-    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread."""
-    wanted = 1 if workers == 1 else 4 * workers
-    task_m = min(strips_m, fitting)
-    while task_m > 4 and _ceil_div(strips_m, task_m) < wanted:
-        task_m = _ceil_div(task_m, 2)
-    ranges = min(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 8))
-    ranges = max(ranges, _ceil_div(strips_n, 256))
-    return task_m, _ceil_div(strips_n, ranges)
-
-
-def _shift(m: int, n: int, out: Operand) -> int | None:
-    """Columns to put before the first so that blocks begin with cache lines; None: do not stream.
-
-    A result that fits into the second-level cache beside the operands is left there for whoever
-    reads it.
-    """
-    item = dtype_from_name(out.dtype).itemsize
-    if m * n * item <= _STREAM_BYTES or out.col_stride != 1:
-        return None
-    if (out.row_stride * item) % 64 or out.address % item:
-        return None
-    return (out.address % 64) // item
-
-
-@lru_cache(maxsize=1024)
-def _cut(
-    m: int,
-    n: int,
-    k: int,
-    step: int,
-    parts_a: int,
-    parts_b: int,
-    block_bytes: int,
-    inner_bytes: int,
-    workers: int,
-) -> _Cut:
-    from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
-
-    steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
-    chunk = _chunk_steps(steps, max(parts_a, parts_b))
-    strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
-    strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
-    fitting = max(1, block_bytes // (chunk * 2048 * parts_a))
-    task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
-    # With four products to a load the second-level cache is fast enough.
-    inner = inner_bytes // 2048 if parts_a * parts_b == 1 else chunk
-    acc_bytes = 4096 * task_m * (1 if chunk >= steps else task_n)
-    acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
-    pack_steps = max(1, 1024 // step)
-    pack_b_tasks = _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
-    tasks_m, tasks_n = _ceil_div(strips_m, task_m), _ceil_div(strips_n, task_n)
-    fields = {
-        J.M: m, J.K: k, J.STEPS: steps,
-        J.A_PARTS: parts_a, J.B_PARTS: parts_b,
-        J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
-        J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
-        J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps,
-        J.PACK_B_TASKS: pack_b_tasks,
-        J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
-        J.TASKS_N: tasks_n, J.TASKS: tasks_m * tasks_n,
-        J.CHUNK_STEPS: chunk, J.INNER_STEPS: inner,
-        J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: acc_offset + acc_bytes,
-    }  # fmt: skip
-    return _Cut(
-        fields=tuple(fields.items()),
-        packed_b_bytes=strips_n * strip_bytes_b,
-        scratch_bytes=acc_offset + acc_bytes + SCRATCH_BYTES,
-        tasks=tasks_m * tasks_n,
-        check_tasks=tasks_m,
-    )
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -203,7 +104,7 @@ _TILE_CONFIG = _tile_config()
 
 
 def _scheme(micro_kernel: MicroKernel, dtype: str, rounding: str, offset: int) -> Scheme:
-    from lowprec.backends.cpu.packed.packing import SCHEMES
+    from lowprec.backends.cpu.packed.tile_rows import SCHEMES
 
     # 16-bit storage stays what it is, beside float32 in whatever mode.
     scheme = SCHEMES.get((dtype, rounding)) or SCHEMES.get((dtype, "exact"))
@@ -311,7 +212,7 @@ def _job(fields: dict[int, int]) -> Any:
 
 
 def _run(
-    kernels: _Kernels, cut: _Cut, fields: dict[int, int], workers: int, panels: Panels | None
+    kernels: _Kernels, cut: Cut, fields: dict[int, int], workers: int, panels: Panels | None = None
 ) -> bool:
     """Pack B into borrowed memory, if there are no panels, and let `workers` threads drive the job."""
     drive, scratch_bytes = kernels.drive, cut.scratch_bytes
@@ -367,10 +268,10 @@ def single_thread_job(
     if transposed:
         a, b, m, n, out = _transposed(b), _transposed(a), n, m, _transposed(out)
         c = c and _transposed(c)
-    if m * n * dtype_from_name(out.dtype).itemsize > _STREAM_BYTES:
+    if m * n * dtype_from_name(out.dtype).itemsize > STREAM_BYTES:
         return None
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
-    cut = _cut(
+    cut = cut_of(
         m, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
         micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
     )  # fmt: skip
@@ -404,7 +305,7 @@ def packing_job(
 ) -> PackingJob:
     """Return the job that packs ``b`` as `gemm` reads it, for an ``a`` and a result of these types."""
     kernels = _kernels(micro_kernel, a_dtype, b_dtype, out_dtype, rounding)
-    cut = _cut(
+    cut = cut_of(
         1, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
         micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
     )  # fmt: skip
@@ -488,10 +389,10 @@ def gemm(
         kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     products = m * n * k * kernels.parts_a * kernels.parts_b
     workers = 1 if products < micro_kernel.shared_from else threads.num_threads()
-    shift = _shift(m, n, out)
+    shift = shift_of(m, n, out)
     if panels is not None and shift:
         shift = None
-    cut = _cut(
+    cut = cut_of(
         m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b,
         micro_kernel.block_bytes, micro_kernel.inner_bytes, workers,
     )  # fmt: skip

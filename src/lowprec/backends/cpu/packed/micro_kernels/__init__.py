@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lowprec.backends.cpu import numba_import
 from lowprec.backends.cpu.cpuinfo import cpu_flags, system_flags
 from lowprec.policy import environment
 
@@ -133,6 +134,8 @@ def obstacle(kernel: MicroKernel) -> str:
         return (
             f'numba is not installed (pip install "lowprec[cpu]"), so the {kernel.unit} stay idle'
         )
+    if numba_import.failure():
+        return f"{numba_import.failure()}, so the {kernel.unit} stay idle"
     if environment.numba_is_off():
         return f"NUMBA_DISABLE_JIT is set, so the {kernel.unit} stay idle"
     if kernel.has_tiles and not _request_permission():

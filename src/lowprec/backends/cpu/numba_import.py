@@ -1,0 +1,44 @@
+"""Whether numba, which is here, can be imported: one that does not fit its NumPy or LLVM cannot.
+
+It is looked for when plans are made and imported with the first kernel, since that takes 0.3 s. Where the import fails,
+that costs one warning and the kernels, never a product.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.errors import LowprecWarning
+
+#: Why it failed; at most one entry.
+_failure: list[str] = []
+
+
+def failure() -> str:
+    """Return why numba could not be imported, an empty string if nobody has tried or it went well."""
+    return _failure[0] if _failure else ""
+
+
+def fails() -> bool:
+    """Import numba, and return whether that fails; the first failure is a warning."""
+    if _failure:
+        return True
+    try:
+        importlib.import_module("llvmlite.binding")
+        importlib.import_module("numba")
+    except (ImportError, OSError) as error:
+        # A handler's exception is none of an import's; LLVM's library that cannot be opened is.
+        if not isinstance(error, ImportError) and not raised_in(
+            error, "ctypes", "llvmlite.binding.ffi"
+        ):
+            raise
+        _failure[:] = [f"numba is installed but cannot be imported ({error})"]
+        warnings.warn(
+            f"{_failure[0]}; products run without lowprec's own kernels, more slowly: repair or uninstall it",
+            LowprecWarning,
+            stacklevel=2,
+        )
+        return True
+    return False

@@ -1,0 +1,219 @@
+"""One tile row: runs of 16 elements, rounded, taken apart and woven as a micro-kernel reads them.
+
+What happens to the numbers on the way (`SCHEMES`):
+
+=================  =====  ====================================================================
+storage, rounding  parts  conversion
+=================  =====  ====================================================================
+bfloat16           1      none
+float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
+float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
+float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
+float32, fp16      2      round to float16, subnormals and overflow included, then as float16
+int8               1      none
+int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
+=================  =====  ====================================================================
+
+The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
+infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
+and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.packed.native import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    inline_asm,
+    pointer,
+    shuffle,
+    vector,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one kind of operand is packed."""
+
+    index: int
+    storage: str
+    rounding: str
+    item_bytes: int
+    parts: int
+    step: int  # elements of k in a block
+
+    @property
+    def per_dword(self) -> int:
+        """Elements of k in four bytes of a tile."""
+        return self.step // 16
+
+
+SCHEMES: dict[tuple[str, str], Scheme] = {
+    (scheme.storage, scheme.rounding): scheme
+    for scheme in (
+        Scheme(0, "bfloat16", "exact", 2, 1, 32),
+        Scheme(1, "float16", "exact", 2, 2, 32),
+        Scheme(2, "float32", "bf16", 4, 1, 32),
+        Scheme(3, "float32", "tf32", 4, 2, 32),
+        Scheme(4, "float32", "fp16", 4, 2, 32),
+        Scheme(5, "int8", "exact", 1, 1, 64),
+        Scheme(6, "int8", "offset", 1, 1, 64),
+    )
+}
+#: By the number that kernels know them by.
+BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
+
+_EXPONENT = 0x7F800000
+# The least float32 that rounds to an infinity in TF32; every NaN compares above it as an integer.
+_TF32_OVERFLOW = 0x7F7FF000
+
+
+def _splat(value: int) -> Any:
+    return vector(I32, [value] * 16)
+
+
+def _rounded_tf32(builder: Any, x: Any) -> tuple[Any, Any]:
+    """Bits of 16 float32 rounded to TF32, and a mask of those that are not finite."""
+    rounded = builder.add(x, _splat(0x1000))  # half a unit: ties away, as cvt.rna.tf32.f32
+    magnitude = builder.and_(x, _splat(0x7FFFFFFF))
+    bad = builder.icmp_unsigned(">=", magnitude, _splat(_TF32_OVERFLOW))
+    return builder.and_(rounded, _splat(0xFFFFE000)), bad
+
+
+def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
+    """Bits of 16 float16 as float32, and a mask of those that are not finite."""
+    bits = builder.bitcast(builder.fpext(halves, ir.VectorType(F32, 16)), ir.VectorType(I32, 16))
+    exponent = builder.and_(bits, _splat(_EXPONENT))
+    return bits, builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
+
+
+def _low_part(builder: Any, bits: Any) -> Any:
+    """What truncation to bfloat16 cuts off, as bits of a float32 that is itself a bfloat16."""
+    floats = ir.VectorType(F32, 16)
+    high = builder.and_(bits, _splat(0xFFFF0000))
+    low = builder.fsub(builder.bitcast(bits, floats), builder.bitcast(high, floats))
+    return builder.bitcast(low, ir.VectorType(I32, 16))
+
+
+def _load_run(builder: Any, address: Any, element: Any, count: int) -> Any:
+    return builder.load(pointer(builder, address, ir.VectorType(element, count)), align=1)
+
+
+def _words(interleave: bool, odd: bool) -> list[int]:
+    """Which 16-bit words of two vectors, counted through both, make a tile row.
+
+    With `odd` the vectors hold 16 float32 and only the high words count; else 16 words each.
+    """
+    stride, first, second = (2, 1, 33) if odd else (1, 0, 16)
+    a = [first + stride * i for i in range(16)]
+    b = [second + stride * i for i in range(16)]
+    return [word for pair in zip(a, b, strict=True) for word in pair] if interleave else a + b
+
+
+def _two_part_rows(
+    builder: Any, scheme: Scheme, runs: list[Any], interleave: bool
+) -> tuple[Any, Any]:
+    wide, bad = [], []
+    for run in runs:
+        if scheme.rounding == "tf32":
+            bits, mask = _rounded_tf32(builder, run)
+        else:
+            if scheme.storage == "float32":
+                floats = builder.bitcast(run, ir.VectorType(F32, 16))
+                run = builder.fptrunc(floats, ir.VectorType(F16, 16))
+            bits, mask = _widened_float16(builder, run)
+        wide.append(bits)
+        bad.append(mask)
+    words, mask = ir.VectorType(I16, 32), _words(interleave, odd=True)
+    rows = []
+    for pair in (wide, [_low_part(builder, bits) for bits in wide]):
+        a, b = (builder.bitcast(bits, words) for bits in pair)
+        rows.append(shuffle(builder, a, b, mask))
+    flags = builder.bitcast(builder.or_(*bad), I16)
+    return rows, flags
+
+
+def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
+    """One tile row for each part from `per_dword` runs of 16 elements; and flags of non-finites."""
+    none = ir.Constant(I16, 0)
+    if scheme.parts == 2:
+        return _two_part_rows(builder, scheme, runs, interleave)
+    if scheme.storage == "bfloat16":
+        return [shuffle(builder, runs[0], runs[1], _words(interleave, odd=False))], none
+    if scheme.storage == "float32":
+        # The instruction puts the conversion of its last operand into the low half.
+        text, words = "vcvtne2ps2bf16 $1, $2, $0", ir.VectorType(I16, 32)
+        row = inline_asm(builder, text, "=v,v,v", words, runs)
+        return [shuffle(builder, row, row, _words(interleave, odd=False))], none
+    a = shuffle(builder, runs[0], runs[1], range(32))
+    b = shuffle(builder, runs[2], runs[3], range(32))
+    order = [16 * (i % 4) + i // 4 for i in range(64)] if interleave else list(range(64))
+    row = shuffle(builder, a, b, order)
+    if scheme.rounding == "offset":
+        # Adding 128 modulo 2^8 is turning the sign over.
+        row = builder.xor(row, vector(I8, [-128] * 64))
+    return [row], none
+
+
+_ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8}
+
+
+@intrinsic(prefer_literal=True)
+def pack_row(typing_context, index, interleave, source, run_stride, target, part_stride):
+    """Read runs of 16 elements `run_stride` bytes apart, write a tile row per part; flags."""
+    scheme = BY_INDEX[index.literal_value]
+    woven = bool(interleave.literal_value)
+
+    def generate(context, builder, signature, args):
+        _, _, source, run_stride, target, part_stride = args
+        # TF32 rounds bits; bfloat16 and float16 conversions want floats of the same 16 lanes.
+        element = _ELEMENT.get(scheme.storage, I32 if scheme.parts == 2 else F32)
+        runs = []
+        for _ in range(scheme.per_dword):
+            runs.append(_load_run(builder, source, element, 16))
+            source = builder.add(source, run_stride)
+        rows, flags = _tile_rows(builder, scheme, runs, woven)
+        for row in rows:
+            builder.store(row, pointer(builder, target, row.type), align=64)
+            target = builder.add(target, part_stride)
+        return builder.zext(flags, ir.IntType(64))
+
+    return types.intp(index, interleave, *[types.intp] * 4), generate
+
+
+@intrinsic
+def transpose(typing_context, source, target):
+    """Transpose a tile as a 16 x 16 matrix of dwords."""
+
+    def generate(context, builder, signature, args):
+        row_type = ir.VectorType(I32, 16)
+        offsets = [ir.Constant(ir.IntType(64), 64 * i) for i in range(16)]
+        rows = []
+        for offset in offsets:
+            address = builder.add(args[0], offset)
+            rows.append(builder.load(pointer(builder, address, row_type), align=64))
+        # Swap the off-diagonal blocks of size 1, 2, 4, 8.
+        for size in (1, 2, 4, 8):
+            low = [j if not j & size else 16 + j - size for j in range(16)]
+            high = [j + size if not j & size else 16 + j for j in range(16)]
+            for i in range(16):
+                if not i & size:
+                    a, b = rows[i], rows[i + size]
+                    rows[i] = shuffle(builder, a, b, low)
+                    rows[i + size] = shuffle(builder, a, b, high)
+        for row, offset in zip(rows, offsets, strict=True):
+            address = builder.add(args[1], offset)
+            builder.store(row, pointer(builder, address, row_type), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate

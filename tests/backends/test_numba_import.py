@@ -1,0 +1,81 @@
+"""A numba that is installed and cannot be imported: one warning, and the products are those without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowprec.backends.cpu import numba_import
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="numba is not installed"
+)
+
+_PROGRAM = """
+import sys, warnings
+import numpy as np, ml_dtypes
+import lowprec
+
+seen = []
+warnings.showwarning = lambda message, *rest, **more: seen.append(str(message))
+warnings.simplefilter("always")
+rng = np.random.default_rng(0)
+for shapes in (((300, 290), (290, 280)), ((600, 600), (600, 1)), ((8, 8), (8, 8))):
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in shapes)
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        for mode in ("tf32", "bf16", "fp16"):
+            x, y = a.astype(dtype), b.astype(dtype)
+            got = lowprec.matmul(x, y, math_mode=mode, out_dtype=np.float32)
+            exact = x.astype(np.float64) @ y.astype(np.float64)
+            scale = np.linalg.norm(x.astype(np.float64)) * np.linalg.norm(y.astype(np.float64))
+            plan = lowprec.plan(x, y, math_mode=mode, out_dtype=np.float32)
+            assert np.linalg.norm(got - exact) <= plan.bound.relative * scale, (shapes, dtype, mode)
+    i, j = (rng.integers(-128, 128, s, dtype=np.int8) for s in shapes)
+    assert np.array_equal(lowprec.matmul(i, j), i.astype(np.int64) @ j.astype(np.int64))
+for _ in range(60_000 if "small" in sys.argv else 0):
+    lowprec.matmul(a, b, math_mode="tf32")
+assert "numba" not in sys.modules
+kernels = {lowprec.plan(np.ones(s, np.float32), np.ones(t, np.float32), math_mode=mode).kernel
+           for s, t in (((512, 512), (512, 512)), ((600, 600), (600, 1))) for mode in ("tf32", "bf16")}
+print(len(seen), *seen, kernels <= {"openblas", "numpy"}, kernels)
+"""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        'raise ImportError("Numba needs NumPy 1.0 or less")',
+        "import a_module_that_nobody_has",
+    ],
+)
+def test_products_fall_back_with_one_warning(tmp_path: Path, failure: str) -> None:
+    package = tmp_path / "numba"
+    package.mkdir()
+    (package / "__init__.py").write_text(failure + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 numba is installed but cannot be imported ("), done.stdout
+    assert " True " in done.stdout, done.stdout
+
+
+def test_what_a_handler_raises_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise TimeoutError("of a handler")
+
+    monkeypatch.setattr(numba_import, "_failure", [])
+    monkeypatch.setattr(numba_import.importlib, "import_module", interrupted)
+    with pytest.raises(TimeoutError, match="of a handler"):
+        numba_import.fails()
+    assert numba_import.failure() == ""
