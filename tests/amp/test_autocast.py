@@ -240,9 +240,11 @@ def test_a_forced_mode_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
     environment.refresh()
-    found = autocast(np, "O1").matmul(a, b)
-    monkeypatch.delenv("LOWPREC_FORCE_MATH_MODE")
-    environment.refresh()
+    try:
+        found = autocast(np, "O1").matmul(a, b)
+    finally:
+        monkeypatch.undo()
+        environment.refresh()
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode="bf16"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import os
 import pickle
@@ -16,8 +17,10 @@ import pytest
 
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
+from interrupting import Interrupt, Late
 from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
 from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
+from lowprec.amp import scaler as scaler_module
 from lowprec.amp.rules import ScaleRule
 from lowprec.errors import ArrayError
 
@@ -560,6 +563,21 @@ def test_a_forked_child_goes_on() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+def test_an_interrupt_finds_no_half_update() -> None:
+    files = (os.path.dirname(scaler_module.__file__) + os.sep,)
+    outcomes = set()
+    for at in range(60):
+        scaler = LossScaler(8.0)
+        scaler.unscale(np.array([np.inf], np.float32))
+        with contextlib.suppress(Late), Interrupt(at, Late(), files):
+            scaler.update()
+        state = scaler.state_dict()
+        pending = bool(scaler._optimizers)
+        assert (state["scale"], pending) in {(8.0, True), (4.0, False)}
+        outcomes.add(pending)
+    assert outcomes == {True, False}
 
 
 def test_one_scaler_for_several_optimizers() -> None:

@@ -131,7 +131,7 @@ class LossScaler:
     @property
     def found_inf(self) -> bool:
         """Whether gradients that were unscaled since the last update held Inf or NaN; it waits for their devices."""
-        return any(self._decide(optimizer) for optimizer in self._optimizers.values())
+        return any(map(self._decide, self._optimizers.values()))
 
     def scale(self, loss: Any) -> Any:
         """Return the loss, or a container of losses, multiplied by the scale.
@@ -262,7 +262,7 @@ class LossScaler:
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
-            found = any(bool(flag) for flag in state.flags)
+            found = any(map(bool, state.flags))
             state.found_inf = found if self._reduce is None else bool(self._reduce(found))
         return state.found_inf
 
