@@ -56,7 +56,8 @@ class TorchLibrary(Library):
         """Refuse tensors whose class stands for something other than strided memory."""
         kind = type(array)
         if kind not in self._accepted:
-            acts = kind.__torch_dispatch__ is not self._torch.Tensor.__torch_dispatch__
+            plain = self._torch.Tensor.__torch_dispatch__
+            acts = getattr(kind, "__torch_dispatch__", plain) is not plain
             refuse = functools.partial(ElsewhereError, road=ROAD) if acts else ArrayError
             raise refuse(
                 f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
