@@ -191,9 +191,7 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         return 0
 
     kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = packed_gemm.Cut(
-        (), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0
-    )
+    cut = packed_gemm.Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
     for error in interrupts.interrupted(
         lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True
     ):

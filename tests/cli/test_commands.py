@@ -22,7 +22,16 @@ from machines import ROWS
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
 
-MACHINE_KEYS = {"lowprec", "python", "machine", "load_average", "tile_units", "units", "blas", "versions"}
+MACHINE_KEYS = {
+    "lowprec",
+    "python",
+    "machine",
+    "load_average",
+    "tile_units",
+    "units",
+    "blas",
+    "versions",
+}
 
 
 def _json(outcome: Any) -> Any:
