@@ -355,6 +355,17 @@ def test_numpy_computes_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(LossScaler(3.0).unscale(x), first)
 
 
+def test_a_numba_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.amp import unscaling
+    from lowprec.backends.cpu import casting, numba_import
+
+    casting.has_kernels.cache_clear()
+    monkeypatch.setattr(numba_import, "fails", lambda: True)
+    monkeypatch.setattr(unscaling, "_kernel", lambda dtype: pytest.fail("numba is needed for it"))
+    found = LossScaler(2.0).unscale(np.ones(300_003, np.float32))
+    assert (found == 0.5).all()
+
+
 @pytest.mark.parametrize("view", ["transposed", "reversed", "strided", "broadcast"])
 def test_views_are_read_and_written_in_place(view: str) -> None:
     whole = np.arange(1.0, 41.0, dtype=np.float32).reshape(8, 5)
