@@ -18,15 +18,21 @@ EXAMPLES = ROOT / "examples"
 PROGRAMS = {
     "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
     "transformer_torch.py": (("torch", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
+    "unmodified.py": (("torch", "sklearn"), ["--steps", "61"], r"([89]\d|100)\.\d % of 360"),
     "transformer_jax.py": (("jax", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
 }  # fmt: skip
+
+#: How a program that knows nothing of lowprec is started.
+UNDER_LOWPREC = ["-m", "lowprec", "run", "--mode", "bf16", "--intercept"]
+#: Tested where the other tests of lowprec.amp are.
+ELSEWHERE = {"digits.py"}
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 
 
 def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
     found = {path.name for path in EXAMPLES.glob("*.py")}
-    assert found == PROGRAMS.keys()
+    assert found == PROGRAMS.keys() | ELSEWHERE
     page = (ROOT / "docs" / "examples.md").read_text()
     assert set(re.findall(r"examples/(\w+\.py)", page)) == found
 
@@ -37,8 +43,9 @@ def test_it_runs(name: str) -> None:
     for module in needs:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
+    start = UNDER_LOWPREC if name == "unmodified.py" else []
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *start, str(EXAMPLES / name), *arguments],
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
