@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import numpy as np
 from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
+import lowprec.backends.cpu
 from lowprec.backends.cpu import threads
 
 #: Modes of seven threads beside the main one, which alone gets signals.
@@ -314,6 +317,13 @@ def run_round(seed: int, seconds: float) -> int:
     start.wait()
     for mode in dict.fromkeys(MODES):
         this.multiply(this.rng, mode)
+    # Python's import is not safe against handlers that raise: what is imported when used is imported now.
+    for module in pkgutil.walk_packages(lowprec.backends.cpu.__path__, "lowprec.backends.cpu."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module.name)
+    for mode in dict.fromkeys(MODES):
+        for made in this.jobs[mode]:
+            lowprec.matmul(made.a, made.b, math_mode=mode)
     this.main(switches, frameworks=bool(libraries))
     runs_on = bool(rng.integers(2))
     if runs_on:

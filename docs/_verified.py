@@ -94,8 +94,10 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     ),
     "CUDA graphs": tuple(
         f"CUDA graph of {library}: {case}" for library in _LIBRARIES for case in _CAPTURED
-    ),
+    )
+    + tuple(f"CUDA graph of {library}, prepared operand" for library in _LIBRARIES),
     "The rest": (
+        "prepared operands",
         "kernels that pack operands",
         "kernels that apply epilogues",
         "the plan names algorithm and units, `info` the device",

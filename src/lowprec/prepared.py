@@ -19,7 +19,7 @@ from lowprec.planning.layout import Order, stacked_layout
 from lowprec.request import spec_of
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PreparedOperand:
     """What :func:`prepare` returns: it stands for ``b`` in :func:`matmul`, for the weight in :func:`linear`.
 

@@ -123,6 +123,7 @@ def test_every_epilogue(
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "fp16"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8"])
 @pytest.mark.parametrize("order", ["C", "reversed"])
+@pytest.mark.sampled(3)
 def test_a_repeated_matrix_is_not_copied_for_every_product(
     mode: str, dtype: str, order: str, machine: str, rng: np.random.Generator
 ) -> None:

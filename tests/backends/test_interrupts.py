@@ -431,7 +431,7 @@ def expired_limits() -> int:
         pytest.param(casting.has_kernels.__wrapped__, id="casting"),
         pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
-        pytest.param(expired_limits, id="threads"),
+        pytest.param(expired_limits, id="threads", marks=pytest.mark.sweep),
         pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),
     ],
 )

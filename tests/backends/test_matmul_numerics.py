@@ -172,6 +172,7 @@ def test_exponents_beyond_those_of_float16(
 @every_size
 @named("distribution", DISTRIBUTIONS)
 @named("dtype", [d for d in FLOATS if d not in SINGLE], ids=dtype_name)
+@pytest.mark.sampled(3)
 def test_other_storage(size: str, distribution: str, dtype: Any, rng: np.random.Generator) -> None:
     a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
     c = lowprec.matmul(a, b)

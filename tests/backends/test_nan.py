@@ -97,6 +97,7 @@ SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}
 @modes
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.sampled(3)
 def test_every_nan_reaches_the_result(
     mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator
 ) -> None:
@@ -182,9 +183,9 @@ def page(nbytes: int) -> tuple[Any, int]:
 
 def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]:
     """Return lanes x k packed: per part the bfloat16 values as float32, (parts, lanes, k); and whether it declined."""
-    from lowprec.backends.cpu.packed import native, packing
+    from lowprec.backends.cpu.packed import native, packing, tile_rows
 
-    scheme = packing.SCHEMES[x.dtype.name, rounding]
+    scheme = tile_rows.SCHEMES[x.dtype.name, rounding]
     lanes, k = x.shape
     strips, steps = -(-lanes // 32), -(-k // scheme.step)
     strip_bytes = steps * scheme.parts * 2048

@@ -40,8 +40,8 @@ LINES = [
     ("ch", ["check"]),
     ("", ["info", "plan", "matmul", "check", "bench", "autotune", "run", "completion"]),
     ("plan --mo", ["--mode"]),
-    ("plan --mode tf", ["tf32"]),
-    ("check --modes f", ["fp32", "fp32_pedantic", "fp16"]),
+    ("plan --mode tf", ["tf32", "tf32x3"]),
+    ("check --modes fp3", ["fp32", "fp32_pedantic", "fp32_emulated"]),
     ("bench --dtypes bf", ["bfloat16"]),
     ("matmul --out-dtype c", ["complex64", "complex128"]),
     ("matmul tr", ["train.npy"]),
@@ -99,9 +99,9 @@ def _typed(argv: list[str], setup: str, keys: str, until: str) -> str:
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminal on Windows")
 def test_tab_in_bash(script: Callable[[str], Path]) -> None:
     setup = f"source {shlex.quote(str(script('bash')))}"
-    line = "lowprec check --mod\tt\t"
-    shown = _typed(["bash", "--norc", "-i"], setup, line, "lowprec check --modes tf32")
-    assert "lowprec check --modes tf32" in shown
+    line = "lowprec check --mod\tfp6\t"
+    shown = _typed(["bash", "--norc", "-i"], setup, line, "lowprec check --modes fp64")
+    assert "lowprec check --modes fp64" in shown
 
 
 def test_every_shell_that_is_there_takes_its_script(script: Callable[[str], Path]) -> None:

@@ -119,8 +119,8 @@ def test_what_the_environment_says_already(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("", "give --mode MODE or --guard, before the script"),
-        ("script.py", "give --mode MODE or --guard, before the script"),
+        ("", "give --mode MODE, --guard or --profile, before the script"),
+        ("script.py", "give --mode MODE, --guard or --profile, before the script"),
         ("--mode tf32 --guard script.py", "--guard: not allowed with argument --mode"),
         ("--mode tf23 script.py", "'tf23' is not a math mode; choose one of: fp32, "),
         ("--guard --force script.py", "--force goes with --mode"),

@@ -174,6 +174,7 @@ def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> Non
 @pytest.mark.skipif(os.name != "posix", reason="file names are text on Windows")
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict", "ascii", "latin-1"])
 @pytest.mark.parametrize("name", [b"\xff.npy", "\u2200.npy".encode()])
+@pytest.mark.sampled(3)
 def test_a_name_that_cannot_be_printed(
     tmp_path: Path, files: tuple[Path, Path], encoding: str, name: bytes
 ) -> None:

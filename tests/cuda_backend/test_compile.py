@@ -101,7 +101,15 @@ class Loaded(tuple[str, bytes]):
         return KERNELS.index(self[0])
 
 
-KERNELS = ("epilogue", "pack_elements", "pack_groups")
+KERNELS = (
+    "epilogue",
+    "mend",
+    "pack_elements",
+    "pack_groups",
+    "pack_maxima",
+    "pack_rows",
+    "pack_tiles",
+)
 
 
 @pytest.fixture

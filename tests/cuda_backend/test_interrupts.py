@@ -70,6 +70,7 @@ def strike(multiply: Products, step: int) -> int:
 
 # Products that rewrite their operands run kernels on the software devices, which takes time.
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
+@pytest.mark.sampled(3)
 def test_a_handler_that_multiplies_in_the_middle(
     software: SoftwareGpu, mode: str, step: int
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_handler_that_multiplies_in_the_middle(
 
 
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 3), ("bf16", 17), ("fp16", 41)])
+@pytest.mark.sampled(3)
 def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
     software: SoftwareGpu, mode: str, step: int
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
+@pytest.mark.sampled(3)
 def test_after_an_interrupt_the_next_product_is_right(
     interrupted_gpu: SoftwareGpu, mode: str, step: int
 ) -> None:

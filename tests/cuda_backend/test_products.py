@@ -83,6 +83,7 @@ LAYOUTS = {
 @named("layout", LAYOUTS)
 @named("which", ["a", "b", "both"])
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.sampled(3)
 def test_views(gpu: Gpu, rng: Any, dtype: Any, mode: str, layout: str, which: str) -> None:
     a, b = integers(rng, (3, 20, 24), dtype), integers(rng, (3, 24, 16), dtype)
     x = LAYOUTS[layout](a) if which in ("a", "both") else a
@@ -232,6 +233,7 @@ def is_defined(dtype: np.dtype[Any], epilogue: dict[str, Any]) -> bool:
     ids=lambda x: text(x) if isinstance(x, dict) else getattr(x, "name", x),
 )
 @named("batch", [(), (3,)], ids=str)
+@pytest.mark.sampled(3)
 def test_epilogues(gpu: Gpu, rng: Any, dtype: Any, mode: str, epilogue: Any, batch: Any) -> None:
     out = result_dtype(dtype)
     given = dict(epilogue)

@@ -36,6 +36,7 @@ def laid(x: Any, order: str) -> Any:
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
+@pytest.mark.sampled(3)
 def test_errors_are_within_the_bound(gpu: Gpu, mode: Any, dtype: Any, order: str) -> None:
     """An odd k, so that parts are padded; k long enough for several pieces."""
     rng = np.random.default_rng(0)

@@ -76,6 +76,7 @@ def test_one_matrix_by_two_descriptors(version: int, refuses: bool) -> None:
 TYPES = (R_32F, R_64F, R_16F, R_16BF, R_8I, R_32I, C_32F, C_64F, R_8F_E4M3, R_8F_E5M2)
 
 
+@pytest.mark.sweep
 def test_every_other_combination_of_types_is_refused(cuda: Software) -> None:
     allowed = {(c, r.scale, r.a, r.b, r.c, r.d) for r, c in COMBINATIONS}
     tried = 0

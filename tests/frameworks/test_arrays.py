@@ -572,6 +572,7 @@ def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )
+@pytest.mark.sampled(3)
 def test_bad_capsules_are_refused(
     memory: np.ndarray, changes: dict[str, Any], error: type, message: str
 ) -> None:
@@ -901,6 +902,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
+@pytest.mark.sweep
 def test_round_trips_leave_memory_flat(xp: ArrayNamespace) -> None:
     array = xp.asarray(np.zeros((64, 64), np.float32))
     library = library_of(array)

@@ -159,6 +159,7 @@ ACTIONS = [empty, own_policy_only, nested, switches_of_a_mode, decorated, genera
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
+@pytest.mark.sampled(3)
 def test_everything_is_put_back_and_the_exception_arrives(
     libraries: Libraries, action: Callable[[], None], error: type[BaseException]
 ) -> None:

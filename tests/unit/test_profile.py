@@ -439,7 +439,7 @@ def test_tile_units_say_why_not() -> None:
 
 
 @needs(AVX512_BF16)
-@pytest.mark.parametrize("n", [4, 300, 400])
+@pytest.mark.parametrize("n", [64, 300, 400])
 def test_vector_units_are_seen(n: int) -> None:
     """In one call of native code, and where several threads share a product."""
     x = np.ones((n, n), np.float32)
