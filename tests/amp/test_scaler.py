@@ -171,20 +171,6 @@ def test_the_rules_of_jmp_and_keras(rule: Any, arguments: dict[str, float]) -> N
     assert (lowest == 1.0) is (rule is jmp_rule)
 
 
-def test_jmp_itself() -> None:
-    jmp = pytest.importorskip("jmp", reason="jmp is not installed")
-    jnp = load_or_skip(Backend.JAX).jax.numpy
-    rng = np.random.default_rng(6)
-    theirs = jmp.DynamicLossScale(jnp.float32(2.0**4), jnp.int32(0), period=2)
-    ours = LossScaler(2.0**4, growth_interval=2, min_scale=1.0)
-    for finite in rng.random(60) < 0.5:
-        theirs = theirs.adjust(jnp.asarray(finite))
-        ours.unscale(np.array([1.0 if finite else np.nan], np.float32))
-        ours.update()
-        assert ours.get_scale() == float(theirs.loss_scale)
-        assert ours.state_dict()["_growth_tracker"] == int(theirs.counter)
-
-
 def test_mxnets_cap() -> None:
     scaler = LossScaler(2.0**23, growth_interval=1, max_scale=2.0**24)
     for expected in (2.0**24, 2.0**24):
