@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import buffers, casting, threads
 
 
 def spread(count: int, workers: int) -> tuple[list[int], set[int]]:
@@ -321,3 +321,16 @@ def test_share_raises_what_an_item_raised() -> None:
 
     with pytest.raises(ValueError, match="item 30"):
         threads.share(fail, list(range(60)))
+
+
+def test_numbas_target_is_made_under_the_compilers_lock() -> None:
+    """Made with a first function instead, it could wait for a thread that compiles, which waits for it."""
+    if not casting.can_compile():
+        pytest.skip("numba is not installed, or switched off")
+    code = (
+        "from lowprec.backends.cpu.packed import native\n"
+        "from numba.core.registry import cpu_target\n"
+        "print('_toplevel_target_context' in vars(cpu_target))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]

@@ -16,6 +16,7 @@ from numba import types
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.backends.cpu.emulation.operands import NOWHERE, Operand
 from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's target, safely
 
 # numba compiles constants of a module into the code.
 _LEAST = np.int32(-126)  # of a float32, normal or not

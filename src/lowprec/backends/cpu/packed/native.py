@@ -21,6 +21,8 @@ import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import hidden_flags
@@ -42,6 +44,11 @@ def _llvm_features(hidden: frozenset[str]) -> str:
 if hidden_flags() and numba.config.CPU_FEATURES is None:
     # For the process, since numba has one compiler; too late if that has compiled something already.
     numba.config.CPU_FEATURES = _llvm_features(hidden_flags())
+
+# numba makes its target with the first function, under a lock of its own, and then takes the compiler's. A thread that
+# compiles takes them the other way round, so two first uses at once could wait for each other for ever.
+with global_compiler_lock:
+    TARGET = cpu_target.target_context
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
