@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```python *(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
+_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Block:
 
     @property
     def needs(self) -> list[str]:
-        return sorted(set(_FRAMEWORK.findall(self.code)))
+        # A page about a library has imported it above.
+        about = {self.page.stem}.intersection({"torch", "jax"})
+        return sorted(about.union(_FRAMEWORK.findall(self.code)))
 
     @property
     def missing(self) -> list[str]:

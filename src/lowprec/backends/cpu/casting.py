@@ -43,7 +43,8 @@ Kernel = Callable[..., int]
 def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
     try:
-        found = all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
+        # No generator: an interrupt that strikes as one is thrown away would be lost.
+        found = None not in map(importlib.util.find_spec, ("numba", "llvmlite"))
     except ValueError as error:  # a blocked module
         if not raised_in(error, "importlib.util"):
             raise
