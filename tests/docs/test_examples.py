@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```python *(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
+_FRAMEWORK = re.compile(
+    r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
