@@ -1,1 +1,1 @@
-"""Products on the AMX tile units. ``executor.prepare`` is the way in; ``tile_gemm.obstacle`` says what is missing."""
+"""Products on 16-bit and 8-bit units. ``executor.prepare`` is the way in; ``micro_kernels`` says what is missing."""
