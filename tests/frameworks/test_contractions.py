@@ -255,6 +255,16 @@ def test_what_the_library_cannot_hold_comes_as_dlpack() -> None:
     assert isinstance(found, lowprec.DLPackArray)
 
 
+def test_what_goes_wrong_in_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise ValueError("the library's own")
+
+    x = strict().ones((2, 2), dtype=strict().float32)
+    monkeypatch.setattr(strict(), "from_dlpack", fails)
+    with pytest.raises(ValueError, match="the library's own"):
+        lowprec.matmul(x, x)
+
+
 def test_an_array_without_a_namespace_is_refused() -> None:
     xp = load_or_skip(Backend.DLPACK_ONLY)
     with pytest.raises(lowprec.ArrayError, match="no Array API namespace"):

@@ -58,20 +58,13 @@ class DLPackLibrary(Library):
         return DeviceArray.empty(shape, dtype, device, LEGACY_STREAM).view()
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return an array of the first operand's library, where that has an Array API namespace; else DLPackArray."""
+        """Return an array of the first operand's library, if its Array API namespace has the type; else DLPackArray."""
         array = buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
-        namespace = getattr(operands[0], "__array_namespace__", None) if operands else None
-        if namespace is None:
+        namespace_of = getattr(operands[0], "__array_namespace__", None) if operands else None
+        namespace = None if namespace_of is None else namespace_of()
+        if namespace is None or not hasattr(namespace, array.dtype):
             return array
-        try:
-            return namespace().from_dlpack(array)
-        except (
-            BufferError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # an element type that it does not know
-            return array
+        return namespace.from_dlpack(array)
 
     def current_stream(self, device: Device) -> int | None:
         """Return CUDA's legacy default stream, on which the producers have made their data ready."""
