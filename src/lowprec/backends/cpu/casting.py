@@ -18,6 +18,7 @@ import numpy as np
 from lowprec.backends.cpu import buffers, numba_import, threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
 from lowprec.policy import environment
@@ -71,8 +72,10 @@ def kernels() -> Any:
 def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
     """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
     stored = dtype_from_name(dtype).format
-    name = None if to is None or (stored and holds(to, stored)) else to.name
     casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
+    name = None if to is None else to.name
+    if to is not None and (dtype, name) not in casts and stored and holds(to, stored):
+        name = None
     return casts.index((dtype, name)) if (dtype, name) in casts else None
 
 
@@ -82,7 +85,7 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
     return None if index is None else kernels().cast_kernel(index)
 
 
-def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
+def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
     """Write arrays as float32, rounded to a format.
 
     Parameters
@@ -91,12 +94,18 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
         Sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its transpose
         is. Complex numbers are rounded by component, into complex numbers.
     to : NumberFormat or None
-        TF32, bfloat16 or float16; None where numbers stay what they are.
+        TF32, bfloat16, float16 or float16's digits; None where numbers stay what they are.
+
+    Returns
+    -------
+    list of bool
+        For each pair: whether the numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
     pieces: list[tuple[Any, ...]] = []
-    for source, out in pairs:
+    extrema = [0] * len(pairs)
+    for number, (source, out) in enumerate(pairs):
         if not out.flags.c_contiguous:
             source, out = source.swapaxes(-1, -2), out.swapaxes(-1, -2)
         kernel = None
@@ -105,10 +114,12 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
             if out.dtype == np.float32:
                 kernel = _cast_kernel(source.dtype.name, to)
         if kernel is None:
-            _cast_by_numpy(source, out, to)
+            extrema[number] = _cast_by_numpy(source, out, to)
         elif out.size:
-            pieces += [(kernel, *piece) for piece in _pieces(source, out)]
-    _run(pieces, elements)
+            pieces += [(number, kernel, *piece) for piece in _pieces(source, out)]
+    for number, found in _run(pieces, elements):
+        extrema[number] = merged(extrema[number], found)
+    return [lies_apart(found) for found in extrema]
 
 
 def narrow(source: Any, out: Any) -> None:
@@ -129,7 +140,7 @@ def narrow(source: Any, out: Any) -> None:
     # The same cut as for a cast the other way, which names what is strided first.
     _run(
         [
-            (kernel, target, address, row_stride, col_stride, rows, cols)
+            (0, kernel, target, address, row_stride, col_stride, rows, cols)
             for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
         ],
         out.size,
@@ -153,16 +164,21 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
     return source.view(real), out.view(real)
 
 
-def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
+def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> int:
+    """Return the extrema where numbers are rounded to float16's digits."""
+    if to is FLOAT16_DIGITS and source.dtype == np.float16:
+        to = None
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
         with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
             out[...] = source
         source = out
     if to is None:
-        return
+        return 0
     # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
     flat = [x.reshape(-1, copy=False).view(np.float32) for x in (source, out)]
+    extrema = extrema_of(flat[0]) if to is FLOAT16_DIGITS else 0
     round_float32(flat[0], to, flat[1])
+    return extrema
 
 
 def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
@@ -195,18 +211,21 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
             yield source[index], out[index]
 
 
-def _run(pieces: list[tuple[Any, ...]], elements: int) -> None:
+def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
+    """Call kernels; return what each returned, with the number before it."""
+    results: list[tuple[Any, int]] = []
     if not pieces:
-        return
+        return results
     queue = iter(pieces)
 
     def work() -> None:
         with buffers.borrow(SCRATCH_BYTES) as scratch:
             # Taking the next element of a list's iterator is atomic.
-            for kernel, *arguments in queue:
-                kernel(*arguments, scratch)
+            for number, kernel, *arguments in queue:
+                results.append((number, kernel(*arguments, scratch)))
 
     if elements < _PAYS_TO_SHARE:
         work()
     else:
         threads.run(work, min(threads.num_threads(), len(pieces)))
+    return results

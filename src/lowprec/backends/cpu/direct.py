@@ -7,6 +7,7 @@ imported it, or as much time went by without, NumPy computes the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import sys
@@ -17,7 +18,14 @@ import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, direct_gelu, epilogue, numba_import, threads
+from lowprec.backends.cpu import (
+    casting,
+    direct_gelu,
+    epilogue,
+    numba_import,
+    splitting,
+    threads,
+)
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.direct_job import (
     A_K_STEP,
@@ -28,6 +36,7 @@ from lowprec.backends.cpu.direct_job import (
     AT_BIAS,
     AT_BLOCK,
     AT_C,
+    AT_EXPONENTS,
     BATCH_BIAS,
     BATCH_COUNT,
     BATCH_FACTORS,
@@ -50,8 +59,9 @@ from lowprec.backends.cpu.direct_job import (
     M,
     N,
 )
-from lowprec.backends.cpu.fp32_units import rounding_format
+from lowprec.backends.cpu.fp32_units import rounding_format, whole_operands
 from lowprec.backends.cpu.kernel_rows import DIRECT
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat
@@ -182,6 +192,8 @@ def _apply(product: Any, out: Any, activation: Activation | None) -> None:
 def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     """Return the words of a product."""
     problem, to = plan.problem, rounding_format(plan)
+    if any(plan.scaled):
+        to = FLOAT16_DIGITS
     m, n, k, item = layout.m, layout.n, layout.k, plan.accumulator.itemsize
     # A is read number by number, so it may stay in columns.
     in_columns = abs(layout.a.row_stride) < abs(layout.a.col_stride)
@@ -205,7 +217,9 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     place = CAST_SCRATCH
     if item == 8:
         place += 4 * max(m * k, k * n, m * n) + _PAD
-    for at, elements in ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n), (AT_BLOCK, 0)):
+    sizes = ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n))
+    exponents = 2 * (1 + m + n) if item == 4 else 0
+    for at, elements in (*sizes, (AT_EXPONENTS, exponents), (AT_BLOCK, 0)):
         words[at] = place
         place += elements * item + _PAD
     job = _Job()
@@ -214,18 +228,25 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     return job
 
 
-def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, int, int, int, int]:
-    """Return how a matrix is read, from `ROWS` to `CAST`; one without gaps as a single row."""
+def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, ...]:
+    """Return how a matrix is read, from `ROWS` to `WIDEN`; one without gaps as a single row."""
     rows, cols, item = matrix.rows, matrix.cols, matrix.dtype.itemsize
     row_stride, col_stride = matrix.row_stride, matrix.col_stride
     if col_stride == 1 and row_stride == cols:
         rows, cols = 1, rows * cols
-    cast = 0
+    cast = widen = 0
     if matrix.dtype is not DType.FLOAT64:
-        index = casting.cast_index(matrix.dtype.label, to)
-        assert index is not None, "plans for this kernel multiply what it reads"
-        cast = casting.kernels().cast_address(index)
-    return rows, cols, row_stride * item, col_stride * item, cast
+        cast = _cast_address(matrix.dtype, to)
+    if to is FLOAT16_DIGITS:
+        widen = _cast_address(matrix.dtype, None)
+    return rows, cols, row_stride * item, col_stride * item, cast, widen
+
+
+def _cast_address(dtype: DType, to: NumberFormat | None) -> int:
+    index = casting.cast_index(dtype.label, to)
+    assert index is not None, "plans for this kernel multiply what it reads"
+    address: int = casting.kernels().cast_address(index)
+    return address
 
 
 def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
@@ -297,12 +318,13 @@ def _all(
 def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan with the operations of the kernels, in their order."""
     stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
-    a, b = np.empty(stacks.a.shape, dtype), np.empty(stacks.b.shape, dtype)
-    casting.cast([(stacks.a, a), (stacks.b, b)], rounding_format(plan))
     product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
-    with np.errstate(all="ignore"):
+    with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
+        operands = whole_operands(plan, (stacks.a, stacks.b), dtype, stack)
+        a, b = (x.parts[0] for x in operands)
         for i in range(plan.layout.k):
             product += a[..., i, None] * b[..., i, None, :]
+        splitting.unscale(product, *operands)
         epilogue.apply(
             product, product, alpha=arguments.alpha, beta=arguments.beta, c=stacks.c, bias=stacks.bias, activation=None
         )  # fmt: skip

@@ -6,16 +6,20 @@ and write it once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import buffers, casting, fp32_units, threads
+from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, lies_apart, merged
 from lowprec.backends.cpu.stacks import scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import NumberFormat
+from lowprec.modes import MathMode, row
 from lowprec.planning import GemmPlan
 
 _LANES = 16
@@ -28,7 +32,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 def _execute(plan: GemmPlan, arguments: Arguments) -> None:
     stacks = stacks_of(plan, arguments)
-    to = fp32_units.rounding_format(plan)
+    to = FLOAT16_DIGITS if any(plan.scaled) else fp32_units.rounding_format(plan)
 
     def multiply(out: Any) -> None:
         a, b = (np.broadcast_to(x, out.shape[:-2] + x.shape[-2:]) for x in (stacks.a, stacks.b))
@@ -43,31 +47,51 @@ def _execute(plan: GemmPlan, arguments: Arguments) -> None:
 
 def _multiply(matrix: Any, vector: Any, out: Any, to: NumberFormat | None) -> None:
     """Compute ``out = matrix @ vector`` in float32, both operands rounded or widened."""
-    m, k = matrix.shape
-    float32 = np.dtype(np.float32)
-    with scratch((-(-k // _LANES) * _LANES,), float32) as x:
-        x[k:] = 0
-        casting.cast([(vector[None], x[None, :k])], to)
+    k = vector.size
+    with _padded(k) as x:
+        apart = casting.cast([(vector[None], x[None, :k])], to)
         if matrix.itemsize in matrix.strides:
-            _run(matrix, to, x, out)
-            return
-        with scratch((m, k), float32) as compact:
-            casting.cast([(matrix, compact)], to)
-            _run(compact, None, x, out)
+            apart.append(_run(matrix, to, x, out))
+        else:
+            with scratch(matrix.shape, x.dtype) as compact:
+                apart += casting.cast([(matrix, compact)], to)
+                _run(compact, None, x, out)
+    if any(apart):
+        _multiply_scaled(matrix, vector, out)
 
 
-def _run(matrix: Any, to: NumberFormat | None, x: Any, out: Any) -> None:
+def _multiply_scaled(matrix: Any, vector: Any, out: Any) -> None:
+    k = vector.size
+    with _padded(k) as x, contextlib.ExitStack() as stack:
+        a, b = splitting.scaled_where_needed(
+            (matrix, vector[:, None]), x.dtype, row(MathMode.FP16), stack
+        )
+        x[:k] = b.parts[0][:, 0]
+        _run(a.parts[0], None, x, out)
+        splitting.unscale(out[:, None], a, b)
+
+
+@contextlib.contextmanager
+def _padded(k: int) -> Iterator[Any]:
+    """Lend a float32 vector that zeros fill up to whole steps."""
+    with scratch((-(-k // _LANES) * _LANES,), np.dtype(np.float32)) as x:
+        x[k:] = 0
+        yield x
+
+
+def _run(matrix: Any, to: NumberFormat | None, x: Any, out: Any) -> bool:
+    """Multiply a matrix of contiguous rows or columns; return whether it must be scaled."""
     m, k = matrix.shape
     if matrix.strides[1] == matrix.itemsize:
-        _run_pieces(matrix, to, x, out[None], rows_for_shape(m, k, by_rows=True), [(0, k)])
-        return
+        rows = rows_for_shape(m, k, by_rows=True)
+        return _run_pieces(matrix, to, x, out[None], rows, [(0, k)])
     rows, columns = columns_for_shape(m, k)
     if len(columns) == 1 and out.strides[0] == out.itemsize:
-        _run_pieces(matrix, to, x, out[None], rows, columns)
-        return
+        return _run_pieces(matrix, to, x, out[None], rows, columns)
     with scratch((len(columns), m), x.dtype) as sums, np.errstate(all="ignore"):
-        _run_pieces(matrix, to, x, sums, rows, columns)
+        apart = _run_pieces(matrix, to, x, sums, rows, columns)
         np.add.reduce(sums, axis=0, out=out)
+    return apart
 
 
 def _run_pieces(
@@ -77,8 +101,8 @@ def _run_pieces(
     sums: Any,
     rows: list[tuple[int, int]],
     columns: list[tuple[int, int]],
-) -> None:
-    """Write what each piece of columns contributes to a row of ``sums``."""
+) -> bool:
+    """Write what each piece of columns contributes to a row of ``sums``; return whether the matrix must be scaled."""
     index = casting.cast_index(matrix.dtype.name, to)
     assert index is not None, "plans for this kernel multiply what it reads"
     kernels = casting.kernels()
@@ -93,12 +117,13 @@ def _run_pieces(
         for i, height in rows
         for number, (j, width) in enumerate(columns)
     ]  # fmt: skip
-    queue = iter(pieces)
+    queue, extrema = iter(pieces), []
 
     def work() -> None:
         with buffers.borrow(casting.SCRATCH_BYTES) as memory:
             # Taking the next element of a list's iterator is atomic.
             for piece in queue:
-                kernel(*piece, memory)
+                extrema.append(kernel(*piece, memory))
 
     threads.run(work, min(threads.num_threads(), len(pieces)))
+    return lies_apart(functools.reduce(merged, extrema))

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.backends.cpu import casting
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
 from lowprec.backends.cpu.stacks import scratch
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow
-
-#: The largest magnitude of a scaled row lies in [2^14, 2^15): in the top binade but one of float16.
-_TOP_EXPONENT = 14
 
 
 class Split(NamedTuple):
@@ -81,6 +79,18 @@ def rounded(
     stack: contextlib.ExitStack,
 ) -> list[Any]:
     """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    results, pairs = _targets(arrays, dtype, fmt, stack)
+    casting.cast(pairs, fmt)
+    return results
+
+
+def _targets(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    stack: contextlib.ExitStack,
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return where rounded arrays will be, and which are to be cast into which."""
     results, pairs = [], []
     for x in arrays:
         if x.dtype == dtype and fmt is None:
@@ -92,8 +102,27 @@ def rounded(
         out = stack.enter_context(scratch(shape, dtype))
         results.append(out.swapaxes(-1, -2) if turned else out)
         pairs.append((x, results[-1]))
-    casting.cast(pairs, fmt)
-    return results
+    return results, pairs
+
+
+def scaled_where_needed(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    row: ModeRow,
+    stack: contextlib.ExitStack,
+    first: int = 0,
+) -> list[Split]:
+    """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where that makes a difference."""
+    results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, stack)
+    apart = casting.cast(pairs, FLOAT16_DIGITS)
+    return [
+        split(x, dtype, row, row.operand_format, 1, -1 - operand, stack)
+        if is_apart
+        else Split([result])
+        for operand, (x, result, is_apart) in enumerate(
+            zip(arrays, results, apart, strict=True), first
+        )
+    ]
 
 
 def _components(x: Any) -> Any:
@@ -114,7 +143,7 @@ def _scaled(
     magnitudes = np.abs(components)
     magnitudes[~np.isfinite(magnitudes)] = 0
     largest = magnitudes.max(axis=-1).max(axis=axis, keepdims=True)
-    exponents = np.where(largest, _TOP_EXPONENT + 1 - np.frexp(largest)[1], 0).astype(np.int32)
+    exponents = np.where(largest, TOP_EXPONENT + 1 - np.frexp(largest)[1], 0).astype(np.int32)
     with np.errstate(all="ignore"):
         np.ldexp(components, exponents[..., None], out=components)
     return out, exponents
