@@ -122,6 +122,22 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
     return [lies_apart(found) for found in extrema]
 
 
+def lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether numbers in float32 arrays lie too far apart to be rounded to float16's digits, and must be scaled."""
+    pieces, extrema = [], 0
+    for x in arrays:
+        if not _pays(x.size, FLOAT16_DIGITS):
+            extrema = merged(extrema, extrema_of(np.ascontiguousarray(x)))
+            continue
+        if abs(x.strides[-2]) < abs(x.strides[-1]):
+            x = x.swapaxes(-1, -2)
+        kernel = kernels().extrema_kernel()
+        pieces += [(None, kernel, *piece) for piece in _pieces(x, x)]
+    for _, found in _run(pieces, sum([x.size for x in arrays])):
+        extrema = merged(extrema, found)
+    return lies_apart(extrema)
+
+
 def narrow(source: Any, out: Any) -> None:
     """Write an array to another of its shape, rounded to nearest even where that has 16 bits.
 

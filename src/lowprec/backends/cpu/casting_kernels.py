@@ -152,28 +152,48 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
     return builder.select(is_nan, bits, result)
 
 
-def _cast(builder: Any, index: int, address: Any, extrema: Any) -> Any:
-    """Cast 16 numbers in sequence, and let them count among the extrema, an address, where those are asked for."""
+def _cast(builder: Any, index: int, address: Any, extrema: _Extrema) -> Any:
+    """Cast 16 numbers in sequence; they count among the extrema where those are asked for."""
     storage, rounding = CASTS[index]
     bits = _read(builder, storage, address)
     if rounding == DIGITS:
-        _update(builder, bits, extrema)
+        extrema.update(bits)
     return _rounded(builder, rounding, bits)
 
 
 # --- extrema ----------------------------------------------------------------------------------
 
-# Magnitudes are ordered as their bits are. Less 1, a zero is the largest of all, and so no smallest one.
 
+class _Extrema:
+    """The largest and the smallest magnitudes that pass by in a loop, from and to the scratch memory.
 
-def _update(builder: Any, bits: Any, extrema: Any) -> None:
-    magnitude = builder.and_(bits, _splat(_SIGN - 1))
-    less = builder.sub(magnitude, _splat(1))
-    for offset, found, order in ((0, magnitude, ">"), (64, less, "<")):
-        at = pointer(builder, builder.add(extrema, extrema.type(offset)), found.type)
-        before = builder.load(at, align=1)
-        beyond = builder.icmp_unsigned(order, found, before)
-        builder.store(builder.select(beyond, found, before), at, align=1)
+    Magnitudes are ordered as their bits are. Less 1, a zero is the largest of all, and so no smallest one.
+    """
+
+    def __init__(self, builder: Any, index: int, scratch: Any) -> None:
+        self.builder, self.found = builder, []
+        if CASTS[index][1] != DIGITS:
+            return
+        vector = ir.VectorType(I32, _LANES)
+        for offset in (0, 64):
+            place = builder.add(scratch, scratch.type(_EXTREMA + offset))
+            at, local = pointer(builder, place, vector), cgutils.alloca_once(builder, vector)
+            builder.store(builder.load(at, align=1), local)
+            self.found.append((at, local))
+
+    def update(self, bits: Any) -> None:
+        """Let 16 numbers count, given by their bits."""
+        builder = self.builder
+        magnitude = builder.and_(bits, _splat(_SIGN - 1))
+        less = builder.sub(magnitude, _splat(1))
+        for (_, local), x, order in zip(self.found, (magnitude, less), "><", strict=True):
+            before = builder.load(local)
+            beyond = builder.icmp_unsigned(order, x, before)
+            builder.store(builder.select(beyond, x, before), local)
+
+    def write(self) -> None:
+        for at, local in self.found:
+            self.builder.store(self.builder.load(local), at, align=1)
 
 
 @njit(inline="always")
@@ -204,20 +224,31 @@ def _extrema(scratch):
 
 
 @intrinsic(prefer_literal=True)
-def _cast_run(typing_context, index, source, target, scratch):
-    """Cast 16 numbers in sequence."""
-    number = index.literal_value
+def _cast_runs(typing_context, index, count, writes, source, target, steps, scratch):
+    """Cast numbers in sequence, ``count`` times 16 at each step; or look at the extrema alone."""
+    number, vectors = index.literal_value, count.literal_value
+    is_written = bool(writes.literal_value)
+    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        _, source, target, scratch = args
-        bits = _cast(builder, number, source, builder.add(scratch, scratch.type(_EXTREMA)))
-        builder.store(bits, pointer(builder, target, bits.type), align=1)
+        _, _, _, source, target, steps, scratch = args
+        word, extrema = source.type, _Extrema(builder, number, scratch)
+        with cgutils.for_range(builder, steps, intp=word) as loop:
+            first = builder.mul(loop.index, word(_LANES * vectors))
+            for i in range(vectors):
+                at = builder.add(first, word(_LANES * i))
+                from_ = builder.add(source, builder.mul(at, word(item)))
+                bits = _cast(builder, number, from_, extrema)
+                if is_written:
+                    to = builder.add(target, builder.mul(at, word(4)))
+                    builder.store(bits, pointer(builder, to, bits.type), align=1)
+        extrema.write()
         return context.get_dummy_value()
 
-    return types.void(index, types.intp, types.intp, types.intp), generate
+    return types.void(index, count, writes, *[types.intp] * 4), generate
 
 
-def _cast_function(index: int) -> Any:
+def _cast_function(index: int, writes: int = 1) -> Any:
     storage, rounding = CASTS[index]
     kind = _KINDS[storage]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
@@ -231,16 +262,18 @@ def _cast_function(index: int) -> Any:
             from_, to = source + row * row_stride, target + row * cols * 4
             first = 0
             if col_stride == item:
-                first = cols - cols % 16
-                for col in range(0, first, 16):
-                    _cast_run(index, from_ + col * item, to + col * 4, scratch)
+                longs, first = cols // 64, cols - cols % 16
+                at = longs * 64
+                _cast_runs(index, 4, writes, from_, to, longs, scratch)
+                rest = (first - at) // 16
+                _cast_runs(index, 1, writes, from_ + at * item, to + at * 4, rest, scratch)
             for col in range(first, cols, 16):
                 count = min(16, cols - col)
                 _clear_run(scratch)
                 for i in range(count):
                     store(scratch + i * item, load(from_ + (col + i) * col_stride, kind), kind)
-                _cast_run(index, scratch, scratch + 64, scratch)
-                for i in range(count):
+                _cast_runs(index, 1, writes, scratch, scratch + 64, 1, scratch)
+                for i in range(count * writes):
                     store(to + (col + i) * 4, load(scratch + 64 + i * 4, "u32"), "u32")
         return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
 
@@ -262,6 +295,13 @@ def cast_kernel(index: int) -> Any:
     float16's digits, else 0.
     """
     return native.callable_at(cast_address(index), 7)
+
+
+@cache
+def extrema_kernel() -> Any:
+    """Return the kernel that returns the extrema of float32 numbers, to be called as one that casts; it writes nothing."""
+    index = CASTS.index(("float32", DIGITS))
+    return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
 
 
 # --- narrowing results ------------------------------------------------------------------------
@@ -368,7 +408,7 @@ def _dots(typing_context, index, count, source, steps, x, sums, scratch):
 
     def generate(context, builder, signature, args):
         _, _, source, steps, x, sums, scratch = args
-        extrema = builder.add(scratch, scratch.type(_EXTREMA))
+        extrema = _Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, _LANES), source.type
         place = pointer(builder, sums, vector)
         # One sum would wait for itself at each step.
@@ -387,6 +427,7 @@ def _dots(typing_context, index, count, source, steps, x, sums, scratch):
                     _prefetch(builder, from_)
                 value = _floats(builder, _cast(builder, number, from_, extrema))
                 builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
+        extrema.write()
         result = builder.load(place, align=1)
         for total in totals:
             result = builder.fadd(result, builder.load(total))
@@ -404,7 +445,7 @@ def _axpys(typing_context, index, cols, source, col_stride, steps, x, y, scratch
 
     def generate(context, builder, signature, args):
         _, _, source, col_stride, steps, x, y, scratch = args
-        extrema = builder.add(scratch, scratch.type(_EXTREMA))
+        extrema = _Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, _LANES), source.type
         factors = []
         for col in range(count):
@@ -421,6 +462,7 @@ def _axpys(typing_context, index, cols, source, col_stride, steps, x, y, scratch
                 value = _floats(builder, _cast(builder, number, from_, extrema))
                 total = _multiply_add(builder, value, factor, total)
             builder.store(total, place, align=1)
+        extrema.write()
         return context.get_dummy_value()
 
     return types.void(index, cols, *[types.intp] * 6), generate

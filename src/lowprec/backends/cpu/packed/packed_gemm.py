@@ -346,7 +346,8 @@ def gemm(
         m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
         `b`. It may be the same memory as `c`, element by element.
     rounding : {"bf16", "tf32", "fp16", "exact"}
-        What float32 operands become: the nearest; ties go to even, in ``"tf32"`` away from zero.
+        What float32 operands become: the nearest; ties go to even, in ``"tf32"`` away from zero. ``"fp16"`` means
+        float16's digits: whoever calls has looked at the range.
         Storage of 16 or 8 bits stays what it is; ``"exact"`` is for products that have no float32
         operand.
     alpha, beta : float
