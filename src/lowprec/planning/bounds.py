@@ -24,8 +24,8 @@ sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand an
 result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
 are cut, too.
 
-*Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number of
-each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
+*Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
+of each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
 largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
 
 *Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
@@ -103,7 +103,7 @@ class ErrorBound:
     condition : str
         What the data must satisfy for the bound to hold.
     unconditional : bool
-        Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
+        Whether ``relative`` alone describes the mode: false where the mode's own range can be left.
     probable : float
         What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a
         mean of zero.
