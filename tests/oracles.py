@@ -263,9 +263,7 @@ def gamma(k: int, u: float) -> float:
     return k * u / (1 - k * u)
 
 
-def accumulation_bound(
-    a: Any, b: Any, mode: str, how: Arithmetic | None = None
-) -> np.ndarray:
+def accumulation_bound(a: Any, b: Any, mode: str, how: Arithmetic | None = None) -> np.ndarray:
     """Return the bound on the error of multiplying and summing operands that have been rounded already.
 
     A complex product is two real ones per part. Where the operands are float64, the float64 product
@@ -310,7 +308,10 @@ def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
         relative = (2 * u + u * u) * _times(magnitude(a), magnitude(b))
         lost = (tiny, tiny)
         if mode == "fp16":
-            lost = tuple(tiny * _largest(np.asarray(x), axis) for x, axis in ((a, -1), (b, -min(2, np.ndim(b)))))
+            lost = tuple(
+                tiny * _largest(np.asarray(x), axis)
+                for x, axis in ((a, -1), (b, -min(2, np.ndim(b))))
+            )
         return relative + 1.01 * _absolute(a, b, *lost) + 1.01 * accumulation_bound(a, b, mode)
 
 

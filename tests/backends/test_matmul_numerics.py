@@ -266,7 +266,9 @@ def test_every_exponent_is_rounded_bit_by_bit(
     m, n, _ = SIZES[size]
     x = in_range(rng.permutation(oracles.every_exponent(rng, 300)))[: m * n].reshape(m, n)
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
+    oracles.assert_equal(
+        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
+    )
     q, permute = signed_permutation(m, rng)
     want = permute(oracles.round_to(x, mode, -2).T).T
     oracles.assert_equal(lowprec.matmul(q.T, x, math_mode=mode), want)
@@ -294,7 +296,9 @@ def test_ties_and_the_edges_of_the_range(
     pool = pool[np.isfinite(oracles.round_to(pool, mode))]
     x = rng.choice(pool, (m, n))
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
+    oracles.assert_equal(
+        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
+    )
 
 
 @every_mode
@@ -328,7 +332,9 @@ def test_complex_parts_are_rounded_bit_by_bit(
     m, n, _ = SIZES[size]
     x = fill(normal, np.complex64, rng, (m, n))[0]
     p, permute = signed_permutation(n, rng, np.complex64)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
+    oracles.assert_equal(
+        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
+    )
     turned = lowprec.matmul(x, np.complex64(1j) * p, math_mode=mode)
     oracles.assert_equal(turned, np.complex64(1j) * permute(oracles.round_to(x, mode, -1)))
 
@@ -341,9 +347,7 @@ def test_an_outer_product_is_exact(
     # With k = 1 there is one product of two 11-bit numbers, 22 bits: exact in float32.
     a, b = fill(normal, np.float32, rng, (size[0], 1), (1, size[1]))
     c = lowprec.matmul(a, b, math_mode=mode)
-    oracles.assert_equal(
-        c, oracles.product(*oracles.round_both(a, b, mode)).astype(np.float32)
-    )
+    oracles.assert_equal(c, oracles.product(*oracles.round_both(a, b, mode)).astype(np.float32))
 
 
 @every_mode

@@ -39,7 +39,9 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
     values[:8:2] *= 2.0**-30  # too small for float16 beside the others of their row
     a = values.astype(np.float32).reshape(8, 8)
-    results = {oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)}
+    results = {
+        oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)
+    }
     assert len(results) == 4
     return a, np.eye(8, dtype=np.float32)
 
