@@ -38,16 +38,25 @@ class PreparedView(ArrayView):
     forms : dict
         By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
         first together make a form each, and the dictionary keeps one.
+    whole : PreparedView, optional
+        Of the operand, where this is a matrix of its stack.
     """
 
-    __slots__ = ("forms", "mode")
+    __slots__ = ("_whole", "forms", "mode")
 
-    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form]) -> None:
+    def __init__(
+        self,
+        view: ArrayView,
+        mode: str,
+        forms: dict[Any, Form],
+        whole: PreparedView | None = None,
+    ) -> None:
         super().__init__(
             view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
         )
         self.mode = mode
         self.forms = forms
+        self._whole = whole
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy itself. Host memory only."""
@@ -60,6 +69,15 @@ class PreparedView(ArrayView):
         if found is None:
             found = self.forms.setdefault(key, make())
         return found.value
+
+    @property
+    def whole(self) -> PreparedView:
+        """The operand of which this is a matrix, or the operand itself."""
+        return self if self._whole is None else self._whole
+
+    def matrix(self, x: NDArray[Any]) -> PreparedView:
+        """Return the view of one of its matrices, in host memory."""
+        return PreparedView(host_view(x), self.mode, self.forms, self)
 
     @property
     def transposed(self) -> PreparedView:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowprec.formats import DType
+from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, Why
 
 if TYPE_CHECKING:
     from lowprec.planning.plan import GemmPlan
 
 
-def is_kept(plan: GemmPlan, prepared_for: str) -> bool:
-    """Whether what a product in this plan makes of ``b``, prepared for a mode, is kept for the next one."""
-    return _why(plan, prepared_for) is Why.KEPT
+def kept_modes(plan: GemmPlan) -> frozenset[str]:
+    """Return the modes: if ``b`` was prepared for one, what a product in this plan makes of it is kept for the next."""
+    if _why(plan, plan.mode) is not Why.KEPT:
+        return frozenset()
+    return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
@@ -37,8 +40,6 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
 
 def _why_packed(plan: GemmPlan) -> Why:
     out = plan.layout.out
-    if plan.layout.batch_count > 1:
-        return Why.BATCH_OF_PRODUCTS
     if out.row_stride == 1 and out.col_stride != 1:
         return Why.TRANSPOSED_RESULT
     return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
