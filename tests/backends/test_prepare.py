@@ -191,6 +191,53 @@ def test_stacks_keep_what_is_made_of_each_matrix(
         assert not plan.kernel_row.micro_kernel
 
 
+GEMV_LAYOUTS = {
+    "rows": lambda b: b,
+    "columns": np.asfortranarray,
+    "neither": lambda b: np.repeat(b, 2, 1)[:, ::2],
+    "backwards": lambda b: b[::-1, ::-1],
+    "a stack": lambda b: np.stack([b, b + 1]),
+}
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", GEMV_LAYOUTS)
+def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
+    rng: np.random.Generator, machine: str, layout: str, mode: str
+) -> None:
+    small = np.float32(1e-6)  # of float16 these are subnormal
+    b = GEMV_LAYOUTS[layout](numbers(rng, "float32", 150, 200) * small)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    a = numbers(rng, "float32", *b.shape[:-2], 1, 150)
+    plan = lowprec.plan(a, prepared, math_mode=mode)
+    assert is_kept(plan)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
+    spoil(prepared)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
+    if plan.kernel == "gemv":
+        assert prepared.packed_bytes == 2 * np.prod(b.shape)
+    vector = numbers(rng, "float32", *b.shape[:-2], 200, 1)
+    prepared = lowprec.prepare(vector, math_mode=mode)
+    plan = lowprec.plan(b, prepared, math_mode=mode)
+    same(lowprec.matmul(b, prepared, math_mode=mode), lowprec.matmul(b, vector, math_mode=mode))
+    if plan.kernel == "gemv":  # which makes next to nothing of a vector
+        assert plan.prepared is not None
+        assert plan.prepared.why is Why.NOT_KEPT
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -> None:
+    a, b = numbers(rng, "float32", 1, 150), numbers(rng, "float32", 150, 200)
+    b[3, 7], b[5, 8], b[9, 9] = np.nan, np.inf, -1e38
+    for payload in (0x7FC00000, 0x7FC00001, 0xFFF23456):
+        b.view(np.uint32)[3, 7] = payload
+        prepared = lowprec.prepare(b, math_mode=mode)
+        want = lowprec.matmul(a, b, math_mode=mode)
+        for _ in range(2):
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+
+
 def test_no_inner_dimension() -> None:
     prepared = lowprec.prepare(np.ones((0, 4), np.float32), math_mode="bf16x3")
     got = lowprec.matmul(np.ones((3, 0), np.float32), prepared, math_mode="bf16x3")
