@@ -742,7 +742,7 @@ PROGRAM = """
 import collections, faulthandler, os, signal, sys, threading, time
 import numpy as np
 import lowprec
-from lowprec.backends import cpu
+from lowprec.backends.cpu import backend as cpu
 
 faulthandler.dump_traceback_later(30, exit=True)
 A = np.ones((8, 8), np.float32)

@@ -14,7 +14,7 @@ from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
-_MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
+_MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}
 
 #: Those with memory of their own to give.
 _MEMORY_MODULES = {2: "lowprec.backends.cuda.memory"}

@@ -146,8 +146,3 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
         for device, entries in stored.items():
             on_disk.setdefault(device, {}).update(entries)
         disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})
-
-
-def forget() -> None:
-    """Read the disk anew at the next product."""
-    _stored.cache_clear()
