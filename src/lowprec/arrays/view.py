@@ -44,20 +44,14 @@ _DEVICE_NAMES = {
 class Device(NamedTuple):
     """Where an array's memory is, in DLPack's terms.
 
-    Parameters
-    ----------
-    type : int
-        ``DLDeviceType``: 1 is the CPU, 2 is CUDA.
-    index : int
-        Which of the devices of that type; 0 for the CPU.
-
     Examples
     --------
     >>> str(Device(2, 1))
     'cuda:1'
     """
 
-    type: int
+    type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
+    #: Which of the devices of that type; 0 for the CPU.
     index: int  # type: ignore[assignment]  # a field is what a reader expects, not tuple.index
 
     @property

@@ -24,18 +24,7 @@ _BY_UNITS = (packed.execute, launch.execute)
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that executes a plan.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-        A plan for this CPU.
-
-    Returns
-    -------
-    Executor
-        Safe to call from several threads at once.
-    """
+    """Return the function that executes a plan for this CPU; safe to call from several threads at once."""
     if 0 in plan.out_shape:
         return _nothing
     if plan.layout.k == 0:
