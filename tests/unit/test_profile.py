@@ -25,7 +25,8 @@ import machines
 from cpu_units import needs, needs_amx
 from lowprec import executors, policy
 from lowprec.arrays import library_of
-from lowprec.backends import Arguments, ExecutionInfo, cpu
+from lowprec.backends import Arguments, ExecutionInfo
+from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import nvtx, units
