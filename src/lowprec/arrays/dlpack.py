@@ -191,12 +191,8 @@ def device_of(array: Any) -> Device:
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
     """Return the view of any array with ``__dlpack__``.
 
-    Parameters
-    ----------
-    array : array
-    stream : int or None
-        The consumer's stream, as the standard numbers them. None is right for host memory; for a CUDA array the
-        producer then makes the data ready on the legacy default stream.
+    ``stream`` is the consumer's, as the standard numbers them. None is right for host memory; for a CUDA array the
+    producer then makes the data ready on the legacy default stream.
 
     Raises
     ------

@@ -18,25 +18,14 @@ ROAD = "lowprec.torch:matmul"
 
 
 class Probes(NamedTuple):
-    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
+    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each."""
 
-    Parameters
-    ----------
-    dispatch_modes, function_modes : callable
-        How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
-    is_tracing : callable
-        Whether ``torch.jit.trace`` records.
-    transforms : callable
-        Whether ``torch.func`` transforms.
-    forward_ad : module
-        Its ``_current_level`` is -1 outside ``dual_level``.
-    """
-
+    #: How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
     dispatch_modes: Callable[[], Any]
     function_modes: Callable[[], Any]
-    is_tracing: Callable[[], Any]
-    transforms: Callable[[], Any]
-    forward_ad: Any
+    is_tracing: Callable[[], Any]  # whether ``torch.jit.trace`` records
+    transforms: Callable[[], Any]  # whether ``torch.func`` transforms
+    forward_ad: Any  # its ``_current_level`` is -1 outside ``dual_level``
 
 
 def probes_of(torch: Any) -> Probes:

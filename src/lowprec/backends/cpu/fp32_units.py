@@ -77,19 +77,10 @@ def execute_stacks(
     stacks: Stacks,
     kept: PreparedView | None = None,
 ) -> None:
-    """Run a plan, or a slice of its batch, on the BLAS of a kernel.
+    """Run a plan, or a slice of its batch, on the BLAS of a kernel: the plan's own, or its fallback.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-    kernel : KernelRow
-        The plan's own, or its fallback.
-    arguments : Arguments
-        For the factors.
-    stacks : Stacks
-        The arrays in matrix form.
-    kept : PreparedView, optional
-        Of the prepared operand that is ``b``, which keeps what is made of it.
+    ``arguments`` give the factors, ``stacks`` the arrays in matrix form. ``kept`` is the view of a prepared ``b``,
+    which keeps what is made of it.
     """
     with_epilogue(
         plan,

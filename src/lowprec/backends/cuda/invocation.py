@@ -169,23 +169,11 @@ class Invocation:
         try:
             for first, second, c, d in places:
                 matmul(
-                    handle,
-                    operation or of_all,
-                    alpha.address,
-                    first,
-                    first_layout,
-                    second,
-                    second_layout,
-                    beta.address,
-                    c,
-                    c_layout,
-                    d,
-                    d_layout,
-                    algorithm,
-                    workspace,
-                    nbytes,
-                    stream,
-                )
+                    handle, operation or of_all,
+                    alpha.address, first, first_layout, second, second_layout,
+                    beta.address, c, c_layout, d, d_layout,
+                    algorithm, workspace, nbytes, stream,
+                )  # fmt: skip
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 

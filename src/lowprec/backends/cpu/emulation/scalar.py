@@ -13,18 +13,7 @@ from lowprec.formats import FLOAT32, NumberFormat
 def dot(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic) -> float:
     """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
 
-    Parameters
-    ----------
-    a, b : sequence of float
-        Numbers of the format of ``arithmetic``.
-    c : float
-        A float32.
-    arithmetic : Arithmetic
-
-    Returns
-    -------
-    float
-        A float32.
+    ``a`` and ``b`` are numbers of the format of ``arithmetic``, ``c`` and the result are float32.
 
     Examples
     --------

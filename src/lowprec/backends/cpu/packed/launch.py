@@ -27,48 +27,25 @@ _JOB_BYTES = 4096
 
 
 class Launch(NamedTuple):
-    """What runs the products of one plan.
+    """What runs the products of one plan."""
 
-    Parameters
-    ----------
-    template : bytes
-        The job, without addresses.
-    fields : tuple of int
-        Those of the job that take the addresses of ``a``, ``b`` and ``out``; the first two are exchanged where the
-        transposed product is computed.
-    drive : callable
-        The macro-kernel.
-    drive_address : int
-        Of the same.
-    drive_all : callable
-        What runs it for each product of a batch.
-    packed_bytes, scratch_bytes : int
-        Memory that each thread needs.
-    batch_count : int
-    matrices : tuple
-        Of a, b, out and c, as `batches` takes them.
-    offsets : numpy.ndarray or None, shape (batch_count, 4)
-        Of the matrices, in bytes; None where they are not kept.
-    has_epilogue : bool
-        Whether alpha, beta, c and bias are put into the job, too.
-    shared : bool
-        Whether waking a thread for the batch pays.
-    panels : callable or None
-        Returns those of a prepared ``b``, None where the product packs it.
-    """
-
-    template: bytes
+    template: bytes  # the job, without addresses
+    #: Those of the job that take the addresses of ``a``, ``b`` and ``out``; the first two are exchanged where the
+    #: transposed product is computed.
     fields: tuple[int, int, int]
-    drive: Callable[[int, int], int]
-    drive_address: int
-    drive_all: Callable[[int, int], int]
+    drive: Callable[[int, int], int]  # the macro-kernel
+    drive_address: int  # of the same
+    drive_all: Callable[[int, int], int]  # what runs it for each product of a batch
+    #: Memory that each thread needs.
     packed_bytes: int
     scratch_bytes: int
     batch_count: int
-    matrices: batches.Matrices
+    matrices: batches.Matrices  # of a, b, out and c, as `batches` takes them
+    #: Of the matrices, shape (batch_count, 4), in bytes; None where they are not kept.
     offsets: Any
-    has_epilogue: bool
-    shared: bool
+    has_epilogue: bool  # whether alpha, beta, c and bias are put into the job, too
+    shared: bool  # whether waking a thread for the batch pays
+    #: Returns those of a prepared ``b``, None where the product packs it.
     panels: Callable[[Arguments], Panels | None] | None = None
 
 
