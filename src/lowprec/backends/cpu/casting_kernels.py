@@ -299,7 +299,7 @@ def cast_kernel(index: int) -> Any:
 
 @cache
 def extrema_kernel() -> Any:
-    """Return the kernel that returns the extrema of float32 numbers, to be called as one that casts; it writes nothing."""
+    """Return the kernel that finds extrema of float32 numbers, to be called as one that casts; it writes nothing."""
     index = CASTS.index(("float32", DIGITS))
     return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
 

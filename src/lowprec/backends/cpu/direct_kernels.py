@@ -46,8 +46,7 @@ _WORDS = {2: "u16", 4: "u32", 8: "i64"}
 # numba's cache on disk looks at the file of a kernel alone.
 _FILES = (__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
 _FINGERPRINT = (
-    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES))
-    ^ casting_kernels.FINGERPRINT
+    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
 
 
