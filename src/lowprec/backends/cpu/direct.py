@@ -51,6 +51,7 @@ from lowprec.backends.cpu.direct_job import (
     OUT_COL_STRIDE,
     OUT_ROW_STRIDE,
     RELU,
+    TO_FLOAT16,
     WORDS,
     A,
     B,
@@ -64,7 +65,7 @@ from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.formats import DType, NumberFormat
+from lowprec.formats import FLOAT16, DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 
@@ -214,6 +215,8 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
+    if to is FLOAT16_DIGITS:
+        words[TO_FLOAT16] = _cast_address(DType.FLOAT32, FLOAT16)
     place = CAST_SCRATCH
     if item == 8:
         place += 4 * max(m * k, k * n, m * n) + _PAD

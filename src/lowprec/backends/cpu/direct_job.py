@@ -21,7 +21,8 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST, WIDEN = range(6)
     AT_BIAS,
     AT_EXPONENTS,  # whether b is scaled, and the exponents of b and of a, 64 bits each
     AT_BLOCK,
-) = range(27, 38)
+    TO_FLOAT16,  # the address of what rounds scaled numbers
+) = range(27, 39)
 WORDS = 40
 
 #: As `ACTIVATION` says it. GELU of float64 is left to NumPy.

@@ -105,26 +105,6 @@ def _power_of_two(exponent, scratch):
 
 
 @njit
-def _rounded_float16(x, scratch):
-    """A float32 below 2^16, rounded to float16."""
-    store(scratch, x, "f32")
-    bits = types.intp(load(scratch, "u32"))
-    magnitude = bits & 0x7FFFFFFF
-    if magnitude >= 0x7F800000:
-        return x
-    if magnitude >= 0x38800000:  # 2^-14
-        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000
-    else:
-        # A step is 2^-24, as of float32 from 0.5 on.
-        store(scratch, magnitude, "u32")
-        half = types.float32(0.5)
-        store(scratch, types.float32(load(scratch, "f32") + half) - half, "f32")
-        bits = types.intp(load(scratch, "u32")) | (bits & 0x80000000)
-    store(scratch, bits, "u32")
-    return load(scratch, "f32")
-
-
-@njit
 def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, scratch):
     """Write a matrix anew, each row of A or column of B scaled and rounded to float16, and the exponents."""
     rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
@@ -147,7 +127,8 @@ def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, s
         for i in range(k):
             # What is no float32 any more is far below float16's smallest number.
             x = types.float32(load(at + i * k_step, "f32") * factor)
-            store(at + i * k_step, _rounded_float16(x, scratch), "f32")
+            store(at + i * k_step, x, "f32")
+    call(_field(job, D.TO_FLOAT16), (target, 0, 4, 1, lanes * k, target, scratch))
 
 
 @njit
