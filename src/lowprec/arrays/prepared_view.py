@@ -100,6 +100,9 @@ class Prepared:
 
     _view: PreparedView
 
+    #: NumPy's ``@`` would take it for a scalar.
+    __array_ufunc__ = None
+
 
 def refuse_prepared(**arguments: Any) -> None:
     """Raise where one of these arguments is a prepared operand."""
