@@ -116,10 +116,12 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ArrayError as error:
-        given = {
-            "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
-            "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
-        }  # fmt: skip
+        given = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}
+        if not plain:
+            given |= {
+                "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
+                "scale_a": scale_a, "scale_b": scale_b,
+            }  # fmt: skip
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
         return _elsewhere(error, a, b, {n: x for n, x in given.items() if x is not None})
@@ -139,7 +141,7 @@ def matmul(
             execute = _out_of_place(resolved, x, y, request, target)
         library_of(out).mark_written(out)
     if x.device is CPU:
-        execute(request.arguments(x, y, target))
+        execute(Arguments(x, y, target) if request is PLAIN else request.arguments(x, y, target))
     else:
         arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))

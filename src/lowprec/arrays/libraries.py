@@ -61,11 +61,8 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or one that must not be read in place: a tracer, a masked array, a subclass that changes
-        what the elements mean. The message names the way out.
+    Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
+    that changes what the elements mean. The message names the way out.
 
     Examples
     --------
@@ -147,10 +144,7 @@ def library_name(array: Any) -> str:
     They take more than lowprec reads in place: a tracer, a tensor that requires grad, a tensor subclass. For these
     :func:`library_of` raises, and this does not.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or a NumPy subclass that changes what the elements mean.
+    Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
 
     Examples
     --------
