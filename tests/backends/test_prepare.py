@@ -17,7 +17,7 @@ import interrupts
 import lowprec
 import machines
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cpu import casting, fp32_units, splitting
+from lowprec.backends.cpu import casting, direct, fp32_units, splitting
 from lowprec.backends.cpu.packed import prepared_panels
 from lowprec.modes import available_modes
 from lowprec.planning import Why
@@ -236,6 +236,45 @@ def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -
         want = lowprec.matmul(a, b, math_mode=mode)
         for _ in range(2):
             same(lowprec.matmul(a, prepared, math_mode=mode), want)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "fp16"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "neither", "a vector", "a stack of one"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "before the kernels are there"])
+def test_small_products_keep_rows(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, native: bool, layout: str, mode: str
+) -> None:
+    monkeypatch.setattr(direct, "_pays", lambda seconds: native)
+    b = numbers(rng, "float32", 50, 33)
+    if layout == "a vector":
+        b = b[:, 0].copy()
+    elif layout == "a stack of one":
+        b = b[None]
+    else:
+        b = GEMV_LAYOUTS[layout](b)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    bias = numbers(rng, "float32", *b.shape[1:][-1:]) if b.ndim > 1 else None
+    given: Any = {"math_mode": mode, "alpha": 0.5, "bias": bias}
+    other = {**given, "bias": None if bias is None else 2 * bias}
+    # A matrix, a vector, a batch that becomes rows, and one that does not.
+    for a in (
+        numbers(rng, "float32", 6, 50),
+        numbers(rng, "float32", 50),
+        numbers(rng, "float32", 3, 2, 50),
+        numbers(rng, "float32", 3, 5, 50)[:, 1:],
+    ):
+        if a.ndim == b.ndim == 1:
+            continue
+        want_other, want = lowprec.matmul(a, b, **other), lowprec.matmul(a, b, **given)
+        same(lowprec.matmul(a, prepared, **other), want_other)
+        same(lowprec.matmul(a, prepared, **given), want)
+        plan = lowprec.plan(a, prepared, **given)
+        if plan.kernel == "direct":
+            assert is_kept(plan)
+            assert len(view_of(prepared).forms) == 1
+    if plan.kernel == "direct":
+        spoil(prepared)
+        same(lowprec.matmul(a, prepared, **given), want)
 
 
 def test_no_inner_dimension() -> None:
