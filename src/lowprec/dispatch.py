@@ -116,15 +116,10 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ArrayError as error:
-        given: dict[str, Any] = {
-            "math_mode": math_mode,
-            "rtol": rtol,
-            "bound": bound,
-            "k_chunk": k_chunk,
-        }
+        given = {"out": out, "math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
         if not plain:
             given |= {
-                "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
+                "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
                 "scale_a": scale_a, "scale_b": scale_b,
             }  # fmt: skip
         if not factors:
