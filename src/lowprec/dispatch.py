@@ -118,10 +118,8 @@ def matmul(
     except ArrayError as error:
         given = {"out": out, "math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
         if not plain:
-            given |= {
-                "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
-                "scale_a": scale_a, "scale_b": scale_b,
-            }  # fmt: skip
+            followed = {"c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype}
+            given |= followed | {"scale_a": scale_a, "scale_b": scale_b}
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
         return _elsewhere(error, a, b, {n: x for n, x in given.items() if x is not None})
