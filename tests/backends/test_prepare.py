@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -452,15 +454,22 @@ def test_fork(rng: np.random.Generator) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
-    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
-    prepared = lowprec.prepare(b, math_mode="bf16x3")
-    want, barrier, wrong = lowprec.matmul(a, b, math_mode="bf16x3"), threading.Barrier(8), []
+@pytest.mark.parametrize(
+    ("mode", "m", "batch"),
+    [("bf16x3", 64, ()), ("bf16", 64, ()), ("bf16", 64, (4,)), ("tf32", 8, ()), ("bf16", 1, ())],
+    ids=["parts", "panels", "a stack", "rows", "16 bits"],
+)
+def test_first_use_in_eight_threads(
+    rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]
+) -> None:
+    a, b = numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want, barrier, wrong = lowprec.matmul(a, b, math_mode=mode), threading.Barrier(8), []
 
     def work() -> None:
         barrier.wait()
         for _ in range(5):
-            if lowprec.matmul(a, prepared, math_mode="bf16x3").tobytes() != want.tobytes():
+            if lowprec.matmul(a, prepared, math_mode=mode).tobytes() != want.tobytes():
                 wrong.append(threading.get_ident())
             prepared.release()
 
@@ -472,7 +481,27 @@ def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("mode", ["bf16", "bf16x3"])
+def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:
+    """Without the collector: nothing that products keep leads back to it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for m, batch in ((1, ()), (8, ()), (64, ()), (64, (3,))):
+            a, b = (
+                numbers(rng, "float32", *batch, m, 150),
+                numbers(rng, "float32", *batch, 150, 200),
+            )
+            prepared = lowprec.prepare(b, math_mode="bf16")
+            lowprec.matmul(a, prepared, math_mode="bf16")
+            lowprec.matmul(a, prepared.T.T, math_mode="bf16")
+            memory = weakref.ref(view_of(prepared).owner)
+            del prepared
+            assert memory() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "bf16x3", "tf32"])
 def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: str) -> None:
     a, b = numbers(rng, "float32", 40, 64), numbers(rng, "float32", 64, 48)
     prepared = lowprec.prepare(b, math_mode=mode)
