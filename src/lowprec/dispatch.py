@@ -116,10 +116,10 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ElsewhereError as elsewhere:
-        given = {
-            "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
-            "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
-        }  # fmt: skip
+        given: dict[str, Any] = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
+        if not plain:
+            given |= {"out": out, "c": c, "bias": bias, "activation": activation}
+            given |= {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
         return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
