@@ -49,7 +49,6 @@ class TorchLibrary(Library):
             self._device_types["cuda"] = _ROCM
         self.device_of = functools.cache(self._device_of)
         self._accepted = (torch.Tensor, torch.nn.Parameter)
-        # What torch's own compiler allocates with: a third of the time that torch.empty takes.
         # What its compiled code allocates with takes a third of the time; older versions lack it.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)

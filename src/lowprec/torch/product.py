@@ -259,10 +259,10 @@ def _product(
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
                 recorded: Tensor = _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
                 return recorded
-            product: Tensor = dispatch.matmul(
+            plain: Tensor = dispatch.matmul(
                 a, b, alpha=alpha, out_dtype=out_dtype or None, math_mode=mode
             )
-            return product
+            return plain
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         sharding.ensure_registered()
         seen: Tensor = OPERATOR(a, b, *rest)
