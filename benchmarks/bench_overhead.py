@@ -110,6 +110,9 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
 
 # -- other calls ----------------------------------------------------------------------------------
 
+#: Those that round each operand once; the others cut it into parts.
+LOWER_MODES = ("tf32", "bf16", "fp16")
+
 #: What a call does beside the product, or another mode: with lowprec, and with the library's own functions.
 ARGUMENTS = {
     "bias=": ("lowprec(a, b, bias=bias)", "own(a, b) + bias"),
@@ -117,7 +120,7 @@ ARGUMENTS = {
     "c=, beta=": ("lowprec(a, b, c=c, beta=1.0)", "own(a, b) + c"),
     **{
         f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)")
-        for mode in ("tf32", "bf16", "fp16", "bf16x3", "fp16x3")
+        for mode in (*LOWER_MODES, "bf16x3", "fp16x3")
     },
 }
 
@@ -279,7 +282,8 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         *(
             (f"{variant}, slowest library, us", max(others[variant]), 1e6 * limit)
             for variant, limit in (
-                *((name, MODE_LIMIT if name[:3] == "in " else BESIDE_LIMIT) for name in ARGUMENTS),
+                *((name, BESIDE_LIMIT) for name in ("bias=", "alpha=", "c=, beta=")),
+                *((f"in {mode}", MODE_LIMIT) for mode in LOWER_MODES),
                 ("recorded by autograd", RECORDED_LIMIT),
             )
             if variant in others
