@@ -425,8 +425,20 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
         lt.matmul(torch.tensor(1.0), x)
     with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
         lowprec.matmul(x, torch.ones(3, 2))
-    with pytest.raises(lowprec.ArrayError, match="b is a ndarray beside tensors"):
-        lowprec.matmul(x, np.ones((2, 2), np.float32))
+    for name, wrong in (("ndarray", np.ones((2, 2), np.float32)), ("NoneType", None)):
+        with pytest.raises(lowprec.ArrayError, match=f"b is a {name} beside tensors"):
+            lowprec.matmul(x, wrong)
+    for name in ("alpha", "beta"):
+        with pytest.raises(lowprec.DTypeError, match=f"{name} must be a number, got str"):
+            lowprec.matmul(x, x, c=x, **{name: "1"})
+    with pytest.raises(lowprec.ShapeError, match="there is no c for it to multiply"):
+        lowprec.matmul(x, x, beta=1.0)
+    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(2,\); linear takes \(n, k\)"):
+        lt.linear(x, x[0])
+    with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
+        lt.Linear(2, 2, rtol=0)
+    with pytest.raises(lowprec.ModeError, match="bound"):
+        lt.Linear(2, 2, rtol=0.1, bound="likely")
     with pytest.raises(
         lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"
     ):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowprec.modes import MathMode, parse_mode
+from lowprec.planning import check_bound, check_rtol
 from lowprec.torch.product import linear
 
 
@@ -46,7 +47,8 @@ class Linear(torch.nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.math_mode = None if math_mode is None else parse_mode(math_mode).value
-        self.rtol, self.bound = rtol, bound
+        self.rtol = None if rtol is None else check_rtol(rtol)
+        self.bound = None if bound is None else check_bound(bound).value
         self.backward_mode = None if backward_mode is None else parse_mode(backward_mode).value
 
     @classmethod

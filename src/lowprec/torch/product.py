@@ -93,11 +93,16 @@ def matmul(
             [1., 1.]])
     """
     for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
-        if x is not None and not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) and (x is not None or name in ("a", "b")):
             raise ArrayError(
                 f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
                 f"torch.as_tensor({name})"
             )
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if type(factor) is not float and not isinstance(factor, Complex):
+            raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
+    if beta and c is None:
+        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
@@ -105,13 +110,13 @@ def matmul(
         raise ShapeError(
             f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    dtype, factor = "", 1.0
+    dtype, outer = "", 1.0
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
     if type(alpha) is not float and isinstance(alpha, Complex) and not isinstance(alpha, Real):
         # The operator's factor is real; this one autograd sees, which conjugates it.
-        factor, alpha = alpha, 1.0
+        outer, alpha = alpha, 1.0
         if not (x.is_complex() or y.is_complex()):
             raise DTypeError(f"alpha is complex, but the operands are {x.dtype} and {y.dtype}")
     if rtol is not None or bound is not None:
@@ -121,7 +126,7 @@ def matmul(
         out = out.squeeze(-1)
     if a.ndim == 1:
         out = out.squeeze(-1 if b.ndim == 1 else -2)
-    return out if plain else _with_epilogue(out, factor, c, beta, bias, activation)
+    return out if plain else _with_epilogue(out, outer, c, beta, bias, activation)
 
 
 def _with_epilogue(
@@ -202,6 +207,8 @@ def linear(
     >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
     tensor([3., 3.])
     """
+    if isinstance(weight, Tensor) and weight.ndim < 2:
+        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear takes (n, k)")
     return matmul(
         x, weight.mT,
         bias=bias, math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
