@@ -475,6 +475,8 @@ def test_overhead_runs(tmp_path: Path) -> None:
     _run("bench_overhead.py", tmp_path)
     rows = _result(tmp_path, "overhead")["results"]
     assert {"numpy", "dlpack"} <= {r["library"] for r in rows if r["measured"] == "call"}
+    variants = {r["variant"] for r in rows if r["measured"] == "variant"}
+    assert {"bias=", "alpha=", "c=, beta=", "in bf16"} <= variants
     stations = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
     assert {"resolve the mode", "look up the plan", "execute", "all of it"} <= set(stations)
     assert max(stations, key=stations.__getitem__) == "all of it"
