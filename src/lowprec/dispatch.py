@@ -116,7 +116,8 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ArrayError as error:
-        given = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}
+        given: dict[str, Any] = {"math_mode": math_mode, "k_chunk": k_chunk}
+        given |= {"rtol": rtol, "bound": bound}
         if not plain:
             given |= {
                 "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
