@@ -116,8 +116,7 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ArrayError as error:
-        given: dict[str, Any] = {"math_mode": math_mode, "k_chunk": k_chunk}
-        given |= {"rtol": rtol, "bound": bound}
+        given = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}
         if not plain:
             given |= {
                 "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
