@@ -161,6 +161,13 @@ def unscale(result: Result) -> str:
     return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
 
 
+def digits(result: Result) -> str:
+    """Return accuracies by library and precision, and tests of equal means."""
+    import bench_digits
+
+    return f"{bench_digits.digits.table(result['results'])}\n{_claims(result)}"
+
+
 def dask(result: Result) -> str:
     """Return the runs of a chunked product, and what they come to."""
     header = (
@@ -229,6 +236,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "guard": guard,
     "accuracy": accuracy,
     "unscale": unscale,
+    "digits": digits,
     "recovery": recovery,
     "real": real,
     "tradeoff": tradeoff,

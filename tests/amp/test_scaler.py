@@ -450,6 +450,18 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler.update()
 
 
+def test_one_array_in_two_places() -> None:
+    """The gradient of weights that are tied is divided once; two gradients need two arrays."""
+    torch = load_or_skip(Backend.TORCH).torch
+    for tied in (np.full(3, 8.0, np.float32), torch.full((3,), 8.0)):
+        LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
+        assert (tied == 2).all()
+        other = tied + 1
+        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+            LossScaler(4.0).unscale([tied, other], out=[tied, tied])
+        assert (tied == 2).all()
+
+
 def test_jax_has_no_out() -> None:
     jnp = load_or_skip(Backend.JAX).jax.numpy
     x = jnp.ones(2, jnp.float32)

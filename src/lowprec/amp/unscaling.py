@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,13 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
+    sources: dict[int, Any] = {}
+    for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
+        if target is not None and id(target) in sources:
+            if sources[id(target)] is not array:
+                raise ArrayError("out holds one array for two gradients; give each its own")
+            continue  # the gradient of weights that are tied, in two places of the container
+        sources[id(target)] = array
         groups.setdefault(_group(array), []).append(i)
     results: list[Any] = [None] * len(arrays)
     flags = []
@@ -116,29 +122,37 @@ def _check(array: Any, target: Any) -> None:
         )
 
 
+def _new(
+    empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]
+) -> list[Any]:
+    """Return the targets, new arrays for those that are missing."""
+    pairs = zip(arrays, targets, strict=True)
+    return [empty_like(x) if out is None else out for x, out in pairs]
+
+
 # -- NumPy, and what is known only by DLPack ------------------------------------------------------
 
 
 def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    results = [
-        np.empty_like(x, subok=False) if out is None else out
-        for x, out in zip(arrays, targets, strict=True)
-    ]
+    results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
     for out in results:
         if not out.flags.writeable:
             raise ArrayError("out is read-only; pass an array that may be written")
-    pairs = list(zip(arrays, results, strict=True))
-    found: list[bool] = [_strided(x, out, inverse) for x, out in pairs if not _is_flat(x, out)]
-    flat = [(x.ravel("K"), out.ravel("K")) for x, out in pairs if _is_flat(x, out)]
+    found: list[bool] = []
+    flat = []
+    for x, out in zip(arrays, results, strict=True):
+        if _is_flat(x, out, x.ctypes.data, out.ctypes.data):
+            flat.append((x.ravel("K"), out.ravel("K")))
+        else:
+            found.append(_strided(x, out, inverse))
     _run(flat, inverse, found)
     return results, any(found)
 
 
-def _is_flat(x: Any, out: Any) -> bool:
+def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
     """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
-    same = x.ctypes.data == out.ctypes.data
     one_run = x.flags.forc and x.strides == out.strides
-    return one_run and (same or not np.may_share_memory(x, out))
+    return one_run and (first == target or abs(first - target) >= x.nbytes)
 
 
 def _strided(x: Any, out: Any, inverse: Any) -> bool:
@@ -223,22 +237,47 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     device = arrays[0].device
     flag = torch.zeros((), dtype=torch.float32, device=device)
     factor = torch.full((), float(inverse), dtype=torch.float32, device=device)
-    results = []
     with torch.no_grad():
-        by_dtype: dict[Any, list[Any]] = {}
-        for x, out in zip(arrays, targets, strict=True):
-            if out is None:
-                result = x.detach().clone()
-            elif out is x:
-                result = out
-            else:
-                result = out.copy_(x)
-            results.append(result)
-            by_dtype.setdefault(result.dtype, []).append(result.detach())
-        # One kernel for all tensors of an element type.
-        for group in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        results = _new(torch.empty_like, arrays, targets)
+        for dtype in {x.dtype for x in arrays}:
+            # One kernel each for all tensors of an element type.
+            pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
+            apart = [(x.detach(), out.detach()) for x, out in pairs if out is not x]
+            if apart:
+                torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
+            own = [out.detach() for _, out in pairs]
+            torch._amp_foreach_non_finite_check_and_unscale_(own, flag, factor)
     return results, flag
+
+
+def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    """Queue one kernel for all arrays of an element type, on CuPy's current stream."""
+    from lowprec.backends.cuda import unscaling
+
+    cupy: Any = sys.modules["cupy"]
+    if cupy.cuda.runtime.is_hip or not unscaling.is_usable():
+        return _by_namespace(arrays, targets, inverse)
+    library = library_of(arrays[0])
+    device = library.view(arrays[0]).device
+    with cupy.cuda.Device(device.index):
+        results = _new(cupy.empty_like, arrays, targets)
+        # What has gaps, or overlaps, is copied before and after.
+        pairs = [
+            (x, out)
+            if _is_flat(x, out, x.data.ptr, out.data.ptr)
+            else (cupy.array(x, order="C"),) * 2
+            for x, out in zip(arrays, results, strict=True)
+        ]
+        runs: dict[Any, list[unscaling.Run]] = {}
+        for x, out in pairs:
+            run = unscaling.Run(x.data.ptr, out.data.ptr, x.size)
+            runs.setdefault(library.view(x).dtype, []).append(run)
+        stream = library.current_stream(device)
+        table = unscaling.unscale(runs, float(inverse), device.index, stream, cupy.asarray)
+        for result, (_, out) in zip(results, pairs, strict=True):
+            if out is not result:
+                result[...] = out
+    return results, table[:1]
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
@@ -284,4 +323,10 @@ def _by_namespace(
     return results, flag
 
 
-_WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "jax": _by_jax}
+_WORK = {
+    "numpy": _by_numpy,
+    "dlpack": _by_dlpack,
+    "torch": _by_torch,
+    "cupy": _by_cupy,
+    "jax": _by_jax,
+}
