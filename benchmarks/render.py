@@ -157,7 +157,8 @@ def unscale(result: Result) -> str:
     cells = {}
     for r in result["results"]:
         speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
-        cells[r["variant"], f"{r['n']:,}"] = f"{r['gb_per_s']:.1f}{speed}"
+        size = f"{r['arrays']:,} x {r['n']:,}" if r["arrays"] > 1 else f"{r['n']:,}"
+        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}{speed}"
     return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
 
 

@@ -347,6 +347,7 @@ def test_a_numba_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.Monk
 
     casting.has_kernels.cache_clear()
     monkeypatch.setattr(numba_import, "fails", lambda: True)
+    monkeypatch.delitem(sys.modules, unscaling._KERNELS, raising=False)
     monkeypatch.setattr(unscaling, "_kernel", lambda dtype: pytest.fail("numba is needed for it"))
     found = LossScaler(2.0).unscale(np.ones(300_003, np.float32))
     assert (found == 0.5).all()

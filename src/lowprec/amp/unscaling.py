@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.errors import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import array_module
-from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import casting, threads
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 
 #: Element types of gradients.
@@ -28,7 +30,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 _BLOCK = 1 << 16
 
 #: Elements that a thread takes at a time, and below which there is one thread.
-_PIECE = 1 << 20
+_PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
 
 #: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
 _PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
@@ -56,19 +58,19 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
     targets = [None] * len(arrays) if out is None else _targets(grads, out)
-    for array, target in zip(arrays, targets, strict=True):
-        _check(array, target)
+    for x, target in zip(arrays, targets, strict=True):
+        _check(x, target)
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
     sources: dict[int, Any] = {}
-    for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
+    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         if target is not None and id(target) in sources:
-            if sources[id(target)] is not array:
+            if sources[id(target)] is not x:
                 raise ArrayError("out holds one array for two gradients; give each its own")
             continue  # the gradient of weights that are tied, in two places of the container
-        sources[id(target)] = array
-        groups.setdefault(_group(array), []).append(i)
+        sources[id(target)] = x
+        groups.setdefault(_group(x), []).append(i)
     results: list[Any] = [None] * len(arrays)
     flags = []
     for (library, *_), members in groups.items():
@@ -109,7 +111,7 @@ def _check(array: Any, target: Any) -> None:
         raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
     if getattr(array, "is_sparse", False):
         raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
-    if target is None:
+    if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
         raise DTypeError(
@@ -135,18 +137,30 @@ def _new(
 
 def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
     results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
+    found: list[bool] = []
+    flat: dict[Any, list[_Pair]] = {}
     for out in results:
         if not out.flags.writeable:
             raise ArrayError("out is read-only; pass an array that may be written")
-    found: list[bool] = []
-    flat = []
     for x, out in zip(arrays, results, strict=True):
-        if _is_flat(x, out, x.ctypes.data, out.ctypes.data):
-            flat.append((x.ravel("K"), out.ravel("K")))
+        first = data_pointer(x)
+        target = first if out is x else data_pointer(out)
+        if _is_flat(x, out, first, target):
+            flat.setdefault(x.dtype, []).append(_Pair(x, out, first, target))
         else:
             found.append(_strided(x, out, inverse))
-    _run(flat, inverse, found)
+    elements = sum(x.size for x in arrays)
+    found += [_run(pairs, inverse, elements) for pairs in flat.values()]
     return results, any(found)
+
+
+class _Pair(NamedTuple):
+    """An array and its result, without gaps, and their addresses."""
+
+    x: Any
+    out: Any
+    first: int
+    target: int
 
 
 def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
@@ -162,31 +176,18 @@ def _strided(x: Any, out: Any, inverse: Any) -> bool:
     return bool(found)
 
 
-def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> None:
-    elements = sum(x.size for x, _ in flat)
+def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.can_compile()
-    # Compiled here, once, and not in each of the threads.
-    kernels = {x.dtype.name: _kernel(x.dtype.name) if compiled else None for x, _ in flat}
-    # Taking the next element of a list's iterator is atomic.
-    pieces = iter(
-        [
-            (x[first : first + _PIECE], out[first : first + _PIECE])
-            for x, out in flat
-            for first in range(0, x.size, _PIECE)
-        ]
+    compiled = casting.has_kernels() and (
+        loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
     )
-
-    def work() -> None:
-        # NumPy's error state belongs to the thread, so each worker silences its own.
-        with np.errstate(all="ignore"):
-            for x, out in pieces:
-                kernel = kernels[x.dtype.name]
-                step = functools.partial(_by_kernel, kernel) if kernel else _by_blocks
-                if step(x, out, inverse):
-                    found.append(True)
-
-    threads.run(work, threads.num_threads() if elements > _PIECE else 1)
+    # Compiled here, once, and not in each of the threads.
+    kernel = _kernel(dtype_name(pairs[0].x)) if compiled else None
+    make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
+    found: list[bool] = []
+    workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
+    threads.run(make(pairs, inverse, found), workers)
+    return any(found)
 
 
 @functools.cache
@@ -196,23 +197,51 @@ def _kernel(dtype: str) -> Any:
     return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.DTYPES else None
 
 
-def _by_kernel(kernel: Any, x: Any, out: Any, inverse: Any) -> bool:
-    factor = np.array(inverse, x.dtype)
-    with buffers.borrow(64) as scratch:
-        flag = kernel(x.ctypes.data, out.ctypes.data, x.size, factor.ctypes.data, scratch)
-    return bool(flag)
+def _by_kernel(
+    kernel: Any, pairs: Sequence[_Pair], inverse: Any, found: list[bool]
+) -> Callable[[], None]:
+    """Return the work of each thread, which takes pieces until none is left."""
+    job = array("q", [0])
+    for x, _, first, target in pairs:
+        step = _PIECE * x.itemsize
+        for begin in range(0, x.nbytes, step):
+            length = min(step, x.nbytes - begin) // x.itemsize
+            job.extend((first + begin, target + begin, length))
+    count = len(job) // 3
+    factor = np.array(inverse, pairs[0].x.dtype)
+
+    def work() -> None:
+        scratch = np.empty(64, np.uint8)
+        beyond = kernel(job.buffer_info()[0], count, data_pointer(factor), data_pointer(scratch))
+        found.append(bool(beyond))
+
+    return work
 
 
-def _by_blocks(x: Any, out: Any, inverse: Any) -> bool:
-    found = False
-    for first in range(0, x.size, _BLOCK):
-        piece = slice(first, first + _BLOCK)
-        found |= not np.isfinite(x[piece]).all()
-        if x.dtype.itemsize == 2:  # the product is rounded once, from float32
-            out[piece] = x[piece].astype(np.float32) * inverse
-        else:
-            np.multiply(x[piece], x.dtype.type(inverse), out=out[piece])
-    return found
+def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Callable[[], None]:
+    """Return the work of each thread, by NumPy."""
+    flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
+    # Taking the next element of a list's iterator is atomic.
+    blocks = iter(
+        [
+            (x[first : first + _BLOCK], out[first : first + _BLOCK])
+            for x, out in flat
+            for first in range(0, x.size, _BLOCK)
+        ]
+    )
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for x, out in blocks:
+                if not np.isfinite(x).all():
+                    found.append(True)
+                if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+                    out[...] = x.astype(np.float32) * inverse
+                else:
+                    np.multiply(x, x.dtype.type(inverse), out=out)
+
+    return work
 
 
 def _by_dlpack(
