@@ -180,23 +180,11 @@ def split_error(
     scaled_over: int,
     size: float,
 ) -> RelativeError:
-    """Return the error of a product whose operands are split.
+    """Return the error of a product of which ``a``, ``b`` or both are split.
 
-    Parameters
-    ----------
-    row : ModeRow
-    is_split : tuple of (bool, bool)
-        Whether ``a`` and ``b`` are.
-    schedule : tuple of Product
-    of_sum : callable
-        The depth of a sum of so many products of numbers.
-    accumulator : NumberFormat
-    growth : float
-        Magnitudes of the terms of a sum together, over ``|A| |B|``: sqrt(2) for complex numbers.
-    scaled_over : int
-        Length of the rows that were scaled, 0 where none was.
-    size : float
-        The lambda of :func:`confidence`.
+    ``of_sum`` gives the depth of a sum of so many products of numbers, ``growth`` the magnitudes of the terms of a sum
+    together, over ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the length of the rows that were scaled,
+    0 where none was, and ``size`` the lambda of :func:`confidence`.
     """
     a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
     found = depths(schedule, of_sum)
