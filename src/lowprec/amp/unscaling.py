@@ -145,7 +145,7 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     for x, out in zip(arrays, results, strict=True):
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
-        if _is_flat(x, out, first, target):
+        if x.dtype.isnative and _is_flat(x, out, first, target):
             flat.setdefault(x.dtype, []).append(_Pair(x, out, first, target))
         else:
             found.append(_strided(x, out, inverse))
