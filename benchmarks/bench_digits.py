@@ -2,8 +2,8 @@
 
 usage: python benchmarks/bench_digits.py [--quick] [--output DIR] [--seeds N] [--epochs N] [--libraries NAME ...]
 
-It takes about five minutes on two cores. What is done is kept in DIR/digits-MACHINE.jsonl until all is: the same command
-goes on where it was stopped.
+It takes about five minutes on two cores. What is done is kept in DIR/digits-MACHINE.jsonl until all is, and the same
+command goes on where it was stopped.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def calls(rows: Rows) -> Any:
 
 
 def digits(rows: Rows) -> Any:
-    """Draw the accuracy of each training, as the example does."""
+    """Draw the errors of each training, as the example does."""
     import bench_digits
 
     return bench_digits.digits.draw(rows)
@@ -223,7 +223,10 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "gemm-no-extras": (speed, "The same with NumPy alone"),
-    "digits": (digits, "Test accuracy of each training, by library and precision"),
+    "digits": (
+        digits,
+        "Share of test digits that each training does not recognise, by library and precision",
+    ),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
 }
 

@@ -260,7 +260,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
-    """Return a figure of the accuracies: a row for each variant, a panel for each library, a line at each mean."""
+    """Return a figure of the errors: a row for each variant, a panel for each library, a line at each mean."""
     from matplotlib.figure import Figure
 
     libraries, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("library", "variant"))
@@ -268,10 +268,15 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
     panels = figure.subplots(1, len(libraries), sharex=True, sharey=True, squeeze=False)[0]
     for panel, library in zip(panels, libraries, strict=True):
         for r in (r for r in rows if r["library"] == library):
-            place, values = names.index(r["variant"]), [100 * x for x in r["accuracies"]]
-            panel.plot(values, [place] * len(values), "o", alpha=0.4, color="#0072b2")
-            panel.plot(100 * r["mean"], place, "|", markersize=16, color="#d55e00")
-        panel.set(title=library, xlabel="test accuracy, %")
+            place = names.index(r["variant"])
+            # A training that makes no error lies at the edge of the scale.
+            errors = [max(100 * (1 - x), 0.1) for x in (*r["accuracies"], r["mean"])]
+            style = {"alpha": 0.4, "color": "#0072b2", "markersize": 5}
+            panel.plot(errors[:-1], [place] * len(errors[:-1]), "o", **style)
+            panel.plot(errors[-1], place, "|", markersize=16, color="#d55e00")
+        panel.set(title=library, xscale="log", xlabel="test digits not recognised, %")
+        panel.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+        panel.minorticks_off()
         panel.grid(axis="x")
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()

@@ -7,7 +7,7 @@ factor is rounded once, to float32); P. Micikevicius et al., "Mixed precision tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -55,8 +55,8 @@ class ScaleRule:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        check_number("growth_factor", self.growth_factor, 1, math.inf, "above 1")
-        check_number("backoff_factor", self.backoff_factor, 0, 1, "between 0 and 1")
+        check_number("growth_factor", self.growth_factor, lambda x: 1 < x < math.inf, "above 1")
+        check_number("backoff_factor", self.backoff_factor, lambda x: 0 < x < 1, "between 0 and 1")
         check_count("growth_interval", self.growth_interval, 1)
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
@@ -118,9 +118,9 @@ def _rounded(value: float) -> float:
         return float(np.float32(value))
 
 
-def check_number(name: str, value: Any, least: float, most: float, words: str) -> None:
-    """Raise :class:`SettingError` if a value is no number between two others."""
-    if not (isinstance(value, Real) and least < value < most):
+def check_number(name: str, value: Any, is_legal: Callable[[float], bool], words: str) -> None:
+    """Raise :class:`SettingError` if a value is no number, or not a legal one."""
+    if not (isinstance(value, Real) and is_legal(float(value))):
         raise SettingError(f"{name} is {words}, got {quoted(value)}")
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 from lowprec.amp.errors import SettingError
-from lowprec.amp.rules import check_count, check_entries
+from lowprec.amp.rules import check_count, check_entries, check_number
 from lowprec.errors import quoted
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import math_mode
@@ -82,8 +81,7 @@ class PrecisionSchedule:
                     f"{quoted(list(self._at))}"
                 )
         self._patience = 0 if patience is None else check_count("patience", patience, 1)
-        if not (isinstance(threshold, Real) and 0 <= threshold < 1):
-            raise SettingError(f"threshold is a share from 0 to 1, got {quoted(threshold)}")
+        check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
         self._threshold = threshold
         self._state = _State()
 

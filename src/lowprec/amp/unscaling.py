@@ -301,7 +301,7 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
         for x, out in pairs:
             run = unscaling.Run(x.data.ptr, out.data.ptr, x.size)
             runs.setdefault(library.view(x).dtype, []).append(run)
-        stream = library.current_stream(device)
+        stream = library.current_stream(device) or 0
         table = unscaling.unscale(runs, float(inverse), device.index, stream, cupy.asarray)
         for result, (_, out) in zip(results, pairs, strict=True):
             if out is not result:
