@@ -10,7 +10,7 @@ import functools
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -63,6 +63,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
+    names: dict[type, str] = {}
     sources: dict[int, Any] = {}
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         if target is not None and id(target) in sources:
@@ -70,10 +71,12 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
                 raise ArrayError("out holds one array for two gradients; give each its own")
             continue  # the gradient of weights that are tied, in two places of the container
         sources[id(target)] = x
-        groups.setdefault(_group(x), []).append(i)
+        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
+        groups.setdefault((name, device), []).append(i)
     results: list[Any] = [None] * len(arrays)
     flags = []
-    for (library, *_), members in groups.items():
+    for (library, _), members in groups.items():
         work = _WORK.get(library, _by_namespace)
         own = [targets[i] for i in members]
         found, flag = work([arrays[i] for i in members], own, inverse)
@@ -92,12 +95,11 @@ def _targets(grads: Any, out: Any) -> list[Any]:
     return found
 
 
-def _group(array: Any) -> tuple[str, str]:
-    """Return what makes gradients one group: their library, and for PyTorch and CuPy their device."""
+def _library(array: Any) -> str:
     library = library_name(array)
     if library == "dlpack" and hasattr(array, "__array_namespace__"):
         library = type(array).__module__.partition(".")[0]
-    return library, str(getattr(array, "device", "")) if library in ("torch", "cupy") else ""
+    return library
 
 
 def _check(array: Any, target: Any) -> None:
@@ -146,7 +148,7 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
         if x.dtype.isnative and _is_flat(x, out, first, target):
-            flat.setdefault(x.dtype, []).append(_Pair(x, out, first, target))
+            flat.setdefault(x.dtype, []).append((x, out, first, target))
         else:
             found.append(_strided(x, out, inverse))
     elements = sum(x.size for x in arrays)
@@ -154,13 +156,8 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     return results, any(found)
 
 
-class _Pair(NamedTuple):
-    """An array and its result, without gaps, and their addresses."""
-
-    x: Any
-    out: Any
-    first: int
-    target: int
+#: An array and its result, without gaps, and their addresses.
+_Pair: TypeAlias = tuple[Any, Any, int, int]
 
 
 def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
@@ -182,7 +179,7 @@ def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
         loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
     )
     # Compiled here, once, and not in each of the threads.
-    kernel = _kernel(dtype_name(pairs[0].x)) if compiled else None
+    kernel = _kernel(dtype_name(pairs[0][0])) if compiled else None
     make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
     found: list[bool] = []
     workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
@@ -203,12 +200,12 @@ def _by_kernel(
     """Return the work of each thread, which takes pieces until none is left."""
     job = array("q", [0])
     for x, _, first, target in pairs:
-        step = _PIECE * x.itemsize
-        for begin in range(0, x.nbytes, step):
-            length = min(step, x.nbytes - begin) // x.itemsize
-            job.extend((first + begin, target + begin, length))
+        size, nbytes = x.size, x.itemsize
+        for begin in range(0, size, _PIECE):
+            at = begin * nbytes
+            job.extend((first + at, target + at, min(_PIECE, size - begin)))
     count = len(job) // 3
-    factor = np.array(inverse, pairs[0].x.dtype)
+    factor = np.array(inverse, pairs[0][0].dtype)
 
     def work() -> None:
         scratch = np.empty(64, np.uint8)
