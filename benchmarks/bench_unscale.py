@@ -98,7 +98,8 @@ def main() -> None:
         speed = next(
             r["speed"] for r in rows if (r["variant"], r["arrays"], r["n"]) == (OURS, arrays, n)
         )
-        what = f"unscale and check {arrays * n:,} float32 in {arrays:,} arrays, times as fast as PyTorch"
+        spread = f"{arrays:,} arrays" if arrays > 1 else "one array"
+        what = f"unscale and check {arrays * n:,} float32 in {spread}, times as fast as PyTorch"
         claims.append(common.claim(what, speed and speed["median"], 1.0))
     common.report("unscale", arguments, rows, claims, rounds=rounds)
 
