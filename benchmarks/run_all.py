@@ -24,6 +24,7 @@ COMMANDS = {
     "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
+    "digits": ["bench_digits.py"],
     "stress": ["stress.py"],
     "dask": ["bench_dask.py"],
 }
