@@ -35,11 +35,14 @@ class Panels(NamedTuple):
         Of the first.
     finite : bool
         Whether no value became infinite or NaN; looked at where operands have two parts.
+    dtype : str
+        In which it was multiplied.
     """
 
     memory: Any
     address: int
     finite: bool
+    dtype: str
 
 
 class PackedAs(NamedTuple):
@@ -97,4 +100,4 @@ def _pack(packed_as: PackedAs, x: Any) -> Panels:
             job.drive(job_address, scratch)
 
     threads.run(work, threads.num_threads() if shared else 1)
-    return Panels(memory, address, not job.job[J.NOT_FINITE])
+    return Panels(memory, address, not job.job[J.NOT_FINITE], packed_as.b_dtype)
