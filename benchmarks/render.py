@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -162,25 +163,26 @@ def unscale(result: Result) -> str:
 
 
 def dask(result: Result) -> str:
-    """Return the runs of a chunked product, and what they come to."""
-    header = (
-        "product",
-        "memory of a worker",
-        "seconds",
-        "peak of both, GiB",
-        "spilled, GiB",
-        "relative error",
-    )
+    """Return the medians of the runs of a chunked product, and what they come to."""
+    header = ("product", "limit of a worker", "runs", "seconds", "GiB", "spilled", "relative error")
+    runs: dict[tuple[str, str], list[Result]] = {}
+    for r in result["results"]:
+        product = f"{r['variant']}, n = {r['n']:,}, chunks of {r['chunk']:,}"
+        runs.setdefault((product, r["memory_limit"]), []).append(r)
+
+    def median(of: list[Result], what: str) -> float:
+        return statistics.median(r[what] for r in of)
+
     rows = [
         (
-            f"{r['variant']}, n = {r['n']}, chunks of {r['chunk']}",
-            r["memory_limit"],
-            f"{r['seconds']:.1f}",
-            f"{r['peak_bytes'] / 2**30:.2f}",
-            f"{r['spilled_bytes'] / 2**30:.2f}",
-            f"{r['error']:.1e}",
+            *key,
+            str(len(of)),
+            f"{median(of, 'seconds'):.1f}",
+            f"{median(of, 'peak_bytes') / 2**30:.2f}",
+            f"{median(of, 'spilled_bytes') / 2**30:.2f}",
+            f"{median(of, 'error'):.1e}",
         )
-        for r in result["results"]
+        for key, of in runs.items()
     ]
     return f"{generated.table(header, rows)}\n{_claims(result)}"
 

@@ -65,11 +65,7 @@ def _find_directory() -> Path | str:
         why = f"the system's folder for caches, {found}, would lie in whichever folder is the current one;"
     except ImportError:
         why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
-    except (
-        RuntimeError,
-        OSError,
-        KeyError,
-    ) as error:  # there is no home, or the system does not tell
+    except (RuntimeError, OSError, KeyError) as error:  # no home, or the system does not tell
         why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
     return f"{why} {_OWN_FOLDER}"
 
@@ -136,10 +132,7 @@ def write_bytes(name: str, data: bytes) -> None:
     try:
         _make_folder(path.parent)
         write_file(path, lambda file: file.write(data), mode=0o600)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # the latter where links, or parent folders, go round in a circle
+    except (OSError, RuntimeError) as error:  # the latter where links or folders go in a circle
         words = getattr(error, "strerror", None) or error
         _warn_once(
             f"lowprec cannot write to its cache {cache_directory()} ({words}), so what it holds lasts for this "

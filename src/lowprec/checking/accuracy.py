@@ -54,14 +54,10 @@ class Errors:
 
 
 class Reference:
-    """The float64 product of two operands, as they are stored.
+    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as they are stored.
 
-    Parameters
-    ----------
-    a : numpy.ndarray, shape (..., m, k) or (k,)
-    b : numpy.ndarray, shape (..., k, n) or (k,)
-        Of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is off
-        by k 2^-53 of its terms: nothing beside the errors that are measured.
+    They are of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is
+    off by k 2^-53 of its terms: nothing beside the errors that are measured.
     """
 
     def __init__(self, a: Array, b: Array) -> None:

@@ -95,42 +95,23 @@ class ErrorBound:
     Element by element, with sums over k,
 
     ``|C - AB| <= relative |A||B| + operand_absolute (sum_k |A| + sum_k |B| + k operand_absolute) + result_absolute``
-
-    Parameters
-    ----------
-    relative : float
-        Factor of ``|A| |B|``, and of the product of the Frobenius norms.
-    operand_absolute : float
-        What an element of an operand may lose to underflow, beyond its relative rounding.
-    result_absolute : float
-        What an element of the result may lose to underflow.
-    k : int
-        Length of the sums.
-    formula : str
-        The expression behind ``relative``.
-    absolute : str
-        What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
-    condition : str
-        What the data must satisfy for the bound to hold.
-    unconditional : bool
-        Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
-    probable : float
-        What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a
-        mean of zero.
-    by_norms : bool
-        Whether it holds for the norms only, because rows were scaled.
     """
 
-    relative: float
+    relative: float  # factor of ``|A| |B|``, and of the product of the Frobenius norms
+    #: What an element of an operand may lose to underflow, beyond its relative rounding.
     operand_absolute: float
-    result_absolute: float
-    k: int
-    formula: str
+    result_absolute: float  # what an element of the result may lose to underflow
+    k: int  # length of the sums
+    formula: str  # the expression behind ``relative``
+    #: What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
     absolute: str
-    condition: str
+    condition: str  # what the data must satisfy for the bound to hold
+    #: Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
     unconditional: bool
+    #: What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a mean
+    #: of zero.
     probable: float = 0.0
-    by_norms: bool = False
+    by_norms: bool = False  # whether it holds for the norms only, because rows were scaled
 
     @property
     def probability(self) -> float:

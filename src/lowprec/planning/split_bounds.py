@@ -194,22 +194,11 @@ def split_error(
     scaled_over: int,
     size: float,
 ) -> RelativeError:
-    """Return the error of a product whose operands are split.
+    """Return the error of a product of which ``a``, ``b`` or both are split.
 
-    Parameters
-    ----------
-    row : ModeRow
-    is_split : tuple of (bool, bool)
-        Whether ``a`` and ``b`` are.
-    found : dict
-        Of each pair of parts that is multiplied the depth of its sums, and its factor.
-    accumulator : NumberFormat
-    growth : float
-        Magnitudes of the terms of a sum together, over ``|A| |B|``: sqrt(2) for complex numbers.
-    scaled_over : int
-        Length of the rows that were scaled, 0 where none was.
-    size : float
-        The lambda of :func:`confidence`.
+    ``found`` has of each pair of parts that is multiplied the depth of its sums, and its factor; ``growth`` are the
+    magnitudes of the terms of a sum together, over ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the
+    length of the rows that were scaled, 0 where none was, and ``size`` the lambda of :func:`confidence`.
     """
     a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
     sums = row.sums_parts and all(is_split)

@@ -133,27 +133,14 @@ _OF_A_VARIABLE = frozenset(
 
 
 class Form(NamedTuple):
-    """How an overload is served.
+    """How an overload is served."""
 
-    Parameters
-    ----------
-    name : str
-        Without the underscore of in-place forms.
-    terms : callable or None
-        From the operator's arguments; None where it is left to PyTorch or decomposed.
-    passed_by : PassedBy or None
-        Why it is left to PyTorch.
-    in_place : bool
-        Whether the first argument receives the result.
-    decomposes : bool
-        Whether PyTorch has it in terms of other operators.
-    """
-
-    name: str
+    name: str  # without the underscore of in-place forms
+    #: From the operator's arguments; None where it is left to PyTorch or decomposed.
     terms: Callable[..., Terms] | None = None
-    passed_by: PassedBy | None = None
-    in_place: bool = False
-    decomposes: bool = False
+    passed_by: PassedBy | None = None  # why it is left to PyTorch
+    in_place: bool = False  # whether the first argument receives the result
+    decomposes: bool = False  # whether PyTorch has it in terms of other operators
 
 
 _forms: dict[Any, Form | None] = {}

@@ -83,15 +83,10 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
 
 
 def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
-    """Write arrays as float32, rounded to a format.
+    """Write arrays as float32, rounded to TF32, bfloat16 or float16; None where numbers stay what they are.
 
-    Parameters
-    ----------
-    pairs : sequence of (numpy.ndarray, numpy.ndarray)
-        Sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its transpose
-        is. Complex numbers are rounded by component, into complex numbers.
-    to : NumberFormat or None
-        TF32, bfloat16 or float16; None where numbers stay what they are.
+    ``pairs`` are sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its
+    transpose is. Complex numbers are rounded by component, into complex numbers.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
@@ -112,14 +107,9 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
 
 
 def narrow(source: Any, out: Any) -> None:
-    """Write an array to another of its shape, rounded to nearest even where that has 16 bits.
+    """Write a C-contiguous array to another of its shape, rounded to nearest even where that has 16 bits.
 
-    Parameters
-    ----------
-    source : numpy.ndarray
-        C-contiguous.
-    out : numpy.ndarray
-        Any dtype and strides; no overlap.
+    ``out`` has any dtype and strides, and does not overlap ``source``.
     """
     is_narrow = out.dtype.name in ("float16", "bfloat16") and source.dtype == np.float32
     if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):

@@ -23,7 +23,7 @@ from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow, Product
-from lowprec.planning.prepared import is_kept
+from lowprec.planning.prepared import kept_modes
 
 #: dtypes that a BLAS multiplies.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -65,7 +65,7 @@ def _is_plain(plan: GemmPlan) -> bool:
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
     kept = arguments.b if type(arguments.b) is PreparedView else None
-    if kept is not None and not is_kept(plan, kept.mode):
+    if kept is not None and kept.mode not in kept_modes(plan):
         kept = None
     execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments), kept)
 
@@ -77,19 +77,10 @@ def execute_stacks(
     stacks: Stacks,
     kept: PreparedView | None = None,
 ) -> None:
-    """Run a plan, or a slice of its batch, on the BLAS of a kernel.
+    """Run a plan, or a slice of its batch, on the BLAS of a kernel: the plan's own, or its fallback.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-    kernel : KernelRow
-        The plan's own, or its fallback.
-    arguments : Arguments
-        For the factors.
-    stacks : Stacks
-        The arrays in matrix form.
-    kept : PreparedView, optional
-        Of the prepared operand that is ``b``, which keeps what is made of it.
+    ``arguments`` give the factors, ``stacks`` the arrays in matrix form. ``kept`` is the view of a prepared ``b``,
+    which keeps what is made of it.
     """
     with_epilogue(
         plan,

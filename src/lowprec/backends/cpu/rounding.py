@@ -29,21 +29,7 @@ _PIECE = 8 * _BLOCK
 
 
 def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> float:
-    """Round one number to a format: the readable oracle.
-
-    Parameters
-    ----------
-    value : float
-        Any Python float.
-    to : NumberFormat
-        The target format.
-    ties_away : bool
-        Ties away from zero instead of to even.
-
-    Returns
-    -------
-    float
-        The nearest number of the format, with the sign of ``value``.
+    """Round one number to the nearest of a format, ties to even or away from zero: the readable oracle.
 
     Examples
     --------
@@ -121,17 +107,10 @@ def _round_rows(
 
 
 def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
-    """Round a float32 array to a format, the values staying in float32.
+    """Round a float32 array to TF32, bfloat16 or float16, the values staying in float32.
 
-    Parameters
-    ----------
-    source : numpy.ndarray
-        dtype float32, any shape and strides.
-    to : NumberFormat
-        TF32, bfloat16 or float16.
-    out : numpy.ndarray
-        dtype float32, the shape of ``source``, C-contiguous; it may be ``source`` itself, and else must not overlap
-        it.
+    ``out`` is float32, too, of the shape of ``source``, and C-contiguous; it may be ``source`` itself, and else must
+    not overlap it.
     """
     block = _BLOCK_ROUNDINGS[to.name]
     if not source.flags.c_contiguous:

@@ -36,22 +36,11 @@ def split(
     scaled_over: int | None,
     stack: contextlib.ExitStack,
 ) -> Split:
-    """Return an operand in ``count`` parts.
+    """Return an operand, shape (..., rows, cols), in ``count`` parts, the sum of all included where the mode has it.
 
-    Parameters
-    ----------
-    x : numpy.ndarray, shape (..., rows, cols)
-    dtype : numpy.dtype
-        float32 or complex64 where there is more than one part.
-    row : ModeRow
-    fmt : NumberFormat or None
-        To which parts are rounded; None where nothing is.
-    count : int
-        Of the parts, the sum of all included where the mode has it.
-    scaled_over : int or None
-        The axis over which a power of two is shared: -1 for rows, -2 for columns; None where nothing is scaled.
-    stack : contextlib.ExitStack
-        Gives the memory back when it is closed.
+    ``dtype`` is float32 or complex64 where there is more than one part. Parts are rounded to ``fmt``, if there is one.
+    ``scaled_over`` is the axis over which a power of two is shared: -1 for rows, -2 for columns; None where nothing is
+    scaled. ``stack`` gives the memory back when it is closed.
     """
     exponents = None
     if scaled_over is not None:

@@ -8,7 +8,6 @@ host waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from lowprec.backends.cuda.batching import (
@@ -28,46 +27,34 @@ _THREADS = 256
 Mender: TypeAlias = Callable[[int, int, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Mending:
-    """A product in temporary memory, and what it is made of."""
-
-    #: float32 or complex64, in which sums are taken.
-    product_dtype: DType
-    #: The product lies row-major and matrix after matrix, its rows so many elements apart.
-    leading_dimension: int
-    #: The operands where the caller has them, their batches broadcast to one shape.
-    a: MatrixStack
-    b: MatrixStack
-
-
 @cached
-def prepare_mending(spec: Mending, device: int) -> Mender:
+def prepare_mending(
+    dtype: DType, leading_dimension: int, a: MatrixStack, b: MatrixStack, device: int
+) -> Mender:
     """Return the function that queues it on a stream of a device, which is the current one then.
 
-    The kernel is compiled at its first call.
+    The product, float32 or complex64, lies row-major and matrix after matrix in temporary memory, its rows
+    ``leading_dimension`` elements apart; the operands lie where the caller has them, their batches broadcast to one
+    shape. The kernel is compiled at its first call.
     """
-    a, b = spec.a, spec.b
-    step = a.rows * spec.leading_dimension
+    step = a.rows * leading_dimension
     batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
-    return in_sequence([_launch(spec, part, device) for part in launch_batches(batch, 3)])
+    parts = launch_batches(batch, 3)
+    return in_sequence([_launch(dtype, leading_dimension, a, b, part, device) for part in parts])
 
 
-def _launch(spec: Mending, batch: LaunchBatch, device: int) -> Mender:
+def _launch(
+    dtype: DType, leading: int, a: MatrixStack, b: MatrixStack, batch: LaunchBatch, device: int
+) -> Mender:
     """Return the kernel for the batch of one launch."""
-    a, b = spec.a, spec.b
-    definitions: dict[str, str | int] = {
-        "PRODUCT": ELEMENT[spec.product_dtype],
-        "A": ELEMENT[a.dtype],
-        "B": ELEMENT[b.dtype],
-    }
-    constants = [a.rows, b.cols, a.cols, spec.leading_dimension]
+    definitions = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
+    constants = [a.rows, b.cols, a.cols, leading]
     constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
     constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
     blocks = pick_blocks(-(-batch.count * a.rows * b.cols // _THREADS), device)
     launch = Launch("mend", "mend.cu", definitions, device, blocks, (_THREADS,), 3, constants)
-    sizes = (spec.product_dtype.itemsize, a.dtype.itemsize, b.dtype.itemsize)
-    offsets = [offset * size for offset, size in zip(batch.offsets, sizes, strict=True)]
+    dtypes = (dtype, a.dtype, b.dtype)
+    offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
 
     def queue(product: int, first: int, second: int, stream: int) -> None:
         launch(stream, product + offsets[0], first + offsets[1], second + offsets[2])

@@ -39,13 +39,18 @@ def _chunk_steps(steps: int, parts: int) -> int:
 
 
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
-    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread."""
+    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread, as many for each."""
     wanted = 1 if workers == 1 else 4 * workers
-    task_m = min(strips_m, fitting)
-    while task_m > 4 and _ceil_div(strips_m, task_m) < wanted:
-        task_m = _ceil_div(task_m, 2)
+    task_m = min(strips_m, fitting, max(4, strips_m // wanted))
     ranges = min(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 8))
     ranges = max(ranges, _ceil_div(strips_n, 256))
+
+    def longest(strips: int) -> tuple[int, int]:
+        """Strips of the thread that has the most tasks; of equals, larger tasks are the better."""
+        return _ceil_div(_ceil_div(strips_m, strips) * ranges, workers) * strips, -strips
+
+    if workers > 1:
+        task_m = min(range(_ceil_div(task_m, 2), task_m + 1), key=longest)
     return task_m, _ceil_div(strips_n, ranges)
 
 

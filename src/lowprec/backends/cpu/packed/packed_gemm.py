@@ -57,20 +57,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A matrix in memory.
+    """A matrix in memory."""
 
-    Attributes
-    ----------
-    address : int
-        Of element (0, 0).
-    dtype : str
-        ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for `out`, ``"int32"``.
-    row_stride, col_stride : int
-        In elements, of either sign; 0 repeats a row or column.
-    """
-
-    address: int
+    address: int  # of element (0, 0)
+    #: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for `out`, ``"int32"``.
     dtype: str
+    #: In elements, of either sign; 0 repeats a row or column.
     row_stride: int
     col_stride: int
 

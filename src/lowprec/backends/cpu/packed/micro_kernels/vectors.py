@@ -29,29 +29,17 @@ from lowprec.backends.cpu.packed.native import inline_asm
 
 @dataclass(frozen=True)
 class Registers:
-    """How the registers of an instruction set are used, and the words for what is done with them.
+    """How the registers of an instruction set are used, and the words for what is done with them."""
 
-    Parameters
-    ----------
-    name : str
-        ``"zmm"`` or ``"ymm"``; accumulators are the first of them.
-    b, a, sums : tuple of int
-        Two for a row of B, two that take turns for the dwords of A, two for the sums of B's columns.
-    offset : int
-        For what was added to A, in the first group.
-    columns : tuple of tuple of int
-        Where the two registers of a group's columns are in a block of B, and of accumulators, in bytes.
-    rows : tuple of int
-        Of the groups. The accumulators should hide the latency of the instruction.
-    move, zero : str
-    """
-
-    name: str
+    name: str  # ``"zmm"`` or ``"ymm"``; accumulators are the first of them
+    #: Two for a row of B, two that take turns for the dwords of A, two for the sums of B's columns.
     b: tuple[int, int]
     a: tuple[int, int]
     sums: tuple[int, int]
-    offset: int
+    offset: int  # for what was added to A, in the first group
+    #: Where the two registers of a group's columns are in a block of B, and of accumulators, in bytes.
     columns: tuple[tuple[int, int], ...]
+    #: Of the groups. The accumulators should hide the latency of the instruction.
     rows: tuple[int, ...]
     move: str
     zero: str
