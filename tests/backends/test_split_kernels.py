@@ -267,8 +267,16 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
 
 
 @machines_of_parts
-def test_operands_of_16_bits_are_one_part(machine: str, rng: np.random.Generator) -> None:
+def test_operands_of_16_bits_are_one_part(
+    machine: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ml_dtypes
+
+    seen = []
+
+    def spy(kernel: MicroKernel, m: int, n: int, k: int, *operands: Any, **given: Any) -> bool:
+        seen.append([x.dtype for x in operands[:2]])
+        return gemm_here(kernel, m, n, k, *operands, **given)
 
     a = rng.standard_normal((40, 50)).astype(ml_dtypes.bfloat16)
     b = rng.standard_normal((50, 45), dtype=np.float32)
@@ -277,7 +285,11 @@ def test_operands_of_16_bits_are_one_part(machine: str, rng: np.random.Generator
         for x, y, want in ((a, b, exact), (b.T, a.T, exact.T)):
             plan = lowprec.plan(x, y, math_mode="bf16x6")
             assert (plan.kernel_row.sums_products, plan.products) == (True, 3)
-            got = lowprec.matmul(x, y, math_mode="bf16x6")
+            gemm_here = packed_gemm.gemm
+            with monkeypatch.context() as patch:
+                patch.setattr(packed_gemm, "gemm", spy)
+                got = lowprec.matmul(x, y, math_mode="bf16x6")
+            assert seen.pop() == [x.dtype, y.dtype]
             np.testing.assert_allclose(got, want, rtol=0, atol=50 * 2.0**-22)
 
 
