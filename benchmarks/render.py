@@ -243,6 +243,7 @@ def tradeoff(result: Result) -> str:
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
     "gemm-no-extras": gemm,
+    "gemm-schemes": gemm,
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,

@@ -64,10 +64,12 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     a_exact, b_exact = _is_exact(problem.a, fmt), _is_exact(problem.b, fmt)
     has_effect = compute_dtype.is_single_precision
     rounded = (has_effect and not a_exact, has_effect and not b_exact)
+    products = make_schedule(row(mode), rounded, layout.k, problem.k_chunk)
     choice = choose_kernel(
         format_name(fmt), capabilities, layout,
         is_complex=compute_dtype.is_complex,
-        products=len(make_schedule(row(mode), rounded, layout.k, problem.k_chunk)),
+        products=len(products),
+        is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
         is_plain=_is_plain(problem, mode, compute_dtype, out_dtype, layout, rounded),
     )  # fmt: skip
     kernel = choice.kernel
