@@ -14,11 +14,11 @@ from operator import index
 from typing import Any
 
 from lowprec.arrays.namespaces import namespace_of
+from lowprec.arrays.prepared_view import Prepared
 from lowprec.contraction_recipes import recipe
 from lowprec.dispatch import matmul
 from lowprec.errors import ShapeError, quoted
 from lowprec.modes import MathMode
-from lowprec.prepared import PreparedOperand
 
 # -- two operands ---------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
-    xp = None if isinstance(weight, PreparedOperand) else namespace_of(weight)
+    xp = None if isinstance(weight, Prepared) else namespace_of(weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
     transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))

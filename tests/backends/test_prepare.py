@@ -58,8 +58,8 @@ def view_of(prepared: lowprec.PreparedOperand) -> PreparedView:
 
 def spoil(prepared: lowprec.PreparedOperand) -> None:
     """Write NaN over the copy: what is computed then is computed from what was made of it."""
-    owner = view_of(prepared).owner
-    ctypes.memset(owner.ctypes.data, 0xFF, owner.nbytes)
+    memory = view_of(prepared).owner.base
+    ctypes.memset(memory.ctypes.data, 0xFF, memory.nbytes)
 
 
 def is_kept(plan: GemmPlan) -> bool:
@@ -154,6 +154,88 @@ def test_layouts(rng: np.random.Generator, layout: str, mode: str) -> None:
             columns = np.asfortranarray(np.zeros_like(want))
             lowprec.matmul(a, prepared, math_mode=mode, out=columns)
             same(columns, lowprec.matmul(a, b, math_mode=mode, out=np.zeros_like(columns)))
+
+
+STACKS = {
+    "a stack": lambda b: np.stack([b, b + 1, b - 1]),
+    "a stack, backwards": lambda b: np.stack([b, b + 1, b - 1])[::-1],
+    "stacks of stacks": lambda b: np.stack([b, b + 1, b - 1, b, b * 2, -b]).reshape(2, 3, *b.shape),
+    "every second": lambda b: np.stack([b, b, b + 1, b, b - 1, b])[::2],
+    "one for all": lambda b: np.broadcast_to(b, (3, *b.shape)),
+    "windows": lambda b: np.lib.stride_tricks.sliding_window_view(b, b.shape[0] - 2, 0).swapaxes(1, 2),
+    "a matrix": lambda b: b,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
+@pytest.mark.parametrize("extents", [(40, 60, 70), (170, 600, 700)], ids=["small", "large"])
+@pytest.mark.parametrize("layout", STACKS)
+def test_stacks_keep_what_is_made_of_each_matrix(
+    rng: np.random.Generator, layout: str, extents: tuple[int, int, int], dtype: str
+) -> None:
+    """Small products of a batch run in one call, large ones each on several threads."""
+    m, n, k = extents
+    b = STACKS[layout](numbers(rng, dtype, k, n))
+    prepared = lowprec.prepare(b, math_mode="bf16")
+    # Its rows do not follow those of the matrix before, so that the batch is one.
+    shape = (*np.broadcast_shapes((3,), b.shape[:-2]), m, b.shape[-2])
+    a = numbers(rng, dtype, *shape[:-2], m + 1, shape[-1])[..., 1:, :]
+    want = lowprec.matmul(a, b, math_mode="bf16")
+    same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
+    plan = lowprec.plan(a, prepared, math_mode="bf16")
+    assert plan.layout.batch_count > 1
+    if is_kept(plan):
+        spoil(prepared)
+        same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
+    else:
+        assert not plan.kernel_row.micro_kernel
+
+
+GEMV_LAYOUTS = {
+    "rows": lambda b: b,
+    "columns": np.asfortranarray,
+    "neither": lambda b: np.repeat(b, 2, 1)[:, ::2],
+    "backwards": lambda b: b[::-1, ::-1],
+    "a stack": lambda b: np.stack([b, b + 1]),
+}
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", GEMV_LAYOUTS)
+def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
+    rng: np.random.Generator, machine: str, layout: str, mode: str
+) -> None:
+    small = np.float32(1e-6)  # of float16 these are subnormal
+    b = GEMV_LAYOUTS[layout](numbers(rng, "float32", 150, 200) * small)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    a = numbers(rng, "float32", *b.shape[:-2], 1, 150)
+    plan = lowprec.plan(a, prepared, math_mode=mode)
+    assert is_kept(plan)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
+    spoil(prepared)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
+    if plan.kernel == "gemv":
+        assert prepared.packed_bytes == 2 * np.prod(b.shape)
+    vector = numbers(rng, "float32", *b.shape[:-2], 200, 1)
+    prepared = lowprec.prepare(vector, math_mode=mode)
+    plan = lowprec.plan(b, prepared, math_mode=mode)
+    same(lowprec.matmul(b, prepared, math_mode=mode), lowprec.matmul(b, vector, math_mode=mode))
+    if plan.kernel == "gemv":  # which makes next to nothing of a vector
+        assert plan.prepared is not None
+        assert plan.prepared.why is Why.NOT_KEPT
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -> None:
+    a, b = numbers(rng, "float32", 1, 150), numbers(rng, "float32", 150, 200)
+    b[3, 7], b[5, 8], b[9, 9] = np.nan, np.inf, -1e38
+    for payload in (0x7FC00000, 0x7FC00001, 0xFFF23456):
+        b.view(np.uint32)[3, 7] = payload
+        prepared = lowprec.prepare(b, math_mode=mode)
+        want = lowprec.matmul(a, b, math_mode=mode)
+        for _ in range(2):
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
 def test_no_inner_dimension() -> None:

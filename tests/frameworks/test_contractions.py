@@ -154,7 +154,9 @@ def test_an_exception_from_elsewhere_is_not_taken_for_a_mistake_in_the_subscript
 ) -> None:
     opt_einsum = pytest.importorskip("opt_einsum")
 
-    def handled(*_: Any, **__: Any) -> Any:  # as a signal's handler would, in the midst of the search
+    def handled(
+        *_: Any, **__: Any
+    ) -> Any:  # as a signal's handler would, in the midst of the search
         raise KeyError("a handler's own")
 
     monkeypatch.setattr(opt_einsum, "contract_path", handled)

@@ -151,6 +151,18 @@ def test_nested_forward_derivatives_are_refused(torch: Any) -> None:
         torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (x,))
 
 
+def test_what_was_kept_from_a_transform_that_has_ended(torch: Any) -> None:
+    kept = []
+    x, w = torch.eye(3) * 2, torch.ones(3, 3, requires_grad=True)
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    assert torch.equal(lowprec.matmul(kept[0], w), x @ w)
+    assert not lowprec.matmul(kept[0], x).requires_grad
+    with torch.no_grad():
+        assert torch.equal(lowprec.matmul(kept[0], w), x @ w)
+    lowprec.matmul(kept[0], w).sum().backward()
+    assert torch.equal(w.grad, torch.full((3, 3), 2.0))
+
+
 # -- graphs ---------------------------------------------------------------------------------------
 
 #: 1 in bfloat16, and 1 in TF32: the mode shows in the result.

@@ -15,10 +15,7 @@ from lowprec.errors import ArrayError, ShapeError, quoted
 def leaves(tree: Any) -> list[Any]:
     """Return the arrays of a container, in its order.
 
-    Raises
-    ------
-    ArrayError
-        If something in it is neither a container nor an array.
+    Raises ArrayError if something in it is neither a container nor an array.
 
     Examples
     --------

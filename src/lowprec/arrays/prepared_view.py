@@ -7,17 +7,16 @@ does not depend on ``a`` keep it here, by a key of everything that it depends on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
-from lowprec.formats import DType
 
 
 class Form(NamedTuple):
@@ -39,16 +38,25 @@ class PreparedView(ArrayView):
     forms : dict
         By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
         first together make a form each, and the dictionary keeps one.
+    whole : PreparedView, optional
+        Of the operand, where this is a matrix of its stack.
     """
 
-    __slots__ = ("forms", "mode")
+    __slots__ = ("_whole", "forms", "mode")
 
-    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form]) -> None:
+    def __init__(
+        self,
+        view: ArrayView,
+        mode: str,
+        forms: dict[Any, Form],
+        whole: PreparedView | None = None,
+    ) -> None:
         super().__init__(
             view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
         )
         self.mode = mode
         self.forms = forms
+        self._whole = whole
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy itself. Host memory only."""
@@ -61,6 +69,15 @@ class PreparedView(ArrayView):
         if found is None:
             found = self.forms.setdefault(key, make())
         return found.value
+
+    @property
+    def whole(self) -> PreparedView:
+        """The operand of which this is a matrix, or the operand itself."""
+        return self if self._whole is None else self._whole
+
+    def matrix(self, x: NDArray[Any]) -> PreparedView:
+        """Return the view of one of its matrices, in host memory."""
+        return PreparedView(host_view(x), self.mode, self.forms, self)
 
     @property
     def transposed(self) -> PreparedView:
@@ -77,21 +94,21 @@ def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
     return (*extents[:-2], extents[-1], extents[-2])
 
 
-class PreparedLibrary(Library):
-    """Stands for the library of an operand in a product's call; results are never its arrays."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Prepared:
+    """What a caller holds of a prepared view; :class:`lowprec.PreparedOperand` says what it tells of it."""
 
-    name = "lowprec"
+    _view: PreparedView
 
-    def view(self, array: Any) -> ArrayView:
-        """Return the view that passes for an array."""
-        view: ArrayView = array
-        return view
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
-        """Refused: results are like ``a``, which no prepared operand is."""
-        raise ArrayError("a prepared operand is no array of which a result could be one")
+def refuse_prepared(**arguments: Any) -> None:
+    """Raise where one of these arguments is a prepared operand."""
+    for name, value in arguments.items():
+        if isinstance(value, Prepared):
+            raise ArrayError(
+                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
+                "an array that is read in place; pass the array itself"
+            )
 
 
 def copy_of(view: ArrayView, stream: int | None) -> ArrayView:

@@ -50,13 +50,7 @@ def _nothing() -> None:
 
 
 def refuse_interception(torch: Any, probes: Probes) -> None:
-    """Raise if what one of the probes has found would miss a product; a function mode by itself does not matter.
-
-    Raises
-    ------
-    ArrayError
-        The message names what intercepts, and the way out.
-    """
+    """Raise an ArrayError if what one of the probes has found would miss a product; a function mode alone does not."""
     if probes.is_tracing():
         raise ArrayError(
             "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
@@ -78,13 +72,9 @@ def refuse_interception(torch: Any, probes: Probes) -> None:
 
 
 def refuse_tangent(torch: Any, array: Any) -> None:
-    """Raise if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
+    """Raise an ArrayError if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
 
     Below autograd, in the handler of a dispatch mode, tangents are taken care of, and PyTorch cannot be asked for them.
-
-    Raises
-    ------
-    ArrayError
     """
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):

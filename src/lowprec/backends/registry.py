@@ -23,13 +23,7 @@ def _backend(device_type: int) -> Backend:
 
 
 def backend_of(device: Device) -> Backend:
-    """Return the backend that serves a device.
-
-    Raises
-    ------
-    DeviceError
-        If none does.
-    """
+    """Return the backend that serves a device; raises DeviceError if none does."""
     if device.type not in _MODULES:
         raise DeviceError(
             f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
@@ -40,10 +34,7 @@ def backend_of(device: Device) -> Backend:
 def predicted(device: str) -> Capabilities:
     """Return what a GPU can do that need not be there, by its model or compute capability.
 
-    Raises
-    ------
-    DeviceError
-        If no such model is known; the message lists those that are.
+    Raises DeviceError if no such model is known; the message lists those that are.
     """
     from lowprec.backends.cuda import models  # with the first plan that asks
 

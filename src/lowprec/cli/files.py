@@ -42,10 +42,7 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
     rounding to nearest. ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and
     dtype only.
 
-    Raises
-    ------
-    CommandError
-        If the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
+    Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
     try:
         # NumPy warns of what Python 2 wrote, and reads it all the same.

@@ -35,10 +35,8 @@ class Route(NamedTuple):
 def find(function: str, library: str) -> _Function:
     """Return the library's own function, taking the keywords that lowprec's takes.
 
-    Raises
-    ------
-    UnsupportedError
-        If the library, or the version that is installed, has no such function; the message names the way out.
+    Raises UnsupportedError if the library, or the version that is installed, has no such function; the message names
+    the way out.
 
     Examples
     --------

@@ -64,7 +64,6 @@ class Why(Enum):
     TRANSPOSED_RESULT = (
         "b^T is packed as the left operand of a result by columns: read as any array"
     )
-    BATCH_OF_PRODUCTS = "each product of a batch packs b in its own memory: read as any array"
 
     # Why ``rtol`` took a mode, or passed it over.
     EXCLUDED = "excluded by the environment"

@@ -72,10 +72,7 @@ def snapshot() -> EnvironmentSnapshot:
 
     A value that is not legal is not kept: the next call reads again.
 
-    Raises
-    ------
-    EnvironmentVariableError
-        If a variable holds a value that it may not hold.
+    Raises EnvironmentVariableError if a variable holds a value that it may not hold.
 
     Examples
     --------

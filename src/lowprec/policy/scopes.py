@@ -51,12 +51,8 @@ class LibraryStatus:
 def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None:
     """Return the names of the libraries that are meant; None for all.
 
-    Raises
-    ------
-    TypeError
-        If it is neither a flag nor a collection of names.
-    UnsupportedError
-        If there is no controller of one of these names.
+    Raises TypeError if it is neither a flag nor a collection of names, UnsupportedError if there is no controller of
+    one of these names.
 
     Examples
     --------

@@ -23,7 +23,7 @@ from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow, Product
-from lowprec.planning.prepared import is_kept
+from lowprec.planning.prepared import kept_modes
 
 #: dtypes that a BLAS multiplies.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -65,7 +65,7 @@ def _is_plain(plan: GemmPlan) -> bool:
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
     kept = arguments.b if type(arguments.b) is PreparedView else None
-    if kept is not None and not is_kept(plan, kept.mode):
+    if kept is not None and kept.mode not in kept_modes(plan):
         kept = None
     execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments), kept)
 

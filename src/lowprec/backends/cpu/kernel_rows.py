@@ -124,6 +124,7 @@ GEMV = KernelRow(
     cost_per_element=0.0,
     holds_in=DType.FLOAT32,
     single_product=True,
+    keeps_b=True,
     matrix_vector=True,
     minimum_elements=20_000,
 )

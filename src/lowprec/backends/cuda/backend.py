@@ -36,13 +36,9 @@ def capabilities(device: Device) -> Capabilities:
 def info() -> dict[str, Any]:
     """Return what decides how products run on the GPUs that this process sees.
 
-    Returns
-    -------
-    dict
-        ``devices``: each with ``device``, ``name``, ``compute_capability``, ``memory_bytes``, ``multiprocessors``,
-        ``clock_khz`` (the highest; 0 where the driver does not tell), ``peak_tflops`` (by format, where the data sheet
-        of the model is known) and ``workspace_bytes`` (what cuBLASLt may use per handle and stream). ``versions``:
-        the newest ``cuda`` that the driver serves, and that of ``cublas``.
+    The highest ``clock_khz`` is 0 where the driver does not tell, ``peak_tflops`` (by format) empty where the model's
+    data sheet is not known; ``workspace_bytes`` is what cuBLASLt may use per handle and stream. Of ``versions``,
+    ``cuda`` is the newest that the driver serves.
     """
     libraries()
     major, minor = runtime.driver_version()

@@ -15,7 +15,7 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.prepared import is_kept
+from lowprec.planning.prepared import kept_modes
 
 _INT32_BYTES = 4
 #: Of what lies in one block.
@@ -39,7 +39,7 @@ class Staging:
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
-        self._plan = plan
+        self._kept_modes = kept_modes(plan)
         #: How ``b`` is packed, by what, its bytes and those of its exponents.
         self._packing_b: tuple[Packing, Packer, int, int] | None = None
         self._scales_b = False
@@ -108,7 +108,7 @@ class Staging:
         whenever it runs, so that is held for good.
         """
         view, how = arguments.b, self._packing_b
-        if type(view) is not PreparedView or how is None or not is_kept(self._plan, view.mode):
+        if type(view) is not PreparedView or how is None or view.mode not in self._kept_modes:
             return None
         stream, (spec, pack, nbytes, exponents) = arguments.stream, how
         key = (spec, exponents, view.address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,19 @@ from lowprec.backends.cpu import fp32_units, threads
 from lowprec.backends.cpu.packed import launch, packed_gemm
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
-from lowprec.backends.cpu.packed.prepared_panels import PackedAs, Panels, panels_of
+from lowprec.backends.cpu.packed.prepared_panels import (
+    Convert,
+    PackedAs,
+    Panels,
+    PanelStack,
+    panels_of,
+    stack_of,
+)
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.planning import GemmPlan
-from lowprec.planning.prepared import is_kept
+from lowprec.planning.prepared import kept_modes
 
 #: The kernel's words for what float32 operands become.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -59,11 +66,24 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
         return None
     rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
     found = launch.launch_of(micro_kernel, layout, rounding, problem)
-    return found and found._replace(panels=functools.partial(_panels_of_launch, plan))
+    return found and found._replace(panels=_panels_for_launch(plan))
 
 
-def _panels_of_launch(plan: GemmPlan, arguments: Arguments) -> Panels | None:
-    return _panels(plan, arguments, plan.out_dtype.label)
+def _panels_for_launch(plan: GemmPlan) -> Callable[[PreparedView], PanelStack | None] | None:
+    """Return what finds the panels of a prepared ``b``, at little cost; None where none are kept."""
+    modes = kept_modes(plan)
+    if not modes:
+        return None
+    packed_as, convert = _packing_of_b(plan, plan.out_dtype.label)
+    key = packed_as.key(plan.problem.b.shape, plan.problem.b.strides)
+
+    def find(view: PreparedView) -> PanelStack | None:
+        if view.mode not in modes:
+            return None
+        form = view.forms.get(key)
+        return stack_of(view, packed_as, convert) if form is None else form.value
+
+    return find
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
@@ -73,7 +93,10 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     fallen: list[Stacks] = []
 
     def run(single: Stacks) -> None:
-        if not one_product(plan, arguments, single):
+        of_single = arguments
+        if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
+            of_single = arguments._replace(b=arguments.b.matrix(single.b))
+        if not one_product(plan, of_single, single):
             assert plan.fallback is not None, "only kernels with a fallback decline"
             fallen.append(single)
             fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
@@ -110,23 +133,27 @@ _operand = packed_gemm.operand_of
 
 def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
     """Return the panels of a prepared operand, None where the product packs its own; ``out`` is what it writes."""
-    view, micro_kernel = arguments.b, _micro_kernel(plan)
+    view = arguments.b
     if (
         type(view) is not PreparedView
-        or not is_kept(plan, view.mode)
-        or not is_available(micro_kernel)
+        or view.mode not in kept_modes(plan)
+        or not is_available(_micro_kernel(plan))
     ):
         return None
+    return panels_of(view, *_packing_of_b(plan, out, component))
+
+
+def _packing_of_b(plan: GemmPlan, out: str, component: int = 0) -> tuple[PackedAs, Convert]:
+    """Return how ``b`` is packed, and what converts its matrices before."""
     name = "float32" if plan.compute_dtype.is_complex else plan.compute_dtype.label
     rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
 
-    def matrix() -> contextlib.AbstractContextManager[Any]:
-        b = stacks_of(plan, arguments).b
+    def convert(b: Any) -> contextlib.AbstractContextManager[Any]:
         if plan.compute_dtype.is_complex:
             return _plane(b, component)
         return contextlib.nullcontext(_in_compute_dtype(plan, b))
 
-    return panels_of(view, PackedAs(micro_kernel, name, name, out, rounding), matrix, component)
+    return PackedAs(_micro_kernel(plan), name, name, out, rounding, component), convert
 
 
 def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:

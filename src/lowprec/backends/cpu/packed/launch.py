@@ -16,7 +16,7 @@ from lowprec.backends.cpu import batches, buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.packed.packed_gemm import Operand, float_bits, single_thread_job
-from lowprec.backends.cpu.packed.prepared_panels import Panels
+from lowprec.backends.cpu.packed.prepared_panels import PanelStack
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
     has_epilogue: bool  # whether alpha, beta, c and bias are put into the job, too
     shared: bool  # whether waking a thread for the batch pays
     #: Returns those of a prepared ``b``, None where the product packs it.
-    panels: Callable[[Arguments], Panels | None] | None = None
+    panels: Callable[[PreparedView], PanelStack | None] | None = None
 
 
 def launch_of(
@@ -127,7 +127,7 @@ def execute(launch: Launch, arguments: Arguments) -> None:
             job[J.C] = arguments.c.address
     packed_bytes = launch.packed_bytes
     if type(arguments.b) is PreparedView and launch.panels is not None:
-        panels = launch.panels(arguments)
+        panels = launch.panels(arguments.b)
         if panels is not None:
             job[J.B_PACKED], job[J.PACK_TASKS] = panels.address, 0
             with buffers.borrow(launch.scratch_bytes) as memory:
@@ -157,6 +157,12 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
     batch[J.BATCH_FIELD_A], batch[J.BATCH_FIELD_B] = launch.fields[:2]
     batch[J.BATCH_DRIVE] = launch.drive_address
     batch[J.BATCH_SCRATCH] = _JOB_BYTES + launch.packed_bytes
+    if type(arguments.b) is PreparedView and launch.panels is not None:
+        panels = launch.panels(arguments.b)
+        if panels is not None:
+            # No product packs then: each has the b, none at all, that the one before had.
+            table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
+            batch[J.BATCH_FIELD_B] = J.B_PACKED
     address = ctypes.addressof(batch)
 
     def work() -> None:

@@ -255,11 +255,11 @@ def batch_kernel() -> int:
                 break
             addresses = _field(batch, J.BATCH_TABLE) + 32 * index
             _copy_job(_field(batch, J.BATCH_JOB), memory)
+            store(memory + 8 * J.B_PACKED, packed_b, "i64")
             store(memory + field_a, _field(addresses, 0), "i64")
             store(memory + field_b, _field(addresses, 1), "i64")
             store(memory + 8 * J.OUT, _field(addresses, 2), "i64")
             store(memory + 8 * J.C, _field(addresses, 3), "i64")
-            store(memory + 8 * J.B_PACKED, packed_b, "i64")
             if _field(memory, J.B) == before:
                 store(memory + 8 * J.PACK_TASKS, 0, "i64")
             before = _field(memory, J.B)

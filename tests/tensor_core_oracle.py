@@ -1,4 +1,4 @@
-"""One element at a time, in exact arithmetic: the readable twin, and the oracle of the fast ones."""
+"""Tensor-core arithmetic, one element at a time and exact: the readable twin, and the oracle, of the fast ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ def dot(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic
     """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
 
     ``a`` and ``b`` are numbers of the format of ``arithmetic``, ``c`` and the result are float32.
-
-    Examples
-    --------
-    >>> from lowprec.backends.cpu.emulation.arithmetic import arithmetic
-    >>> from lowprec.architectures import Architecture
-    >>> dot([2.0**-12, 2.0**-12], [2.0**-12, 2.0**-12], 1.0, arithmetic(Architecture.VOLTA, "float16"))
-    1.0
     """
     for first in range(0, len(a), arithmetic.group):
         group = slice(first, first + arithmetic.group)
