@@ -1,6 +1,7 @@
 """The few machine-level operations that numba does not offer, and the way from Python to a kernel.
 
-A kernel is a function of integers: addresses, strides in bytes, counts. It is called through ctypes, which releases the GIL and unboxes nothing. Inside, memory is read and written through
+A kernel is a function of integers: addresses, strides in bytes, counts. It is called through
+ctypes, which releases the GIL and unboxes nothing. Inside, memory is read and written through
 `load` and `store` (an ndarray's indexing would test every index for being negative), vectors are
 built as LLVM IR, and kernels reach each other through plain function pointers (`call`), so that
 each is compiled once and combined at run time.
@@ -67,8 +68,8 @@ _ELEMENTS: dict[str, tuple[Any, Any]] = {
 def _fingerprint() -> int:
     """Changes with the source of any kernel module.
 
-    numba's disk cache looks only at the file of the cached function itself. Each kernel mentions
-    this number, so that a change of any module that it is built from makes it a new function.
+    The cache on disk knows a kernel by its name and by what it closes over. Each kernel mentions this
+    number, so that a change of any module that it is built from makes it another.
     """
     here = Path(__file__).parent
     files = sorted(here.glob("*.py")) + sorted(here.glob("micro_kernels/*.py"))

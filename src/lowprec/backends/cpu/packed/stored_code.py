@@ -1,7 +1,7 @@
 """Machine code of kernels: on disk from one process to the next, and linked into this one by LLVM.
 
-An object file refers to nothing outside, so LLVM's linker alone loads it, in a millisecond. It fits one processor and one
-version of what made it, which its name on disk stands for.
+An object file refers to nothing outside, so LLVM's linker alone loads it, in milliseconds. It fits one processor and
+one version of what made it, for which its name on disk stands.
 """
 
 from __future__ import annotations

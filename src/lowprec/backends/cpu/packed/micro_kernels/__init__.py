@@ -42,8 +42,8 @@ class MicroKernel:
         Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
         a Zen 5), three quarters of that of others.
     inner_bytes : int
-        A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that, where
-        the second-level cache feeds the units and fewer visits to the accumulators are worth more.
+        A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that
+        where the second-level cache feeds the units and fewer visits to the accumulators are worth more.
     shared_from : int
         Products of numbers from which waking a thread costs less than it brings.
     has_tiles : bool
