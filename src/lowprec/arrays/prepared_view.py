@@ -42,7 +42,7 @@ class PreparedView(ArrayView):
         Of the operand, where this is a matrix of its stack.
     """
 
-    __slots__ = ("_whole", "forms", "mode")
+    __slots__ = ("_transposed", "_whole", "forms", "mode")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class PreparedView(ArrayView):
         self.mode = mode
         self.forms = forms
         self._whole = whole
+        self._transposed: PreparedView | None = None
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy itself. Host memory only."""
@@ -82,12 +83,15 @@ class PreparedView(ArrayView):
     @property
     def transposed(self) -> PreparedView:
         """The same memory with the last two axes exchanged, and the same forms."""
-        if self.device.is_host:
-            return PreparedView(host_view(self.owner.swapaxes(-1, -2)), self.mode, self.forms)
-        turned = ArrayView(
-            self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
-        )  # fmt: skip
-        return PreparedView(turned, self.mode, self.forms)
+        if self._transposed is None:
+            if self.device.is_host:
+                turned = host_view(self.owner.swapaxes(-1, -2))
+            else:
+                turned = ArrayView(
+                    self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
+                )  # fmt: skip
+            self._transposed = PreparedView(turned, self.mode, self.forms)
+        return self._transposed
 
 
 def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,6 +103,9 @@ class Prepared:
     """What a caller holds of a prepared view; :class:`lowprec.PreparedOperand` says what it tells of it."""
 
     _view: PreparedView
+
+    #: NumPy's ``@`` would take it for a scalar.
+    __array_ufunc__ = None
 
 
 def refuse_prepared(**arguments: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowprec import dispatch, policy
+from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 from lowprec.request import parse_dtype
@@ -83,12 +84,7 @@ def matmul(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
-        if x is not None and not isinstance(x, Tensor):
-            raise ArrayError(
-                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
-                f"torch.as_tensor({name})"
-            )
+    _check_tensors(a=a, b=b, c=c, bias=bias)
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
@@ -189,7 +185,18 @@ def linear(
     >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
     tensor([3., 3.])
     """
+    _check_tensors(weight=weight)
     return matmul(x, weight.mT, bias=bias, math_mode=math_mode, backward_mode=backward_mode)
+
+
+def _check_tensors(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        if x is not None and not isinstance(x, Tensor):
+            refuse_prepared(**{name: x})
+            raise ArrayError(
+                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
+                f"torch.as_tensor({name})"
+            )
 
 
 # -- the three ways -------------------------------------------------------------------------------
