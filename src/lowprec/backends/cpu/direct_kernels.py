@@ -43,7 +43,7 @@ _ROWS, _LANES = 8, 16
 _FLOATS = {4: F32, 8: F64}
 _WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
-# numba's cache on disk looks at the file of a kernel alone.
+# The cache on disk knows a kernel by its name and by what it closes over.
 _FINGERPRINT = (
     zlib.crc32(b"".join(Path(x).read_bytes() for x in (__file__, D.__file__, direct_gelu.__file__)))
     ^ casting_kernels.FINGERPRINT
