@@ -62,7 +62,7 @@ _INFINITY, _SIGN = 0x7F800000, 0x80000000
 #: Where in the scratch memory the extrema are: 16 largest magnitudes, 16 of the smallest less 1.
 _EXTREMA = 384
 
-# numba's cache on disk looks at the file of a kernel alone.
+# The cache on disk knows a kernel by its name and by what it closes over.
 FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
 
 # --- vectors of bits of float32 ---------------------------------------------------------------

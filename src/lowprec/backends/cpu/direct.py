@@ -12,12 +12,14 @@ import ctypes
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import (
     casting,
     direct_gelu,
@@ -41,6 +43,7 @@ from lowprec.backends.cpu.direct_job import (
     BATCH_COUNT,
     BATCH_FACTORS,
     BATCH_JOB,
+    BATCH_KEPT_B,
     BATCH_PRODUCT,
     BATCH_SHARE,
     BATCH_TABLE,
@@ -63,11 +66,13 @@ from lowprec.backends.cpu.direct_job import (
 from lowprec.backends.cpu.fp32_units import rounding_format, whole_operands
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
+from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
+from lowprec.planning.prepared import kept_modes
 
 _ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
 
@@ -192,9 +197,7 @@ def _apply(product: Any, out: Any, activation: Activation | None) -> None:
 
 def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     """Return the words of a product."""
-    problem, to = plan.problem, rounding_format(plan)
-    if any(plan.scaled):
-        to = FLOAT16_DIGITS
+    problem, to = plan.problem, _rounding(plan)
     m, n, k, item = layout.m, layout.n, layout.k, plan.accumulator.itemsize
     # A is read number by number, so it may stay in columns.
     in_columns = abs(layout.a.row_stride) < abs(layout.a.col_stride)
@@ -231,6 +234,11 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     return job
 
 
+def _rounding(plan: GemmPlan) -> NumberFormat | None:
+    """Return the format to which operands are rounded that need not be scaled."""
+    return FLOAT16_DIGITS if any(plan.scaled) else rounding_format(plan)
+
+
 def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, ...]:
     """Return how a matrix is read, from `ROWS` to `WIDEN`; one without gaps as a single row."""
     rows, cols, item = matrix.rows, matrix.cols, matrix.dtype.itemsize
@@ -261,10 +269,13 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     has_beta, has_bias = problem.has_beta, problem.bias is not None
     has_factors = problem.has_alpha or has_beta
     address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
+    kept = _kept_rows(plan)
 
     def execute(arguments: Arguments) -> None:
         a, b, out, c, bias, alpha, beta = arguments[:7]
         factors = _Factors(alpha.real, beta.real) if has_factors else plain
+        # Kept by name: another thread may release the operand meanwhile.
+        _rows, address = kept(b) if type(b) is PreparedView else (None, 0)
         kernel(
             address_of(job),
             a.address,
@@ -273,7 +284,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
             c.address if has_beta else 0,  # type: ignore[union-attr]
             bias.address if has_bias else 0,  # type: ignore[union-attr]
             address_of(factors),
-            0,
+            address,
             scratch.address,
         )
 
@@ -290,14 +301,15 @@ def _all(
     kernel = callable_at(batch_kernel(), BATCH_ARITY)
     stacks = (layout.a, layout.b, layout.out, c)
     count, products = layout.batch_count, layout.m * layout.n * layout.k
-    kept = offsets_of(stacks) if count <= KEPT else None
+    offsets = offsets_of(stacks) if count <= KEPT else None
+    kept = _kept_rows(plan)
     shared = count * products >= _PAYS_TO_SHARE
 
     def execute(arguments: Arguments) -> None:
         workers = min(threads.num_threads(), count) if shared else 1
         bias = arguments.bias
         factors = _Factors(arguments.alpha.real, arguments.beta.real)
-        table = addresses_of(stacks, arguments, kept)
+        table = addresses_of(stacks, arguments, offsets)
         batch = _Batch()
         batch[BATCH_JOB], batch[BATCH_PRODUCT] = ctypes.addressof(job), product
         batch[BATCH_COUNT] = count
@@ -305,6 +317,8 @@ def _all(
         batch[BATCH_TABLE] = table.ctypes.data
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
+        if type(arguments.b) is PreparedView:
+            _rows, batch[BATCH_KEPT_B] = kept(arguments.b)  # as above
         address = ctypes.addressof(batch)
 
         def work() -> None:
@@ -315,15 +329,49 @@ def _all(
     return execute
 
 
+def _kept_rows(plan: GemmPlan) -> Callable[[PreparedView], tuple[Any, int]]:
+    """Return what finds the rows of a prepared ``b``, cast with the first product, and their address; 0 for none."""
+    modes, spec, to = kept_modes(plan), plan.problem.b, _rounding(plan)
+    dtype = NUMPY_DTYPES[plan.accumulator]
+    key = ("rows", dtype, to, spec.shape, spec.strides)
+
+    def find(view: PreparedView) -> tuple[Any, int]:
+        if view.mode not in modes:
+            return None, 0
+        form = view.forms.get(key)
+        rows = view.form(key, lambda: _rows_of(view, dtype, to)) if form is None else form.value
+        return rows, 0 if rows is None else data_pointer(rows)
+
+    return find
+
+
+def _rows_of(view: PreparedView, dtype: np.dtype[Any], to: NumberFormat | None) -> Form:
+    """Return the one matrix of a prepared operand as `_cast` of the kernels writes it, and what they read behind it.
+
+    None where it must be scaled.
+    """
+    x = view.ndarray()
+    x = x[:, None] if x.ndim == 1 else x[(0,) * (x.ndim - 2)]
+    memory = np.zeros(x.size + _PAD // dtype.itemsize, dtype)
+    rows = memory[: x.size].reshape(x.shape)
+    (apart,) = casting.cast([(x, rows)], to)
+    return Form(None, 0) if apart else Form(rows, memory.nbytes)
+
+
 # --- without them -----------------------------------------------------------------------------
 
 
 def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan with the operations of the kernels, in their order."""
     stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
+    kept = None
+    if type(arguments.b) is PreparedView:
+        kept, _ = _kept_rows(plan)(arguments.b)
     product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
     with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
-        operands = whole_operands(plan, (stacks.a, stacks.b), dtype, stack)
+        arrays = (stacks.a, stacks.b) if kept is None else (stacks.a,)
+        operands = whole_operands(plan, arrays, dtype, stack)
+        operands += [] if kept is None else [Split([kept])]
         a, b = (x.parts[0] for x in operands)
         for i in range(plan.layout.k):
             product += a[..., i, None] * b[..., i, None, :]
