@@ -1,8 +1,8 @@
-"""Native kernels that read numbers as they are stored and go on with float32, rounded as a mode says.
+"""Native kernels that read numbers as they are stored and write float32, rounded as a mode says.
 
-``cast_kernel`` writes them, ``gemv_kernel`` multiplies a matrix with a vector as it reads the matrix. All is done in
-vectors of 16 numbers, in operations that every processor's vector units have; LLVM cuts the vectors to their width.
-Each rounding is the vector twin of :func:`lowprec.backends.cpu.rounding.round_scalar`.
+Those of ``gemv_kernels`` multiply a matrix with a vector as they read the matrix. All is done in vectors of 16 numbers,
+in operations that every processor's vector units have; LLVM cuts the vectors to their width. Each rounding is the
+vector twin of :func:`lowprec.backends.cpu.rounding.round_scalar`.
 
 Importing this module imports numba.
 """
@@ -49,13 +49,10 @@ CASTS = (
     ("int8", None),
 )
 
-_LANES = 16
+LANES = 16
 
-#: Bytes from what a loop reads to what it asks for. The arithmetic on the way fills the processor's window, so that it
-#: does not look far enough ahead by itself: on a Zen 5, 2 KiB make the loops that round 1.2 to 1.4 times as fast.
-_AHEAD = 2048
-_ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
-_KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
+ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
+KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
 _INFINITY, _SIGN = 0x7F800000, 0x80000000
 
@@ -69,19 +66,21 @@ FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
 
 
 def _splat(value: int) -> Any:
-    return native.vector(I32, [value] * _LANES)
+    return native.vector(I32, [value] * LANES)
 
 
-def _floats(builder: Any, bits: Any) -> Any:
-    return builder.bitcast(bits, ir.VectorType(F32, _LANES))
+def floats_of(builder: Any, bits: Any) -> Any:
+    """Return 16 float32 by their bits."""
+    return builder.bitcast(bits, ir.VectorType(F32, LANES))
 
 
 def _bits(builder: Any, floats: Any) -> Any:
-    return builder.bitcast(floats, ir.VectorType(I32, _LANES))
+    return builder.bitcast(floats, ir.VectorType(I32, LANES))
 
 
-def _float_splat(value: float) -> Any:
-    return ir.Constant(ir.VectorType(F32, _LANES), [value] * _LANES)
+def float_splat(value: float) -> Any:
+    """Return 16 times a number."""
+    return ir.Constant(ir.VectorType(F32, LANES), [value] * LANES)
 
 
 def _widened_float16(builder: Any, x: Any) -> Any:
@@ -91,8 +90,8 @@ def _widened_float16(builder: Any, x: Any) -> Any:
     normal = builder.add(high, _splat(112 << 23))  # the biases are 15 and 127
     special = builder.or_(high, _splat(_INFINITY))
     # Below the normal numbers a float16 counts units of 2^-24.
-    units = builder.uitofp(magnitude, ir.VectorType(F32, _LANES))
-    subnormal = _bits(builder, builder.fmul(units, _float_splat(2.0**-24)))
+    units = builder.uitofp(magnitude, ir.VectorType(F32, LANES))
+    subnormal = _bits(builder, builder.fmul(units, float_splat(2.0**-24)))
     is_special = builder.icmp_unsigned(">=", magnitude, _splat(0x7C00))
     is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x0400))
     chosen = builder.select(is_special, special, normal)
@@ -101,10 +100,10 @@ def _widened_float16(builder: Any, x: Any) -> Any:
 
 def _read(builder: Any, storage: str, address: Any) -> Any:
     """Bits, as float32, of 16 numbers in sequence."""
-    x = builder.load(pointer(builder, address, ir.VectorType(_ELEMENTS[storage], _LANES)), align=1)
-    wide = ir.VectorType(I32, _LANES)
+    x = builder.load(pointer(builder, address, ir.VectorType(ELEMENTS[storage], LANES)), align=1)
+    wide = ir.VectorType(I32, LANES)
     if storage == "int8":
-        return _bits(builder, builder.sitofp(x, ir.VectorType(F32, _LANES)))
+        return _bits(builder, builder.sitofp(x, ir.VectorType(F32, LANES)))
     if storage == "bfloat16":
         return builder.shl(builder.zext(x, wide), _splat(16))
     if storage == "float16":
@@ -128,8 +127,8 @@ def _rounded_float16(builder: Any, bits: Any) -> Any:
     overflows = builder.icmp_unsigned(">=", normal, _splat(0x47800000))  # 65536
     normal = builder.select(overflows, _splat(_INFINITY), normal)
     # Below 2^-14 numbers are 2^-24 apart, as float32 are from 0.5 on.
-    half = _float_splat(0.5)
-    sum_ = builder.fadd(_floats(builder, magnitude), half)
+    half = float_splat(0.5)
+    sum_ = builder.fadd(floats_of(builder, magnitude), half)
     subnormal = _bits(builder, builder.fsub(sum_, half))
     is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
     return builder.or_(sign, builder.select(is_subnormal, subnormal, normal))
@@ -147,12 +146,12 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
         result = _nearest_even(builder, bits, 13)
     else:
         result = _rounded_float16(builder, bits)
-    floats = _floats(builder, bits)
+    floats = floats_of(builder, bits)
     is_nan = builder.fcmp_unordered("uno", floats, floats)
     return builder.select(is_nan, bits, result)
 
 
-def _cast(builder: Any, index: int, address: Any, extrema: _Extrema) -> Any:
+def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
     """Cast 16 numbers in sequence; they count among the extrema where those are asked for."""
     storage, rounding = CASTS[index]
     bits = _read(builder, storage, address)
@@ -164,7 +163,7 @@ def _cast(builder: Any, index: int, address: Any, extrema: _Extrema) -> Any:
 # --- extrema ----------------------------------------------------------------------------------
 
 
-class _Extrema:
+class Extrema:
     """The largest and the smallest magnitudes that pass by in a loop, from and to the scratch memory.
 
     Magnitudes are ordered as their bits are. Less 1, a zero is the largest of all, and so no smallest one.
@@ -174,7 +173,7 @@ class _Extrema:
         self.builder, self.found = builder, []
         if CASTS[index][1] != DIGITS:
             return
-        vector = ir.VectorType(I32, _LANES)
+        vector = ir.VectorType(I32, LANES)
         for offset in (0, 64):
             place = builder.add(scratch, scratch.type(_EXTREMA + offset))
             at, local = pointer(builder, place, vector), cgutils.alloca_once(builder, vector)
@@ -192,26 +191,28 @@ class _Extrema:
             builder.store(builder.select(beyond, x, before), local)
 
     def write(self) -> None:
+        """Store what was found."""
         for at, local in self.found:
             self.builder.store(self.builder.load(local), at, align=1)
 
 
 @njit(inline="always")
-def _clear_extrema(scratch):
+def clear_extrema(scratch):
+    """Forget all numbers."""
     for i in range(_EXTREMA, _EXTREMA + 64, 8):
         store(scratch + i, 0, "i64")
         store(scratch + 64 + i, -1, "i64")
 
 
 @njit(inline="always")
-def _clear_run(scratch):
+def clear_run(scratch):
     """Zeros, which are no extrema, behind the numbers at the end of a row."""
     for i in range(0, 64, 8):
         store(scratch + i, 0, "i64")
 
 
 @njit(inline="always")
-def _extrema(scratch):
+def extrema_in(scratch):
     """The largest magnitude, by its bits, times 2^32, and the smallest that is not zero, less 1."""
     largest, least = 0, 0xFFFFFFFF
     for i in range(_EXTREMA, _EXTREMA + 64, 4):
@@ -228,17 +229,17 @@ def _cast_runs(typing_context, index, count, writes, source, target, steps, scra
     """Cast numbers in sequence, ``count`` times 16 at each step; or look at the extrema alone."""
     number, vectors = index.literal_value, count.literal_value
     is_written = bool(writes.literal_value)
-    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
+    item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
         _, _, _, source, target, steps, scratch = args
-        word, extrema = source.type, _Extrema(builder, number, scratch)
+        word, extrema = source.type, Extrema(builder, number, scratch)
         with cgutils.for_range(builder, steps, intp=word) as loop:
-            first = builder.mul(loop.index, word(_LANES * vectors))
+            first = builder.mul(loop.index, word(LANES * vectors))
             for i in range(vectors):
-                at = builder.add(first, word(_LANES * i))
+                at = builder.add(first, word(LANES * i))
                 from_ = builder.add(source, builder.mul(at, word(item)))
-                bits = _cast(builder, number, from_, extrema)
+                bits = cast_vector(builder, number, from_, extrema)
                 if is_written:
                     to = builder.add(target, builder.mul(at, word(4)))
                     builder.store(bits, pointer(builder, to, bits.type), align=1)
@@ -250,14 +251,14 @@ def _cast_runs(typing_context, index, count, writes, source, target, steps, scra
 
 def _cast_function(index: int, writes: int = 1) -> Any:
     storage, rounding = CASTS[index]
-    kind = _KINDS[storage]
+    kind = KINDS[storage]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     is_scaled = rounding == DIGITS
     fingerprint = FINGERPRINT
 
     def cast(source, row_stride, col_stride, rows, cols, target, scratch):
         if is_scaled:
-            _clear_extrema(scratch)
+            clear_extrema(scratch)
         for row in range(rows):
             from_, to = source + row * row_stride, target + row * cols * 4
             first = 0
@@ -269,13 +270,13 @@ def _cast_function(index: int, writes: int = 1) -> Any:
                 _cast_runs(index, 1, writes, from_ + at * item, to + at * 4, rest, scratch)
             for col in range(first, cols, 16):
                 count = min(16, cols - col)
-                _clear_run(scratch)
+                clear_run(scratch)
                 for i in range(count):
                     store(scratch + i * item, load(from_ + (col + i) * col_stride, kind), kind)
                 _cast_runs(index, 1, writes, scratch, scratch + 64, 1, scratch)
                 for i in range(count * writes):
                     store(to + (col + i) * 4, load(scratch + 64 + i * 4, "u32"), "u32")
-        return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
+        return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
 
     return cast
 
@@ -314,8 +315,8 @@ def _narrow_float16(builder: Any, bits: Any) -> Any:
     normal = builder.sub(normal, _splat(112 << 10))
     overflows = builder.icmp_unsigned(">=", normal, _splat(0x7C00))
     normal = builder.select(overflows, _splat(0x7C00), normal)
-    half = _float_splat(0.5)
-    units = _bits(builder, builder.fadd(_floats(builder, magnitude), half))
+    half = float_splat(0.5)
+    units = _bits(builder, builder.fadd(floats_of(builder, magnitude), half))
     subnormal = builder.sub(units, _splat(0x3F000000))  # the bits of 0.5
     is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
     result = builder.select(is_subnormal, subnormal, normal)
@@ -329,12 +330,12 @@ def narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
         sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
         words = builder.or_(sign, _narrow_float16(builder, bits))
     else:
-        floats = _floats(builder, bits)
+        floats = floats_of(builder, bits)
         is_nan = builder.fcmp_unordered("uno", floats, floats)
         quiet = builder.or_(bits, _splat(0x00400000))
         rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
         words = builder.lshr(rounded, _splat(16))
-    return builder.trunc(words, ir.VectorType(I16, _LANES))
+    return builder.trunc(words, ir.VectorType(I16, LANES))
 
 
 @intrinsic(prefer_literal=True)
@@ -382,158 +383,3 @@ def narrow_kernel(dtype: str) -> Any:
     """
     function = _narrow_function(int(dtype == "float16"))
     return native.callable_at(compile_kernel(function, 7), 7)
-
-
-# --- multiplying them with a vector -----------------------------------------------------------
-
-
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, in one operation where there is one: products of two rounded numbers are exact anyway."""
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """Ask for what the loop reads some steps later, more than the processor looks ahead by itself."""
-    place = pointer(builder, builder.add(address, address.type(_AHEAD)), I8)
-    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [place, I32(0), I32(3), I32(1)])
-
-
-@intrinsic(prefer_literal=True)
-def _dots(typing_context, index, count, source, steps, x, sums, scratch):
-    """Add to 16 sums the products of a row with x, ``count`` times 16 numbers at each step."""
-    number, vectors = index.literal_value, count.literal_value
-    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
-
-    def generate(context, builder, signature, args):
-        _, _, source, steps, x, sums, scratch = args
-        extrema = _Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(F32, _LANES), source.type
-        place = pointer(builder, sums, vector)
-        # One sum would wait for itself at each step.
-        totals = [cgutils.alloca_once(builder, vector) for _ in range(vectors)]
-        for total in totals:
-            builder.store(_float_splat(0.0), total)
-        with cgutils.for_range(builder, steps, intp=word) as loop:
-            for i, total in enumerate(totals):
-                number_at = builder.add(
-                    builder.mul(loop.index, word(_LANES * vectors)), word(_LANES * i)
-                )
-                at = builder.add(x, builder.mul(number_at, word(4)))
-                factors = builder.load(pointer(builder, at, vector), align=1)
-                from_ = builder.add(source, builder.mul(number_at, word(item)))
-                if i * _LANES * item % 64 == 0:
-                    _prefetch(builder, from_)
-                value = _floats(builder, _cast(builder, number, from_, extrema))
-                builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
-        extrema.write()
-        result = builder.load(place, align=1)
-        for total in totals:
-            result = builder.fadd(result, builder.load(total))
-        builder.store(result, place, align=1)
-        return context.get_dummy_value()
-
-    return types.void(index, count, *[types.intp] * 5), generate
-
-
-@intrinsic(prefer_literal=True)
-def _axpys(typing_context, index, cols, source, col_stride, steps, x, y, scratch):
-    """Add to y the products of ``cols`` columns with as many numbers at x, 16 rows at each step."""
-    number, count = index.literal_value, cols.literal_value
-    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
-
-    def generate(context, builder, signature, args):
-        _, _, source, col_stride, steps, x, y, scratch = args
-        extrema = _Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(F32, _LANES), source.type
-        factors = []
-        for col in range(count):
-            factor = builder.load(pointer(builder, builder.add(x, word(4 * col)), F32), align=1)
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, I32(0))
-            factors.append(native.shuffle(builder, first, first, [0] * _LANES))
-        with cgutils.for_range(builder, steps, intp=word) as loop:
-            place = pointer(builder, builder.add(y, builder.mul(loop.index, word(64))), vector)
-            total = builder.load(place, align=1)
-            for col, factor in enumerate(factors):
-                from_ = builder.add(source, builder.mul(col_stride, word(col)))
-                from_ = builder.add(from_, builder.mul(loop.index, word(_LANES * item)))
-                _prefetch(builder, from_)
-                value = _floats(builder, _cast(builder, number, from_, extrema))
-                total = _multiply_add(builder, value, factor, total)
-            builder.store(total, place, align=1)
-        extrema.write()
-        return context.get_dummy_value()
-
-    return types.void(index, cols, *[types.intp] * 6), generate
-
-
-def _gemv_function(index: int) -> Any:
-    storage, rounding = CASTS[index]
-    kind, is_scaled = _KINDS[storage], rounding == DIGITS
-    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = FINGERPRINT
-
-    def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
-        if is_scaled:
-            _clear_extrema(scratch)
-        if col_stride == item:
-            longs, rest = cols // 128, cols % 16
-            shorts, at = (cols - longs * 128) // 16, longs * 128
-            for row in range(rows):
-                from_ = source + row * row_stride
-                for i in range(0, 64, 4):
-                    store(scratch + i, 0, "u32")
-                _dots(index, 8, from_, longs, x, scratch, scratch)
-                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch, scratch)
-                if rest:
-                    # The numbers that a whole step lacks are zeros, as those behind x are.
-                    for i in range(64, 128, 4):
-                        store(scratch + i, 0, "u32")
-                    for i in range(rest):
-                        number = load(from_ + (cols - rest + i) * item, kind)
-                        store(scratch + 64 + i * item, number, kind)
-                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch, scratch)
-                total = load(scratch, "f32")
-                for i in range(4, 64, 4):
-                    total += load(scratch + i, "f32")
-                store(y + row * y_stride, total, "f32")
-            return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
-        steps, rest = rows // 16, rows % 16
-        for i in range(0, 4 * rows, 4):
-            store(y + i, 0, "u32")
-        col = 0
-        while col < cols:
-            count = 4 if col + 4 <= cols else 1
-            from_, tail = source + col * col_stride, steps * 16
-            if count == 4:
-                _axpys(index, 4, from_, col_stride, steps, x + col * 4, y, scratch)
-            else:
-                _axpys(index, 1, from_, col_stride, steps, x + col * 4, y, scratch)
-            if rest:
-                for i in range(rest):
-                    store(scratch + 256 + 4 * i, load(y + 4 * (tail + i), "u32"), "u32")
-                for c in range(count):
-                    at = from_ + c * col_stride + tail * item
-                    _clear_run(scratch)
-                    for i in range(rest):
-                        store(scratch + i * item, load(at + i * item, kind), kind)
-                    _axpys(index, 1, scratch, 0, 1, x + (col + c) * 4, scratch + 256, scratch)
-                for i in range(rest):
-                    store(y + 4 * (tail + i), load(scratch + 256 + 4 * i, "u32"), "u32")
-            col += count
-        return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
-
-    return gemv
-
-
-@cache
-def gemv_kernel(index: int) -> Any:
-    """Return the kernel of one of `CASTS` that multiplies a matrix with a vector, to be called with nine integers.
-
-    Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
-    rows and columns; the address of a float32 vector that zeros fill up to a multiple of 16; address and stride in
-    bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of 512 bytes of
-    scratch memory. It returns what a cast does.
-    """
-    return native.callable_at(compile_kernel(_gemv_function(index), 9), 9)

@@ -132,9 +132,26 @@ def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, s
 
 
 @njit
-def _no_exponents(exponents, lanes):
-    for lane in range(lanes):
-        store(exponents + 8 * lane, 0, "i64")
+def _cast_b(job, source, target, exponents, scratch, item):
+    """Cast B, scaled if it must be, which a word before the exponents tells."""
+    n, k = _field(job, D.N), _field(job, D.K)
+    is_scaled = _cast(job, D.B, source, target, scratch, item)
+    if is_scaled:
+        _scale(job, D.B, source, target, n, k, item, n * item, exponents, scratch)
+    store(exponents - 8, int(is_scaled), "i64")
+
+
+@njit
+def _complete_exponents(a_is_scaled, of_a, m, of_b, n):
+    """Return whether any operand is scaled; the exponents of one that is not beside it become 0."""
+    b_is_scaled = load(of_b - 8, "i64") != 0
+    if a_is_scaled and not b_is_scaled:
+        for col in range(n):
+            store(of_b + 8 * col, 0, "i64")
+    elif b_is_scaled and not a_is_scaled:
+        for row in range(m):
+            store(of_a + 8 * row, 0, "i64")
+    return a_is_scaled or b_is_scaled
 
 
 @njit
@@ -304,9 +321,8 @@ def _finish_row(typing_context, item, kind, block, factors, c, bias, activation,
 
 
 def _product_function(item: int, kind: int) -> Any:
-    width = D.OUT_BYTES[kind]
+    width, fingerprint = D.OUT_BYTES[kind], _FINGERPRINT
     word = _WORDS[width]
-    fingerprint = _FINGERPRINT
 
     def product(job, a, b, out, c, bias, factors, has_b, scratch):
         m, n, k = _field(job, D.M), _field(job, D.N), _field(job, D.K)
@@ -315,14 +331,11 @@ def _product_function(item: int, kind: int) -> Any:
         c_at = bias_at = 0
         of_b = scratch + _field(job, D.AT_EXPONENTS) + 8
         of_a = of_b + 8 * n
-        a_is_scaled = _cast(job, D.A, a, a_at, scratch, item)
-        if a_is_scaled:
+        is_scaled = _cast(job, D.A, a, a_at, scratch, item)
+        if is_scaled:
             _scale(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
         if has_b == 0:
-            b_is_scaled = _cast(job, D.B, b, b_at, scratch, item)
-            if b_is_scaled:
-                _scale(job, D.B, b, b_at, n, k, item, n * item, of_b, scratch)
-            store(of_b - 8, int(b_is_scaled), "i64")
+            _cast_b(job, b, b_at, of_b, scratch, item)
         elif has_b != 1:
             b_at = has_b
             store(of_b - 8, 0, "i64")
@@ -333,11 +346,7 @@ def _product_function(item: int, kind: int) -> Any:
             _cast(job, D.C, c, c_at, scratch, item)
         if bias != 0:
             bias_at = scratch + _field(job, D.AT_BIAS)
-        b_is_scaled = load(of_b - 8, "i64") != 0
-        if a_is_scaled and not b_is_scaled:
-            _no_exponents(of_b, n)
-        elif b_is_scaled and not a_is_scaled:
-            _no_exponents(of_a, m)
+        is_scaled = _complete_exponents(is_scaled, of_a, m, of_b, n)
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
         activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
         row_buffer = block + 8 * 16 * item
@@ -353,7 +362,7 @@ def _product_function(item: int, kind: int) -> Any:
                     item, a_at + i * row_step, rows - 1, row_step, k_step,
                     b_at + j * item, n * item, k, block,
                 )  # fmt: skip
-                if a_is_scaled or b_is_scaled:
+                if is_scaled:
                     _unscale(block, rows, columns, of_a + 8 * i, of_b + 8 * j, scratch)
                 for row in range(rows):
                     to = out + (i + row) * row_stride + j * col_stride

@@ -142,8 +142,9 @@ def _run_pieces(
     """Write what each piece of columns contributes to a row of ``sums``; return whether the matrix must be scaled."""
     index = casting.cast_index(matrix.dtype.name, to)
     assert index is not None, "plans for this kernel multiply what it reads"
-    kernels = casting.kernels()
-    kernel, step = kernels.gemv_kernel(index), sums.strides[1]
+    from lowprec.backends.cpu.gemv_kernels import gemv_kernel
+
+    kernel, step = gemv_kernel(index), sums.strides[1]
     source, factors, target = (y.ctypes.data for y in (matrix, x, sums))
     row_stride, col_stride = matrix.strides
     pieces = [
