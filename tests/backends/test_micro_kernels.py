@@ -823,7 +823,7 @@ for m, n, k in ((64, 64, 64), (33, 29, 70), (5, 37, 200), (300, 311, 1030)):
         guarded[1:-1, 1:-1] = 7
         assert (guarded == 7).all()
 from lowprec.backends.cpu.packed import native
-code = "".join(kernel._library.get_asm_str() for kernel in native._keep_alive)
+code = "".join(library.get_asm_str() for library in native.compiled_here)
 assert "ymm" in code
 assert not re.findall("%(?:zmm|k)[0-9]", code)
 print("done")
@@ -838,7 +838,7 @@ def test_avx_vnni_without_avx512(tmp_path: Path) -> None:
         **os.environ,
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "LOWPREC_CACHE_DIR": str(tmp_path),
     }
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_AVX512],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import threading
+import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ import lowprec
 import machines
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cpu import casting, fp32_units, splitting
+from lowprec.backends.cpu import casting, direct, fp32_units, splitting
 from lowprec.backends.cpu.packed import prepared_panels
 from lowprec.modes import available_modes
 from lowprec.planning import Why
@@ -239,6 +242,45 @@ def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -
             same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "fp16"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "neither", "a vector", "a stack of one"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "before the kernels are there"])
+def test_small_products_keep_rows(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, native: bool, layout: str, mode: str
+) -> None:
+    monkeypatch.setattr(direct, "_pays", lambda seconds: native)
+    b = numbers(rng, "float32", 50, 33)
+    if layout == "a vector":
+        b = b[:, 0].copy()
+    elif layout == "a stack of one":
+        b = b[None]
+    else:
+        b = GEMV_LAYOUTS[layout](b)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    bias = numbers(rng, "float32", *b.shape[1:][-1:]) if b.ndim > 1 else None
+    given: Any = {"math_mode": mode, "alpha": 0.5, "bias": bias}
+    other = {**given, "bias": None if bias is None else 2 * bias}
+    # A matrix, a vector, a batch that becomes rows, and one that does not.
+    for a in (
+        numbers(rng, "float32", 6, 50),
+        numbers(rng, "float32", 50),
+        numbers(rng, "float32", 3, 2, 50),
+        numbers(rng, "float32", 3, 5, 50)[:, 1:],
+    ):
+        if a.ndim == b.ndim == 1:
+            continue
+        want_other, want = lowprec.matmul(a, b, **other), lowprec.matmul(a, b, **given)
+        same(lowprec.matmul(a, prepared, **other), want_other)
+        same(lowprec.matmul(a, prepared, **given), want)
+        plan = lowprec.plan(a, prepared, **given)
+        if plan.kernel == "direct":
+            assert is_kept(plan)
+            assert len(view_of(prepared).forms) == 1
+    if plan.kernel == "direct":
+        spoil(prepared)
+        same(lowprec.matmul(a, prepared, **given), want)
+
+
 def test_no_inner_dimension() -> None:
     prepared = lowprec.prepare(np.ones((0, 4), np.float32), math_mode="bf16x3")
     got = lowprec.matmul(np.ones((3, 0), np.float32), prepared, math_mode="bf16x3")
@@ -402,7 +444,9 @@ def test_fork(rng: np.random.Generator) -> None:
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared, fresh = (lowprec.prepare(b, math_mode="bf16") for _ in range(2))
     want = lowprec.matmul(a, prepared, math_mode="bf16")
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, where a test before this one has imported it
+        child = os.fork()
     if not child:
         code = 1
         try:
@@ -414,15 +458,22 @@ def test_fork(rng: np.random.Generator) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
-    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
-    prepared = lowprec.prepare(b, math_mode="bf16x3")
-    want, barrier, wrong = lowprec.matmul(a, b, math_mode="bf16x3"), threading.Barrier(8), []
+@pytest.mark.parametrize(
+    ("mode", "m", "batch"),
+    [("bf16x3", 64, ()), ("bf16", 64, ()), ("bf16", 64, (4,)), ("tf32", 8, ()), ("bf16", 1, ())],
+    ids=["parts", "panels", "a stack", "rows", "16 bits"],
+)
+def test_first_use_in_eight_threads(
+    rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]
+) -> None:
+    a, b = numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want, barrier, wrong = lowprec.matmul(a, b, math_mode=mode), threading.Barrier(8), []
 
     def work() -> None:
         barrier.wait()
         for _ in range(5):
-            if lowprec.matmul(a, prepared, math_mode="bf16x3").tobytes() != want.tobytes():
+            if lowprec.matmul(a, prepared, math_mode=mode).tobytes() != want.tobytes():
                 wrong.append(threading.get_ident())
             prepared.release()
 
@@ -434,7 +485,27 @@ def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("mode", ["bf16", "bf16x3"])
+def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:
+    """Without the collector: nothing that products keep leads back to it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for m, batch in ((1, ()), (8, ()), (64, ()), (64, (3,))):
+            a, b = (
+                numbers(rng, "float32", *batch, m, 150),
+                numbers(rng, "float32", *batch, 150, 200),
+            )
+            prepared = lowprec.prepare(b, math_mode="bf16")
+            lowprec.matmul(a, prepared, math_mode="bf16")
+            lowprec.matmul(a, prepared.T.T, math_mode="bf16")
+            memory = weakref.ref(view_of(prepared).owner)
+            del prepared
+            assert memory() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "bf16x3", "tf32"])
 def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: str) -> None:
     a, b = numbers(rng, "float32", 40, 64), numbers(rng, "float32", 64, 48)
     prepared = lowprec.prepare(b, math_mode=mode)

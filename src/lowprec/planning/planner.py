@@ -78,23 +78,10 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         layout = _with_addend_in_reach(problem, layout)
     compute_type, multiplied = _compute(mode, compute_dtype)
     plan = GemmPlan(
-        problem=problem,
-        capabilities=capabilities,
-        mode=mode,
-        scheme=mode,
-        mode_has_effect=has_effect,
-        layout=layout,
-        compute_dtype=compute_dtype,
-        out_dtype=out_dtype,
-        out_shape=layout.out_shape,
-        operand_format=fmt,
-        rounded=rounded,
-        multiplied_dtype=multiplied,
-        cublas_compute_type=compute_type,
-        schedule=schedule,
-        kernel_row=kernel,
-        passed_over=choice.passed_over,
-        fallback=choice.fallback,
+        problem=problem, capabilities=capabilities, mode=mode, scheme=mode, mode_has_effect=has_effect,
+        layout=layout, compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
+        operand_format=fmt, rounded=rounded, multiplied_dtype=multiplied, cublas_compute_type=compute_type,
+        schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over, fallback=choice.fallback,
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
         bytes_moved=_bytes_moved(problem, out_dtype, layout),
@@ -149,15 +136,11 @@ def _advice(plan: GemmPlan, call: CublasLtCall | None) -> tuple[Reason, ...]:
     layout = plan.layout
     converts = any(plan.rounded) and (call is None or bool(call.pack_a or call.pack_b))
     return advise(
-        layout.m,
-        layout.n,
-        layout.k,
-        plan.operand_format,
-        plan.arithmetic_intensity,
-        plan.capabilities.flops_per_byte,
+        layout.m, layout.n, layout.k, plan.operand_format,
+        plan.arithmetic_intensity, plan.capabilities.flops_per_byte,
         plan.kernel_row.cost_per_element if converts else None,
         tensor_cores=plan.capabilities.compute_capability is not None,
-    )
+    )  # fmt: skip
 
 
 def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:

@@ -174,6 +174,7 @@ DIRECT = KernelRow(
     reads_any_strides=True,
     holds_in=DType.FLOAT32,
     single_product=True,
+    keeps_b=True,
     rewrites=True,
     # 128 x 128 matrices: from there on a BLAS makes up for the passes around it.
     maximum_elements=49_152,
