@@ -80,9 +80,9 @@ class _Kernels:
     step: int
     parts_a: int
     parts_b: int
-    is_split: bool
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    is_split: bool = False
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _kernels(
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     is_split = a.is_split or b.is_split
-    return _Kernels(a.step, a.parts, b.parts, is_split, tuple(fields.items()), drive)
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
 
 
 def float_bits(value: float) -> int:
