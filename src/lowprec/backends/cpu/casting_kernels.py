@@ -55,7 +55,7 @@ _KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
 _INFINITY, _SIGN = 0x7F800000, 0x80000000
 
-# numba's cache on disk looks at the file of a kernel alone.
+# The cache on disk knows a kernel by its name and by what it closes over.
 FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
 
 # --- vectors of bits of float32 ---------------------------------------------------------------
