@@ -166,8 +166,16 @@ def unscale(result: Result) -> str:
     cells = {}
     for r in result["results"]:
         speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
-        cells[r["variant"], f"{r['n']:,}"] = f"{r['gb_per_s']:.1f}{speed}"
+        size = f"{r['arrays']:,} x {r['n']:,}" if r["arrays"] > 1 else f"{r['n']:,}"
+        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}{speed}"
     return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
+
+
+def digits(result: Result) -> str:
+    """Return accuracies by library and precision, and tests of equal means."""
+    import bench_digits
+
+    return f"{bench_digits.digits.table(result['results'])}\n{_claims(result)}"
 
 
 def dask(result: Result) -> str:
@@ -235,10 +243,12 @@ def tradeoff(result: Result) -> str:
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
     "gemm-no-extras": gemm,
+    "gemm-schemes": gemm,
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,
     "unscale": unscale,
+    "digits": digits,
     "recovery": recovery,
     "real": real,
     "tradeoff": tradeoff,

@@ -15,7 +15,7 @@ from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
-from lowprec.errors import ArrayError, ElsewhereError, UnsupportedError
+from lowprec.errors import ElsewhereError, UnsupportedError
 from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
@@ -115,18 +115,14 @@ def matmul(
             request = bind(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
-    except ArrayError as error:
-        given: dict[str, Any] = {
-            "math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk,
-        }  # fmt: skip
+    except ElsewhereError as elsewhere:
+        given: dict[str, Any] = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
         if not plain:
-            given |= {
-                "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype,
-                "scale_a": scale_a, "scale_b": scale_b,
-            }  # fmt: skip
+            given |= {"out": out, "c": c, "bias": bias, "activation": activation}
+            given |= {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
-        return _elsewhere(error, a, b, {n: x for n, x in given.items() if x is not None})
+        return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
@@ -167,17 +163,14 @@ def _road(name: str) -> tuple[Any, frozenset[str]]:
     return road, frozenset(inspect.signature(road).parameters)
 
 
-def _elsewhere(error: ArrayError, a: Any, b: Any, given: dict[str, Any]) -> Any:
+def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
-    refuse_prepared(a=a, **given)
-    if not isinstance(error, ElsewhereError):
-        raise error
-    refuse_prepared(b=b)
-    road, takes = _road(error.road)
+    refuse_prepared(a=a, **given, b=b)
+    road, takes = _road(found.road)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
         raise UnsupportedError(
-            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {error}; apply it to the result"
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
         )
     return road(a, b, **given)
 

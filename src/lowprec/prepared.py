@@ -99,8 +99,8 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
 
     ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
     nothing else. What a product in the mode of ``math_mode`` makes of ``b`` is kept for the next one. A product in
-    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array;
-    :func:`plan` shows which it is.
+    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array, and
+    so does a kernel that multiplies ``b`` as it is (in full FP32, all but small ones); :func:`plan` shows which it is.
 
     Parameters
     ----------

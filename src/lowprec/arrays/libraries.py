@@ -105,9 +105,10 @@ def _find(array: Any) -> Library:
         if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
             raise ElsewhereError(f"{what}, has no elements that can be read; see {road}", road)
     if isinstance(array, Prepared):
-        raise ArrayError(
+        raise ElsewhereError(
             "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
-            "linear; pass the array itself"
+            "linear; pass the array itself",
+            road="",
         )
     if isinstance(array, type) or not (
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")

@@ -29,20 +29,12 @@ class Form(NamedTuple):
 class PreparedView(ArrayView):
     """A view of memory that nobody writes, with the forms that kernels keep of it.
 
-    Parameters
-    ----------
-    view : ArrayView
-        Of the copy.
-    mode : str
-        In which products keep what they make of it.
-    forms : dict
-        By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
-        first together make a form each, and the dictionary keeps one.
-    whole : PreparedView, optional
-        Of the operand, where this is a matrix of its stack.
+    ``view`` is that of the copy, ``mode`` the one in which products keep what they make of it, and ``whole`` the view
+    of the operand where this is a matrix of its stack. ``forms`` has them by what they depend on, without a lock, which
+    a fork or a signal handler could find taken: threads that come first together make a form each, and one is kept.
     """
 
-    __slots__ = ("_whole", "forms", "mode")
+    __slots__ = ("_transposed", "_whole", "forms", "mode")
 
     def __init__(
         self,
@@ -57,6 +49,7 @@ class PreparedView(ArrayView):
         self.mode = mode
         self.forms = forms
         self._whole = whole
+        self._transposed: PreparedView | None = None
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy itself. Host memory only."""
@@ -82,12 +75,15 @@ class PreparedView(ArrayView):
     @property
     def transposed(self) -> PreparedView:
         """The same memory with the last two axes exchanged, and the same forms."""
-        if self.device.is_host:
-            return PreparedView(host_view(self.owner.swapaxes(-1, -2)), self.mode, self.forms)
-        turned = ArrayView(
-            self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
-        )  # fmt: skip
-        return PreparedView(turned, self.mode, self.forms)
+        if self._transposed is None:
+            if self.device.is_host:
+                turned = host_view(self.owner.swapaxes(-1, -2))
+            else:
+                turned = ArrayView(
+                    self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
+                )  # fmt: skip
+            self._transposed = PreparedView(turned, self.mode, self.forms)
+        return self._transposed
 
 
 def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,6 +95,9 @@ class Prepared:
     """What a caller holds of a prepared view; :class:`lowprec.PreparedOperand` says what it tells of it."""
 
     _view: PreparedView
+
+    #: NumPy's ``@`` would take it for a scalar.
+    __array_ufunc__ = None
 
 
 def refuse_prepared(**arguments: Any) -> None:

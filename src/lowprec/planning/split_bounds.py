@@ -121,6 +121,21 @@ def depths(
     return found
 
 
+def in_one_pass(
+    schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
+) -> dict[Pair, tuple[Depth, float]]:
+    """Return the same where all products share their sums, each over a chunk of k, which are then added.
+
+    ``of_chunk`` is the depth in a sum of the products from a number on over so many k; ``more`` roundings follow.
+    """
+    length = schedule[0].length
+    added = -(-length // chunk) - 1 + more if length else 0
+    return {
+        product.pairs[0]: (Depth(of_chunk(number, min(length, chunk)) + added), product.factor)
+        for number, product in enumerate(schedule)
+    }
+
+
 def chunk_for(k: int, fmt: str, capability: tuple[int, int], elements: int) -> int | None:
     """Return in which pieces of k tensor cores sum the leading product, None for one piece.
 
@@ -172,8 +187,7 @@ def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> _Parts:
 def split_error(
     row: ModeRow,
     is_split: tuple[bool, bool],
-    schedule: tuple[Product, ...],
-    of_sum: Callable[[int], Depth],
+    found: dict[Pair, tuple[Depth, float]],
     accumulator: NumberFormat,
     *,
     growth: float,
@@ -182,12 +196,11 @@ def split_error(
 ) -> RelativeError:
     """Return the error of a product of which ``a``, ``b`` or both are split.
 
-    ``of_sum`` gives the depth of a sum of so many products of numbers, ``growth`` the magnitudes of the terms of a sum
-    together, over ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the length of the rows that were scaled,
-    0 where none was, and ``size`` the lambda of :func:`confidence`.
+    ``found`` has of each pair of parts that is multiplied the depth of its sums, and its factor; ``growth`` are the
+    magnitudes of the terms of a sum together, over ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the
+    length of the rows that were scaled, 0 where none was, and ``size`` the lambda of :func:`confidence`.
     """
     a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
-    found = depths(schedule, of_sum)
     sums = row.sums_parts and all(is_split)
     if sums:
         dropped = _karatsuba_rounding(row, a, b)

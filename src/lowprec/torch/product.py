@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from lowprec import dispatch, policy
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
+from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
@@ -92,12 +93,7 @@ def matmul(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
-        if not isinstance(x, Tensor) and (x is not None or name in ("a", "b")):
-            raise ArrayError(
-                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
-                f"torch.as_tensor({name})"
-            )
+    _check_tensors(a=a, b=b, c=c, bias=bias)
     for name, factor in (("alpha", alpha), ("beta", beta)):
         if type(factor) is not float and not isinstance(factor, Complex):
             raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
@@ -207,7 +203,8 @@ def linear(
     >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
     tensor([3., 3.])
     """
-    if isinstance(weight, Tensor) and weight.ndim < 2:
+    _check_tensors(weight=weight)
+    if weight.ndim < 2:
         raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear takes (n, k)")
     return matmul(
         x, weight.mT,
@@ -245,6 +242,16 @@ def _chosen(
 
 
 _chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
+
+
+def _check_tensors(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor) and (x is not None or name not in ("c", "bias")):
+            refuse_prepared(**{name: x})
+            raise ArrayError(
+                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
+                f"torch.as_tensor({name})"
+            )
 
 
 # -- the three ways -------------------------------------------------------------------------------

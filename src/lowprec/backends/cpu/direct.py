@@ -11,12 +11,14 @@ import ctypes
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, direct_gelu, epilogue, numba_import, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.direct_job import (
@@ -32,6 +34,7 @@ from lowprec.backends.cpu.direct_job import (
     BATCH_COUNT,
     BATCH_FACTORS,
     BATCH_JOB,
+    BATCH_KEPT_B,
     BATCH_PRODUCT,
     BATCH_SHARE,
     BATCH_TABLE,
@@ -57,6 +60,7 @@ from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
+from lowprec.planning.prepared import kept_modes
 
 _ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
 
@@ -237,6 +241,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     has_beta, has_bias = problem.has_beta, problem.bias is not None
     has_factors = problem.has_alpha or has_beta
     address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
+    kept = _kept_rows(plan)
 
     def execute(arguments: Arguments) -> None:
         a, b, out, c, bias, alpha, beta = arguments[:7]
@@ -249,7 +254,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
             c.address if has_beta else 0,  # type: ignore[union-attr]
             bias.address if has_bias else 0,  # type: ignore[union-attr]
             address_of(factors),
-            0,
+            kept(b)[1] if type(b) is PreparedView else 0,
             scratch.address,
         )
 
@@ -266,14 +271,15 @@ def _all(
     kernel = callable_at(batch_kernel(), BATCH_ARITY)
     stacks = (layout.a, layout.b, layout.out, c)
     count, products = layout.batch_count, layout.m * layout.n * layout.k
-    kept = offsets_of(stacks) if count <= KEPT else None
+    offsets = offsets_of(stacks) if count <= KEPT else None
+    kept = _kept_rows(plan)
     shared = count * products >= _PAYS_TO_SHARE
 
     def execute(arguments: Arguments) -> None:
         workers = min(threads.num_threads(), count) if shared else 1
         bias = arguments.bias
         factors = _Factors(arguments.alpha.real, arguments.beta.real)
-        table = addresses_of(stacks, arguments, kept)
+        table = addresses_of(stacks, arguments, offsets)
         batch = _Batch()
         batch[BATCH_JOB], batch[BATCH_PRODUCT] = ctypes.addressof(job), product
         batch[BATCH_COUNT] = count
@@ -281,6 +287,8 @@ def _all(
         batch[BATCH_TABLE] = table.ctypes.data
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
+        if type(arguments.b) is PreparedView:
+            batch[BATCH_KEPT_B] = kept(arguments.b)[1]
         address = ctypes.addressof(batch)
 
         def work() -> None:
@@ -291,14 +299,46 @@ def _all(
     return execute
 
 
+def _kept_rows(plan: GemmPlan) -> Callable[[PreparedView], tuple[Any, int]]:
+    """Return what finds the rows of a prepared ``b``, cast with the first product, and their address; 0 for none."""
+    modes, spec, to = kept_modes(plan), plan.problem.b, rounding_format(plan)
+    dtype = NUMPY_DTYPES[plan.accumulator]
+    key = ("rows", dtype, to, spec.shape, spec.strides)
+
+    def find(view: PreparedView) -> tuple[Any, int]:
+        if view.mode not in modes:
+            return None, 0
+        form = view.forms.get(key)
+        rows = view.form(key, lambda: _rows_of(view, dtype, to)) if form is None else form.value
+        return rows, data_pointer(rows)
+
+    return find
+
+
+def _rows_of(view: PreparedView, dtype: np.dtype[Any], to: NumberFormat | None) -> Form:
+    """Return the one matrix of a prepared operand as `_cast` of the kernels writes it, and what they read behind it."""
+    x = view.ndarray()
+    x = x[:, None] if x.ndim == 1 else x[(0,) * (x.ndim - 2)]
+    memory = np.zeros(x.size + _PAD // dtype.itemsize, dtype)
+    rows = memory[: x.size].reshape(x.shape)
+    casting.cast([(x, rows)], to)
+    return Form(rows, memory.nbytes)
+
+
 # --- without them -----------------------------------------------------------------------------
 
 
 def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan with the operations of the kernels, in their order."""
     stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
-    a, b = np.empty(stacks.a.shape, dtype), np.empty(stacks.b.shape, dtype)
-    casting.cast([(stacks.a, a), (stacks.b, b)], rounding_format(plan))
+    a, b = np.empty(stacks.a.shape, dtype), None
+    if type(arguments.b) is PreparedView:
+        b, _ = _kept_rows(plan)(arguments.b)
+    pairs = [(stacks.a, a)]
+    if b is None:
+        b = np.empty(stacks.b.shape, dtype)
+        pairs.append((stacks.b, b))
+    casting.cast(pairs, rounding_format(plan))
     product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
     with np.errstate(all="ignore"):
         for i in range(plan.layout.k):

@@ -35,7 +35,8 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_TABLE,  # the addresses of a, b, out and c for each product
     BATCH_BIAS,
     BATCH_FACTORS,
-) = range(8, 15)
+    BATCH_KEPT_B,  # of a prepared b, the same in all of them, the rows once cast; else 0
+) = range(8, 16)
 BATCH_WORDS = 16
 
 #: Element types of results, by the number that the kernels know them by, and their bytes.

@@ -259,8 +259,10 @@ def _product_function(item: int, kind: int) -> Any:
         _cast(job, D.A, a, a_at, scratch, item)
         if has_b == 0:
             _cast(job, D.B, b, b_at, scratch, item)
-            if bias != 0:
-                _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
+        elif has_b != 1:
+            b_at = has_b
+        if has_b != 1 and bias != 0:
+            _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
         if c != 0:
             c_at = scratch + _field(job, D.AT_C)
             _cast(job, D.C, c, c_at, scratch, item)
@@ -305,7 +307,8 @@ def product_kernel(wide: bool, dtype: str) -> int:
     """Return the address of the kernel that sums in float32 or float64 and writes ``dtype``.
 
     Its arguments, `PRODUCT_ARITY` integers: address of the job; of a, b, out, c and bias (0 where there is none); of
-    alpha and beta as two float64; whether the scratch memory holds b and bias already; address of the scratch memory.
+    alpha and beta as two float64; 1 where the scratch memory holds b and bias already, the address of the rows of b
+    where they were cast before, else 0; address of the scratch memory.
     """
     function = _product_function(8 if wide else 4, D.OUT_DTYPES.index(dtype))
     return compile_kernel(function, PRODUCT_ARITY)
@@ -324,7 +327,7 @@ def batch_kernel() -> int:
         job, product = _field(batch, D.BATCH_JOB), _field(batch, D.BATCH_PRODUCT)
         count, share = _field(batch, D.BATCH_COUNT), _field(batch, D.BATCH_SHARE)
         bias, factors = _field(batch, D.BATCH_BIAS), _field(batch, D.BATCH_FACTORS)
-        before = 0
+        kept_b, before = _field(batch, D.BATCH_KEPT_B), 0
         while True:
             first = atomic_add(batch + 8 * D.BATCH_NEXT, share)
             if first >= count:
@@ -332,10 +335,12 @@ def batch_kernel() -> int:
             for index in range(first, min(first + share, count)):
                 row = _field(batch, D.BATCH_TABLE) + 32 * index
                 b = _field(row, 1)
-                same = 1 if b == before else 0
+                has_b = kept_b
+                if kept_b == 0 and b == before:
+                    has_b = 1
                 before = b
                 addresses = (_field(row, 0), b, _field(row, 2), _field(row, 3))
-                call(product, (job, *addresses, bias, factors, same, scratch))
+                call(product, (job, *addresses, bias, factors, has_b, scratch))
         return fingerprint & 0
 
     return compile_kernel(drive, BATCH_ARITY)

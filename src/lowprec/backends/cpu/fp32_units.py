@@ -139,7 +139,7 @@ def _sum_products(
             _add_product(multiply, product, x, y, out)
         splitting.unscale(out, split_a, split_b)
     if max(plan.split) > 1:
-        _mend(multiply, a, b, out)
+        mend(kernel, a, b, out)
 
 
 def _split(
@@ -166,15 +166,15 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     return found
 
 
-def _mend(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
-    """Put FP32's own NaN and infinities where the sum of the products is not finite."""
+def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+    """Put FP32's own NaN and infinities, by the BLAS of a kernel, where a sum of products of parts is not finite."""
     lost = ~np.isfinite(out)
     if not lost.any():
         return
     with contextlib.ExitStack() as stack:
         x, y = splitting.rounded((a, b), out.dtype, None, stack)
         product = stack.enter_context(scratch(out.shape, out.dtype))
-        multiply(x, y, product)
+        _blas(kernel).multiply(x, y, product)
         np.copyto(out, product, where=lost)
 
 
