@@ -25,6 +25,7 @@ import isolation
 import machine
 import ml_dtypes
 import numpy as np
+import peak
 import timing
 
 import lowprec
@@ -39,6 +40,9 @@ QUICK = ((1, 64, 64, 64), (1, 512, 512, 512), (3, 16, 16, 16))
 
 SCHEMES = ("bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated")
 PREPARED = "float32 prepared"
+
+#: What other modes are compared with, beside other libraries.
+FP32 = "lowprec float32 fp32"
 
 #: A result further off than this is wrong, and its speed means nothing (bfloat16 results are off by 2e-3).
 WORST_ERROR = 0.02
@@ -59,6 +63,7 @@ class Variant:
     operands: str
     multiply: Callable[[Any, Any], Any]
     mode: str | None = None
+    batches: bool = True
 
 
 Pairs = dict[str, list[tuple[Any, Any]]]
@@ -90,12 +95,12 @@ def _prepared(a: Any, b: Any) -> Any:
 
 def _as_kind(x: Any, kind: str) -> Any:
     dtype, _, library = kind.partition(" ")
+    if dtype == "int8":
+        x = np.clip(np.rint(x * 40), -128, 127).astype(np.int8)
     if library == "torch":
         import torch
 
         return torch.from_numpy(x).to(getattr(torch, dtype))
-    if dtype == "int8":
-        return np.clip(np.rint(x * 40), -128, 127).astype(np.int8)
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
 
 
@@ -125,6 +130,7 @@ def _torch_variants() -> list[Variant]:
     ways |= {"bfloat16": torch.matmul, "float16": torch.matmul}
     return [
         *(Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", ways[x]) for x in ways),
+        Variant("torch int8", "torch", "int8 torch", torch._int_mm, batches=False),
         _lowprec("float32", "bf16", "torch"),
         *(_lowprec(dtype, library="torch") for dtype in ("bfloat16", "float16")),
     ]
@@ -194,7 +200,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
     ways = scheme_variants(shape) if schemes else variants()
-    ways = [v for v in ways if v.name not in left_out]
+    ways = [v for v in ways if v.name not in left_out and (v.batches or shape[0] == 1)]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
@@ -284,14 +290,24 @@ SCHEME_CLAIMS = (
     ("lowprec float32 tf32x3", "numpy float32", 0.9, None),
 )
 
+#: The same for a CPU with AVX512-BF16 and without AMX.
+VECTOR_CLAIMS = (
+    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.9, None),
+    ("lowprec float32 bf16", FP32, 1.4, None),
+    ("lowprec float32 tf32", FP32, 0.92, None),
+    ("lowprec float32 fp16", FP32, 0.92, None),
+    ("lowprec float16", FP32, 0.92, None),
+    ("lowprec int8", "torch int8", 0.9, None),
+)
+
 
 def speed_claims(
     rows: Sequence[dict[str, Any]],
-    claims: Sequence[tuple[str, str, float, float | None]] = SPEED_CLAIMS,
+    table: Sequence[tuple[str, str, float, float | None]] = SPEED_CLAIMS,
 ) -> list[dict[str, Any]]:
     """Return the claims about speed, over the square products in `rows`."""
     made = []
-    for variant, baseline, mean_limit, limit in claims:
+    for variant, baseline, mean_limit, limit in table:
         by_size = common.square_speeds(rows, variant, baseline)
         what, found = f"{variant} over {baseline}", by_size.values()
         mean = statistics.geometric_mean(found) if by_size else None
@@ -330,6 +346,15 @@ def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> list[dict[st
     return made
 
 
+def peak_claim(rows: Sequence[dict[str, Any]], gflops: float | None) -> dict[str, Any]:
+    """Return the claim about the share of the FP32 units' peak that `fp32` reaches."""
+    found = [r for r in rows if r["variant"] == FP32 and common.is_square(r)]
+    by_size = {str(r["n"]): r["gflops"] / gflops for r in found} if gflops else {}
+    mean = statistics.geometric_mean(by_size.values()) if by_size else None
+    what = f"{FP32}, share of the units' peak, geometric mean"
+    return common.claim(what, mean, 0.85, by_size=by_size)
+
+
 def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Return the claim about NumPy alone: what `tf32` costs over `numpy.matmul` at one size."""
     speeds = common.square_speeds(rows, "lowprec float32 tf32", "numpy float32")
@@ -362,6 +387,7 @@ def main() -> int:
         shapes = (*QUICK, (1, 32, 512, 512)) if quick else SQUARE + WEIGHTS
     rows, claims = [], []
     left_out: set[str] = set()
+    settings: dict[str, Any] = {"no_extras": no_extras}
     for shape in shapes:
         found = measure(shape, arguments.seed, quick, left_out, arguments.schemes)
         print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
@@ -374,11 +400,13 @@ def main() -> int:
         claims = scheme_claims(rows, machine.has_amx())
     elif machine.has_amx():
         claims = speed_claims(rows)
+    elif "avx512_bf16" in machine.cpu_flags():
+        settings["fp32_peak_gflops"] = gflops = peak.fp32_gflops()
+        claims = [peak_claim(rows, gflops), *speed_claims(rows, VECTOR_CLAIMS)]
     else:
-        print("Nothing is claimed about speed on a CPU without AMX.")
+        print("Nothing is claimed about speed on a CPU without AMX and AVX512-BF16.")
     name = "gemm-schemes" if arguments.schemes else "gemm-no-extras" if no_extras else "gemm"
-    settings = {"no_extras": no_extras, "left_out": sorted(left_out)}
-    common.report(name, arguments, rows, claims, **settings)
+    common.report(name, arguments, rows, claims, **settings, left_out=sorted(left_out))
     return 0
 
 

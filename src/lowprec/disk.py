@@ -4,7 +4,7 @@ A cache makes things faster and nothing else: where there is none, where a file 
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
 folder.
 
-What is read here may run on a GPU, so it must be what this user has put here. As ssh does with keys, folders and files
+What is read here is run, so it must be what this user has put here. As ssh does with keys, folders and files
 that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
 no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
 decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but

@@ -160,7 +160,7 @@ AUTOTUNE = _switch_variable(
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled GPU kernels, measured choices and costs.",
+    "The folder in which lowprec keeps compiled kernels, measured choices and costs.",
     "a folder; it is made where there is none",
     "the system's folder for a user's caches",
     str,

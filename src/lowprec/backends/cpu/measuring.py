@@ -32,7 +32,9 @@ _ROUNDS = 5
 #: Small products are timed several at once: a single one is as short as a change of the clock.
 _SMALL_REPEATS = 8
 
-#: By what a kernel multiplies: the mode and the elements with which it is measured.
+#: By what a kernel multiplies: the mode and the elements with which it is measured. The general kernel is measured in
+#: TF32, and its figures serve for int8, too: there as well it makes float32 of the operands in one pass and multiplies
+#: in FP32 (on one core of a Zen 5, with AVX2, 19.6 and 19.7 ms at n = 1024, and 66.9 ms both at 1536).
 _CASES = {
     "tf32": (MathMode.TF32, DType.FLOAT32),
     "bfloat16": (MathMode.BF16, DType.FLOAT32),

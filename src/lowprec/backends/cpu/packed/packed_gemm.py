@@ -80,9 +80,9 @@ class _Kernels:
     step: int
     parts_a: int
     parts_b: int
-    is_split: bool
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    is_split: bool = False
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _kernels(
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     is_split = a.is_split or b.is_split
-    return _Kernels(a.step, a.parts, b.parts, is_split, tuple(fields.items()), drive)
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
 
 
 def float_bits(value: float) -> int:
@@ -357,8 +357,9 @@ def gemm(
     is added to each row; `activation` is "relu" or "gelu", in its tanh form.
 
     `rounding` ("bf16", "tf32", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3") is what float32 operands become: the
-    nearest, or parts of the mode of this name; ties go to even, in TF32 away from zero. Storage of 16 or 8 bits stays
-    what it is; "exact" is for products that have no float32 operand. With `panels` of `b`, that is not looked at; the
+    nearest, or parts of the mode of this name; ties go to even, in TF32 away from zero. "fp16" means float16's
+    digits: whoever calls has looked at the range. Storage of 16 or 8 bits stays what it is; "exact" is for products
+    that have no float32 operand. With `panels` of `b`, that is not looked at; the
     columns of `out` are not contiguous then, unless its rows are, too.
 
     Returned is True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not finite after
