@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,8 +167,10 @@ def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transformed(jax: Any, name: str) -> None:
+def test_transformed(jax: Any, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_JAX_KERNELS", kernels)
     x, _ = operands((4, 4), (1,))
 
     def cubic(multiply: Any) -> Any:
@@ -295,6 +298,7 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize(
     ("cell", "mode", "dtype"),
     [
@@ -304,9 +308,10 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
         ("in_grad", "bf16x3", "complex64"),
     ],
 )
-def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
+def test_modes(jax: Any, cell: str, mode: str, dtype: str, kernels: str) -> None:
     a, b = operands((9, 33), (33, 7), dtype)
-    for found, x, y in CELLS[cell](jax, lambda x, y: lowprec.matmul(x, y, math_mode=mode), a, b):
+    multiply = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    for found, x, y in CELLS[cell](jax, multiply, a, b):
         within_bound(found, x, y, mode)
 
 

@@ -4,16 +4,23 @@ XLA calls the handler with the addresses of operands and result (``xla/ffi/api/c
 It takes the interpreter's lock and runs the executor that any product of this shape has. JAX holds that lock nowhere
 while it waits for a computation.
 
-What XLA calls is compiled by numba: a Python function would hand it garbage as the result where a signal handler raises
-before the function's first line, since ctypes then returns zero, which is XLA's word for success.
+What XLA calls is compiled by numba, for two reasons. Where a signal handler raises before the first line of a Python
+function, ctypes returns whatever is on the stack; so the outcome is written where nothing else writes. And a thread of
+XLA's that asks for the interpreter's lock while the interpreter ends never returns; so no product begins after that.
 """
 
 from __future__ import annotations
 
-import ast
+import _thread
+import atexit
 import ctypes
 import functools
+import itertools
+import json
 import math
+import operator
+import os
+import time
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -75,13 +82,19 @@ def lowered(
     devices, since it would gather them for the call; for axes that are no rows or columns in memory; without numba.
     """
     module = context.module_context
-    if module.lowering_parameters.for_export or not _is_whole(module.axis_context) or not _has_numba():
+    if (
+        module.lowering_parameters.for_export
+        or not _is_whole(module.axis_context)
+        or not _has_numba()
+    ):
         return None
-    shapes = [tuple(aval.shape) for aval in context.avals_in]
-    text = _described(*shapes, dimensions, mode, str(context.avals_in[0].dtype), out_dtype)
+    x, y = context.avals_in
+    text = _described(x.shape, y.shape, dimensions, mode, str(x.dtype), out_dtype)
     if text is None:
         return None
-    _product(text.encode())  # planned here, where subnormal numbers are none that XLA's threads take for zero
+    _product(
+        text.encode()
+    )  # planned here, where subnormal numbers are none that XLA's threads take for zero
     _register()
     return jax.ffi.ffi_lowering(_TARGET)(context, a, b, product=text)
 
@@ -111,7 +124,7 @@ def _described(
         return None
     batch = tuple(a[axis] for axis in batch_a)
     shape = (*batch, x[0][-2], y[0][-1])
-    return repr((mode, dtype, *x, *y, out, shape))
+    return json.dumps((mode, dtype, *x, *y, out, shape))
 
 
 def _stacked(
@@ -122,7 +135,7 @@ def _stacked(
     sizes, steps = [shape[axis] for axis in batch], [strides[axis] for axis in batch]
     for axes in matrix:
         axes = tuple(axis for axis in axes if shape[axis] > 1)
-        for outer, inner in zip(axes, axes[1:], strict=False):
+        for outer, inner in itertools.pairwise(axes):
             if strides[outer] != shape[inner] * strides[inner]:
                 return None
         sizes.append(math.prod(shape[axis] for axis in axes))
@@ -133,11 +146,12 @@ def _stacked(
 @functools.cache
 def _product(text: bytes) -> _Product:
     """Return what a call's attribute describes, with its executor."""
-    mode, dtype, *operands, out_dtype, shape = ast.literal_eval(text.decode())
+    mode, dtype, *of_a_and_b, out_dtype, shape = json.loads(text)
+    shape_a, strides_a, shape_b, strides_b, shape = map(tuple, (*of_a_and_b, shape))
     storage, result = dtype_from_name(dtype), dtype_from_name(out_dtype)
-    a, b = _Matrices(storage, *operands[:2]), _Matrices(storage, *operands[2:])
+    a, b = _Matrices(storage, shape_a, strides_a), _Matrices(storage, shape_b, strides_b)
     out = _Matrices(result, shape, contiguous_strides(shape))
-    problem = GemmProblem(*(spec_of(x.at(0)) for x in (a, b)), result)
+    problem = GemmProblem(spec_of(a.at(0)), spec_of(b.at(0)), result)
     backend = backend_of(CPU)
     plan = plan_gemm(problem, backend.capabilities(CPU), MathMode(mode))
     return _Product(a, b, out, backend.prepare(plan))
@@ -168,38 +182,67 @@ def _error(message: str) -> _ErrorArguments:
 _create = ctypes.PYFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p)
 
 
-def _multiply(create_error: int, text: int, length: int, a: int, b: int, out: int) -> int:
-    """Compute a product; return whether it was done, or XLA's error."""
+def _multiply(
+    outcome: int, create_error: int, text: int, length: int, a: int, b: int, out: int
+) -> None:
+    """Compute a product, and write at an address whether it was done, or XLA's error."""
     try:
         found = _product(ctypes.string_at(text, length))
         found.execute(Arguments(found.a.at(a), found.b.at(b), found.out.at(out)))
-        return _DONE
-    except BaseException as error:  # noqa: BLE001 - handed to XLA, raised by JAX
+        done = _DONE
+    except BaseException as error:  # noqa: BLE001 - handed to XLA, raised by JAX as another
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()
         reason = _error(f"lowprec: {type(error).__name__}: {error}")
-        return _create(create_error)(ctypes.addressof(reason))
+        done = _create(create_error)(ctypes.addressof(reason))
+    ctypes.c_ssize_t.from_address(outcome).value = done
 
 
 #: They must outlive every program.
-_multiply_address = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_ssize_t] * 6)(_multiply)
+_callback = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 7)(_multiply)
 _interrupted = _error("lowprec: a signal handler raised an exception before the product began")
+_ended = _error("lowprec: the interpreter ends")
+
+#: How many products are in the interpreter, and in the second word whether it ends.
+_inside = (ctypes.c_int64 * 2)()
 
 
-@functools.cache
+@atexit.register
+def _end() -> None:
+    """Let no product begin any more, and wait for those that have."""
+    _inside[1] = 1
+    while _inside[0]:
+        time.sleep(1e-3)
+
+
+if hasattr(os, "register_at_fork"):  # the threads that were inside are not in the child
+    os.register_at_fork(after_in_child=functools.partial(operator.setitem, _inside, 0, 0))
+
+
+#: The compiled handler, one for the process: XLA takes a second one for a mistake.
+_handler: dict[None, Any] = {}
+_registered: list[bool] = []
+
+
 def _register() -> None:
     """Tell XLA of the handler."""
-    address = _compile(
-        ctypes.cast(_multiply_address, ctypes.c_void_p).value, ctypes.addressof(_interrupted)
-    )
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
+    if not _registered:
+        # Threads that come here together agree on one; the same one XLA takes as often as it is told.
+        handler = _handler.get(None) or _handler.setdefault(None, _compile())
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler.address), platform="cpu")
+        _registered.append(True)
 
 
-@functools.cache
-def _compile(multiply: int, interrupted: int) -> int:
-    """Return the address of a function from ``XLA_FFI_CallFrame`` to ``XLA_FFI_Error``, both by address."""
+def _compile() -> Any:
+    """Compile the function from ``XLA_FFI_CallFrame`` to ``XLA_FFI_Error``, both by address."""
     import numba
     from numba import types
 
-    from lowprec.backends.cpu.packed.native import call, load, store
+    from lowprec.backends.cpu.packed.native import atomic_add, atomic_load, call, load, slot, store
+
+    multiply = ctypes.cast(_callback, ctypes.c_void_p).value
+    interrupted, ended = ctypes.addressof(_interrupted), ctypes.addressof(_ended)
+    inside = ctypes.addressof(_inside)
 
     def handle(frame):  # type: ignore[no-untyped-def]
         extension = load(frame + 8, "i64")
@@ -209,11 +252,18 @@ def _compile(multiply: int, interrupted: int) -> int:
             store(version + 20, 3, "i32")
             return 0
         create_error = load(load(frame + 16, "i64") + 48, "i64")
+        atomic_add(inside, 1)
+        if atomic_load(inside + 8) != 0:
+            atomic_add(inside, -1)
+            return call(create_error, (ended,))
         operands, results = load(frame + 72, "i64"), load(frame + 112, "i64")
         text = load(load(frame + 160, "i64"), "i64")
-        found = call(
+        outcome = slot()
+        store(outcome, 0, "i64")
+        call(
             multiply,
             (
+                outcome,
                 create_error,
                 load(text, "i64"),
                 load(text + 8, "i64"),
@@ -222,13 +272,10 @@ def _compile(multiply: int, interrupted: int) -> int:
                 load(load(results, "i64") + 24, "i64"),
             ),
         )
+        atomic_add(inside, -1)
+        found = load(outcome, "i64")
         if found == 0:
             return call(create_error, (interrupted,))
         return 0 if found == 1 else found
 
-    compiled = numba.cfunc(types.intp(types.intp), nopython=True)(handle)
-    _keep.append(compiled)
-    return int(compiled.address)
-
-
-_keep: list[Any] = []
+    return numba.cfunc(types.intp(types.intp), nopython=True)(handle)

@@ -124,7 +124,14 @@ mlir.register_lowering(_product_p, mlir.lower_fun(on_gpu, multiple_results=False
 
 
 def _gradient_of_a(
-    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, backward_mode: str, kernels: str, **_: Any
+    gradient: Any,
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    backward_mode: str,
+    kernels: str,
+    **_: Any,
 ) -> Any:
     (contracted, other_contracted), (batch, other_batch) = dimensions
     rows = kept(a.aval.ndim, contracted, batch)
@@ -135,7 +142,14 @@ def _gradient_of_a(
 
 
 def _gradient_of_b(
-    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, backward_mode: str, kernels: str, **_: Any
+    gradient: Any,
+    a: Any,
+    b: Any,
+    *,
+    dimensions: Dimensions,
+    backward_mode: str,
+    kernels: str,
+    **_: Any,
 ) -> Any:
     (other_contracted, contracted), (other_batch, batch) = dimensions
     rows = kept(a.ndim, other_contracted, other_batch)
