@@ -11,7 +11,6 @@ XLA's that asks for the interpreter's lock while the interpreter ends never retu
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import ctypes
 import functools
@@ -159,7 +158,7 @@ def _product(text: bytes) -> _Product:
 
 # -- the handler ----------------------------------------------------------------------------------
 
-_DONE = 1
+_DONE, _INTERRUPTED = 1, 2
 _ERROR_INTERNAL = 13
 
 
@@ -190,9 +189,9 @@ def _multiply(
         found = _product(ctypes.string_at(text, length))
         found.execute(Arguments(found.a.at(a), found.b.at(b), found.out.at(out)))
         done = _DONE
+    except KeyboardInterrupt:
+        done = _INTERRUPTED
     except BaseException as error:  # noqa: BLE001 - handed to XLA, raised by JAX as another
-        if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()
         reason = _error(f"lowprec: {type(error).__name__}: {error}")
         done = _create(create_error)(ctypes.addressof(reason))
     ctypes.c_ssize_t.from_address(outcome).value = done
@@ -200,7 +199,7 @@ def _multiply(
 
 #: They must outlive every program.
 _callback = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 7)(_multiply)
-_interrupted = _error("lowprec: a signal handler raised an exception before the product began")
+_interrupted = _error("lowprec: a signal handler raised an exception before the product was done")
 _ended = _error("lowprec: the interpreter ends")
 
 #: How many products are in the interpreter, and in the second word whether it ends.
@@ -243,6 +242,7 @@ def _compile() -> Any:
     multiply = ctypes.cast(_callback, ctypes.c_void_p).value
     interrupted, ended = ctypes.addressof(_interrupted), ctypes.addressof(_ended)
     inside = ctypes.addressof(_inside)
+    interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value
 
     def handle(frame):  # type: ignore[no-untyped-def]
         extension = load(frame + 8, "i64")
@@ -274,8 +274,10 @@ def _compile() -> Any:
         )
         atomic_add(inside, -1)
         found = load(outcome, "i64")
-        if found == 0:
-            return call(create_error, (interrupted,))
-        return 0 if found == 1 else found
+        if found == _DONE:
+            return 0
+        if found == _INTERRUPTED:
+            call(interrupt, (0,))  # again, for the caller of the program
+        return found if found > _INTERRUPTED else call(create_error, (interrupted,))
 
     return numba.cfunc(types.intp(types.intp), nopython=True)(handle)

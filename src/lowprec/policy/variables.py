@@ -190,7 +190,8 @@ def _kernels(text: str) -> str:
 
 JAX_KERNELS = Variable(
     "LOWPREC_JAX_KERNELS",
-    "What multiplies on a CPU in programs that JAX compiles: XLA, or lowprec's own kernels where XLA can call them.",
+    "What multiplies on a CPU in functions that JAX traces from now on: XLA, or lowprec's own kernels where XLA can "
+    "call them.",
     " or ".join(_KERNELS),
     "xla",
     _kernels,
