@@ -451,6 +451,23 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
         assert np.isnan(mine[1][0, :3]).all()
 
 
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
+@pytest.mark.parametrize("mode", ["bf16x3", "fp16_karatsuba"])
+def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str, kernels: str) -> None:
+    values = np.array([1, 0, -0.0, -2, np.inf, -np.inf, np.nan], np.float32)
+    a, b = np.repeat(values, 7).reshape(49, 1), np.tile(values, 7).reshape(49, 1)
+    with np.errstate(invalid="ignore"):
+        true = a * b
+    one = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    found = np.asarray(jax.jit(jax.vmap(one))(a[..., None], b[..., None]))[:, 0]
+    np.testing.assert_array_equal(found, true)
+    x, y = operands((4, 5), (5, 3), "float32")
+    x[1, 2] = np.inf
+    found = np.asarray(jax.jit(one)(x, y))
+    np.testing.assert_array_equal(found[1], np.sign(y[2]) * np.inf)
+    within_bound(found[2:], x[2:], y, mode)
+
+
 # -- what follows the product ---------------------------------------------------------------------
 
 
