@@ -52,16 +52,16 @@ def measure(distribution: str, n: int, seed: int) -> list[dict[str, Any]]:
     i, j = (rng.choice(n, min(SAMPLED, n), replace=False) for _ in range(2))
     sampled_a, sampled_b = a[i], b[:, j]
     exact = samples.product(sampled_a, sampled_b)
-    norm_a, norm_b = samples.norm(sampled_a), samples.norm(sampled_b)
     rows = []
     for mode in MODES:
         plan = lowprec.plan(a, b, math_mode=mode)
-        error = samples.norm(lowprec.matmul(a, b, math_mode=mode)[i][:, j] - exact)
+        result = lowprec.matmul(a, b, math_mode=mode)[i][:, j]
+        found = samples.judge(result, sampled_a, sampled_b, plan, exact)
         # None where the mode rounds nothing.
         rounded, rounding = ROUNDINGS.get(mode), None
         if rounded is not None:
-            rounding = samples.norm(samples.product(rounded(sampled_a), rounded(sampled_b)) - exact)
-        bound = plan.bound.frobenius(norm_a, norm_b, *exact.shape)
+            alone = samples.product(rounded(sampled_a), rounded(sampled_b))
+            rounding = samples.judge(alone, sampled_a, sampled_b, plan, exact).normalised
         rows.append(
             {
                 "distribution": distribution,
@@ -69,12 +69,12 @@ def measure(distribution: str, n: int, seed: int) -> list[dict[str, Any]]:
                 "mode": mode,
                 "kernel": str(plan.kernel),
                 "sampled": len(i),
-                "frobenius_relative": error / samples.norm(exact),
-                "normalised": error / (norm_a * norm_b),
-                "bound": bound / (norm_a * norm_b),
-                "rounding": None if rounding is None else rounding / (norm_a * norm_b),
-                "within_bound": error <= bound,
-                "shows_rounding": None if rounding is None else error >= LEAST_SHARE * rounding,
+                "frobenius_relative": found.relative,
+                "normalised": found.normalised,
+                "bound": found.bound,
+                "rounding": rounding,
+                "within_bound": found.of_bound <= 1,
+                "shows_rounding": rounding and found.normalised >= LEAST_SHARE * rounding,
             }
         )
     return rows

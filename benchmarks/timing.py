@@ -17,6 +17,10 @@ Variant = Callable[[int], Any]
 #: No contest is shorter, whatever its budget.
 MIN_ROUNDS = 3
 
+#: Longer than the threads of an OpenMP runtime spin after a parallel region (GNU's: 3 to 5 ms on a 4 GHz processor).
+#: On a machine of few cores they would take a core from the variant whose turn is next.
+SPIN_SECONDS = 0.01
+
 Sample = TypeVar("Sample")
 
 
@@ -63,11 +67,12 @@ def interleave(
 
     Each timed call comes right after an untimed one of the same variant, because the first call after a pause is
     slower. The untimed call works on the operand set before, so that the timed one does not find its operands in the
-    cache.
+    cache. Before both, what the threads of the variant before spin for is waited out.
     """
 
     def sample(name: str, number: int) -> float:
         variant = variants[name]
+        time.sleep(SPIN_SECONDS)
         variant((number - 1) % sets)
         start = time.perf_counter()
         # The name keeps the result: giving its memory back is not part of the product.

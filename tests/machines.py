@@ -10,7 +10,7 @@ import pytest
 
 import software_tiles
 from lowprec import executors
-from lowprec.backends import cpu
+from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS

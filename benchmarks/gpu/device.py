@@ -52,9 +52,9 @@ def _machine(part: Part) -> None:
 
 def _gpu(part: Part) -> None:
     """Describe the devices as lowprec's backend sees them."""
-    from lowprec.backends import cuda
+    from lowprec.backends.cuda.backend import info
 
-    found = cuda.info()
+    found = info()
     if found["devices"]:
         part.fact("gpu", {"devices": found["devices"], **found["versions"]})
         part.fact("name", slug(found["devices"][0]["name"]))

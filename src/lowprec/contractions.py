@@ -14,11 +14,11 @@ from operator import index
 from typing import Any
 
 from lowprec.arrays.namespaces import namespace_of
+from lowprec.arrays.prepared_view import Prepared
 from lowprec.contraction_recipes import recipe
 from lowprec.dispatch import matmul
 from lowprec.errors import ShapeError, quoted
 from lowprec.modes import MathMode
-from lowprec.prepared import PreparedOperand
 
 # -- two operands ---------------------------------------------------------------------------------
 
@@ -73,14 +73,9 @@ def tensordot(
     left = xp.arranged(a, (*free_a, *summed_a), (prod(a.shape[i] for i in free_a), k))
     right = yp.arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
     product = matmul(
-        left,
-        right,
-        out_dtype=out_dtype,
-        math_mode=math_mode,
-        rtol=rtol,
-        bound=bound,
-        k_chunk=k_chunk,
-    )
+        left, right,
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+    )  # fmt: skip
     return xp.reshaped(product, shape)
 
 
@@ -171,14 +166,9 @@ def vecdot(
     row = xp.reshaped(xp.conjugated(left), (*left.shape[:-1], 1, left.shape[-1]))
     column = yp.reshaped(right, (*right.shape, 1))
     product = matmul(
-        row,
-        column,
-        out_dtype=out_dtype,
-        math_mode=math_mode,
-        rtol=rtol,
-        bound=bound,
-        k_chunk=k_chunk,
-    )
+        row, column,
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+    )  # fmt: skip
     return product[..., 0, 0]
 
 
@@ -220,7 +210,7 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
-    xp = None if isinstance(weight, PreparedOperand) else namespace_of(weight)
+    xp = None if isinstance(weight, Prepared) else namespace_of(weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
     transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))

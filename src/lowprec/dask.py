@@ -19,6 +19,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from lowprec import dispatch, explain
+from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, ModeError, ShapeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
@@ -137,6 +138,7 @@ def _plan(
 
 def _dask_array(x: Any, name: str) -> da.Array:
     if not isinstance(x, da.Array):
+        refuse_prepared(**{name: x})
         if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")):
             raise ArrayError(f"{name} is no array, but {type(x).__qualname__}; pass a Dask array")
         x = da.from_array(x, chunks=-1)

@@ -4,7 +4,7 @@ A cache makes things faster and nothing else: where there is none, where a file 
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
 folder.
 
-What is read here may run on a GPU, so it must be what this user has put here. As ssh does with keys, folders and files
+What is read here is run, so it must be what this user has put here. As ssh does with keys, folders and files
 that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
 no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
 decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
@@ -65,11 +65,7 @@ def _find_directory() -> Path | str:
         why = f"the system's folder for caches, {found}, would lie in whichever folder is the current one;"
     except ImportError:
         why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
-    except (
-        RuntimeError,
-        OSError,
-        KeyError,
-    ) as error:  # there is no home, or the system does not tell
+    except (RuntimeError, OSError, KeyError) as error:  # no home, or the system does not tell
         why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
     return f"{why} {_OWN_FOLDER}"
 
@@ -136,10 +132,7 @@ def write_bytes(name: str, data: bytes) -> None:
     try:
         _make_folder(path.parent)
         write_file(path, lambda file: file.write(data), mode=0o600)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # the latter where links, or parent folders, go round in a circle
+    except (OSError, RuntimeError) as error:  # the latter where links or folders go in a circle
         words = getattr(error, "strerror", None) or error
         _warn_once(
             f"lowprec cannot write to its cache {cache_directory()} ({words}), so what it holds lasts for this "

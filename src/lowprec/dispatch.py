@@ -11,8 +11,8 @@ import inspect
 from typing import Any
 
 from lowprec import policy, streams
-from lowprec.arrays import CPU, ArrayView, Device, Library, library_of
-from lowprec.arrays.libraries import PREPARED_ROAD
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
+from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ElsewhereError, UnsupportedError
@@ -110,16 +110,16 @@ def matmul(
     try:
         library = library_of(a)
         x = library.view(a)
-        y = library.view_another(b) if type(b) is type(a) else library_of(b).view(b)
+        y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
             request = bind(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ElsewhereError as elsewhere:
-        given = {
-            "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
-            "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
-        }  # fmt: skip
+        given: dict[str, Any] = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
+        if not plain:
+            given |= {"out": out, "c": c, "bias": bias, "activation": activation}
+            given |= {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
         return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
@@ -139,7 +139,7 @@ def matmul(
             execute = _out_of_place(resolved, x, y, request, target)
         library_of(out).mark_written(out)
     if x.device is CPU:
-        execute(request.arguments(x, y, target))
+        execute(Arguments(x, y, target) if request is PLAIN else request.arguments(x, y, target))
     else:
         arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
@@ -164,9 +164,8 @@ def _road(name: str) -> tuple[Any, frozenset[str]]:
 
 
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
-    """Multiply on the road of an operand's own library, with the arguments that were given."""
-    if found.road != PREPARED_ROAD:
-        resolve("lowprec.prepared:refuse")(b=b, **given)
+    """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
+    refuse_prepared(a=a, **given, b=b)
     road, takes = _road(found.road)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)

@@ -8,12 +8,11 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
-from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
 from lowprec.planning.prepared import prepared_reason
-from lowprec.prepared import PreparedOperand, refuse
 from lowprec.request import Request, bind, check_devices, check_scalars, spec_of, view_of
 from lowprec.strides import contiguous_strides
 from lowprec.tolerance import mode_within
@@ -72,9 +71,9 @@ def plan(
     >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
     'NVIDIA H200 SXM'
     """
-    refuse(a=a, out=out, c=c, bias=bias)
+    refuse_prepared(a=a, out=out, c=c, bias=bias)
     x = view_of(a, describing=True)
-    y = b._view if isinstance(b, PreparedOperand) else view_of(b, describing=True)
+    y = b._view if isinstance(b, Prepared) else view_of(b, describing=True)
     request = bind(
         out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk, describing=True
     )

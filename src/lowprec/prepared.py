@@ -8,10 +8,9 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of
-from lowprec.arrays.prepared_view import PreparedView, copy_of
+from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
 from lowprec.backends import backend_of
-from lowprec.dispatch import matmul as multiply
-from lowprec.errors import ArrayError, ShapeError, UnsupportedError
+from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
@@ -20,14 +19,12 @@ from lowprec.request import spec_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PreparedOperand:
+class PreparedOperand(Prepared):
     """What :func:`prepare` returns: it stands for ``b`` in :func:`matmul`, for the weight in :func:`linear`.
 
     It is a value: a copy of the array, which nothing changes, and what products have made of it so far. Several threads
     may use it at once, and the child of a fork. A pickle holds the elements and the mode.
     """
-
-    _view: PreparedView
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,8 +99,8 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
 
     ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
     nothing else. What a product in the mode of ``math_mode`` makes of ``b`` is kept for the next one. A product in
-    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array;
-    :func:`plan` shows which it is.
+    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array, and
+    so does a kernel that multiplies ``b`` as it is (in full FP32, all but small ones); :func:`plan` shows which it is.
 
     Parameters
     ----------
@@ -154,20 +151,3 @@ def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:
     spec = spec_of(view)
     dtype = DType.FLOAT8_E4M3FN if spec.dtype.is_float8 else spec.dtype
     return OperandSpec.contiguous(dtype, spec.shape[-2:][:1]), spec
-
-
-@functools.wraps(multiply)
-def matmul(a: Any, b: Any, /, **given: Any) -> Any:
-    """Multiply an array and a prepared operand."""
-    refuse(a=a, **given)
-    return multiply(a, b._view if isinstance(b, PreparedOperand) else b, **given)
-
-
-def refuse(**arguments: Any) -> None:
-    """Raise where one of these arguments is a prepared operand."""
-    for name, value in arguments.items():
-        if isinstance(value, PreparedOperand):
-            raise ArrayError(
-                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
-                "an array that is read in place; pass the array itself"
-            )

@@ -99,11 +99,11 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     driver = _driver()
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
-    backend = sys.modules.get("lowprec.backends.cuda")
-    if backend is None and driver is None and not _opens_driver():
+    module = "lowprec.backends.cuda.backend"
+    if module not in sys.modules and driver is None and not _opens_driver():
         return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        found = importlib.import_module("lowprec.backends.cuda").info()
+        found = importlib.import_module(module).info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
     return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]

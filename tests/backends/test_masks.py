@@ -59,9 +59,8 @@ blas = openblas.openblas()
 zmm = None
 if "numba" in sys.modules:
     from lowprec.backends.cpu import casting_kernels
-    kept = casting_kernels.native._keep_alive
-    zmm = any("zmm" in compiled.inspect_llvm() or "%zmm" in compiled._library.get_asm_str()
-              for compiled in kept if compiled.cache_hits == 0)
+    kept = casting_kernels.native.compiled_here
+    zmm = any("zmm" in library.get_llvm_str() or "%zmm" in library.get_asm_str() for library in kept)
 print({"excess": excess, "features": sorted(features()),
        "core_type": blas and blas.core_type, "zmm": zmm})
 """
@@ -87,7 +86,7 @@ def _run(isa: str, program: str, **variables: str) -> subprocess.CompletedProces
 )
 def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
     # A cache of its own, so that what is looked at was compiled here.
-    done = _run(isa, _PRODUCTS, NUMBA_CACHE_DIR=str(tmp_path))
+    done = _run(isa, _PRODUCTS, LOWPREC_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = ast.literal_eval(done.stdout)
     assert {name: x for name, x in found["excess"].items() if x > 1} == {}

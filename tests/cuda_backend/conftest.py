@@ -14,9 +14,9 @@ if HAS_BINDINGS:
     import device_fixture
     import device_libraries
     import software_cuda
+    from cuda_reset import reset
     from lowprec import executors
     from lowprec.arrays import libraries
-    from lowprec.backends import cuda
     from lowprec.backends.cuda import memory
 else:
     # The software stands in for functions, and uses the real libraries' types.
@@ -84,11 +84,11 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
         faults = list(found.faults)
     finally:
         executors.forget()
-        cuda.reset()
+        reset()
         if _left(found).keys() - {"streams"}:
             # Something may hold itself; a collection takes too long to make one after each test.
             gc.collect()
-            cuda.reset()
+            reset()
         left = _left(found)
         software_cuda.uninstall()
     assert faults == []

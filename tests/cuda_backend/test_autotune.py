@@ -16,9 +16,9 @@ import pytest
 
 import lowprec
 import oracles
+from cuda_reset import reset
 from device_fixture import Gpu
 from lowprec import disk, executors
-from lowprec.backends import cuda
 from lowprec.backends.cuda import compiling
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import INTERNAL_ERROR
@@ -38,7 +38,7 @@ def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def restart() -> None:
     """What a new process would not know."""
     executors.forget()
-    cuda.reset()
+    reset()
 
 
 def chosen(x: Any) -> str:

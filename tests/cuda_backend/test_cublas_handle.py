@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import lowprec
+from cuda_reset import reset
 from device_fixture import Gpu, has_real_gpu
 from lowprec import executors
-from lowprec.backends import cuda
 from lowprec.backends.cuda import bindings, cublas
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
@@ -60,7 +60,7 @@ def test_a_destruction_that_fails_holds_up_nothing(software: Gpu) -> None:
         software.failing_call("cublas.destroy"),
         pytest.raises(lowprec.BackendError, match="cannot destroy a handle of cublas"),
     ):
-        cuda.reset()
+        reset()
     assert {name for name, count in software.live().items() if count} <= {"streams"}
 
 

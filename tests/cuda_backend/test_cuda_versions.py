@@ -12,9 +12,9 @@ import pytest
 import lowprec
 import oracles
 import software_cuda
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec import executors
-from lowprec.backends import cuda
 from lowprec.backends.cuda import compiling
 
 A = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float32)
@@ -38,7 +38,7 @@ def install() -> Iterator[Install]:
     for found in made:
         found.drain()
         executors.forget()
-        cuda.reset()
+        reset()
         software_cuda.uninstall()
 
 

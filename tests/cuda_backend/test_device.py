@@ -18,9 +18,9 @@ import pytest
 
 import lowprec
 import oracles
+from cuda_reset import reset
 from device_fixture import Gpu, has_real_gpu
 from device_libraries import OnlyDLPack, StreamedLibrary
-from lowprec.backends import cuda
 from lowprec.backends.cuda import runtime
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
@@ -259,7 +259,7 @@ def test_a_measured_choice(
     gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    cuda.reset()
+    reset()
     x, y = gpu.put(A), gpu.put(B)
     found = lowprec.autotune(x, y, math_mode=mode, candidates=4)
     assert found.timed
@@ -292,7 +292,7 @@ def test_memory_does_not_grow(gpu: Gpu) -> None:
         for x, mode in itertools.product(arrays, MODES):
             gpu.get(lowprec.matmul(x, x, math_mode=mode))
         gc.collect()
-        cuda.release_memory()
+        lowprec.release_memory()
         return gpu.free_bytes()
 
     for _ in range(3):

@@ -13,9 +13,9 @@ import pytest
 
 import lowprec
 import oracles
+from cuda_reset import reset
 from device_fixture import Gpu
 from lowprec import executors
-from lowprec.backends import cuda
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -76,7 +76,7 @@ def start_anew() -> None:
     """Forget prepared products, and give back all that the backend keeps."""
     executors.forget()
     gc.collect()  # an exception and its frames may hold each other
-    cuda.reset()
+    reset()
 
 
 def right(gpu: Gpu, found: Any, case: Case) -> bool:

@@ -11,9 +11,9 @@ import pytest
 import interrupts
 import lowprec
 import software_cuda
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec import executors
-from lowprec.backends import cuda
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
 
@@ -35,7 +35,7 @@ def interrupted_gpu() -> Iterator[SoftwareGpu]:
     found.drain()
     gc.enable()
     executors.forget()
-    cuda.reset()
+    reset()
     software_cuda.uninstall()
     assert found.faults == []
 

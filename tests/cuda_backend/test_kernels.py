@@ -38,8 +38,7 @@ from kernel_oracles import (
 )
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling, libraries, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.mending import Mending, prepare_mending
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_mending
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.cuda.staging import epilogue, packing
 from lowprec.errors import LowprecError
@@ -741,9 +740,9 @@ def test_what_is_not_finite_is_computed_again(product: DType, a: DType, b: DType
     exact = left.astype(NUMPY_DTYPES[product]) @ right.astype(NUMPY_DTYPES[product])
     again = ~np.isfinite(sums)
     want[again] = exact[again[..., :6]]
-    spec = Mending(product, 8, stack_of(left, a), stack_of(right, b))
+    launch = prepare_mending(product, 8, stack_of(left, a), stack_of(right, b), 0)
     with DeviceCopies(STREAM) as device:
         addresses = [device.put(x) for x in (sums, left, right)]
-        prepare_mending(spec, 0)(*addresses, STREAM)
+        launch(*addresses, STREAM)
         device.fetch()
     np.testing.assert_array_equal(sums, want)

@@ -12,9 +12,9 @@ import pytest
 
 import lowprec
 import oracles
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec import executors
-from lowprec.backends import cuda
 from lowprec.backends.cuda import epilogue, packing
 from software_cuda.cupy import Cupy
 
@@ -131,7 +131,7 @@ def test_a_measured_algorithm_has_its_workspace_from_the_first_call(
     """The block of a warm product has room for the workspace of the algorithm before."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     executors.forget()
-    cuda.reset()
+    reset()
     x, y = software.put(A), software.put(B)
     for _ in range(2):
         lowprec.matmul(x, y, math_mode="bf16")
@@ -147,7 +147,7 @@ def test_measuring_at_the_first_use_keeps_a_fused_bias(
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
     executors.forget()
-    cuda.reset()
+    reset()
     x, y, bias = software.put(A), software.put(B), software.put(BIAS)
     found = lowprec.matmul(x, y, bias=bias)
     np.testing.assert_array_equal(software.get(found), TRUE + BIAS)

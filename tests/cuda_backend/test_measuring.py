@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import lowprec
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec import executors
-from lowprec.backends import cuda
 from lowprec.backends.cuda import autotune, measuring, runtime
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from software_cuda import machine
@@ -25,7 +25,7 @@ A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 def cache(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     executors.forget()
-    cuda.reset()
+    reset()
 
 
 # -- the host -------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def turns_of(
 
         def results(self, found: Any, progress: Any) -> Any:
             check(self.invocation, self.turns)
-            return (measuring.Measured(0, found[0], 1.0),)
+            return (measuring.Measured(0, found[0], times_ms=[1.0]),)
 
     monkeypatch.setattr(autotune, "Contest", Looks)
     call()

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from cuda_reset import reset
 from lowprec.arrays import Device, device_memory
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use
@@ -382,7 +383,7 @@ def test_release_gives_everything_back_but_living_blocks(runtime: Runtime) -> No
         memory.order(FIRST, SECOND, device)
     memory.release()
     assert list(runtime.allocated) == [held.address]
-    memory.reset()
+    reset()
     assert runtime.events == []
     for device in (0, 1):
         assert ("cudaMemPoolTrimTo", device, 0) in runtime.log

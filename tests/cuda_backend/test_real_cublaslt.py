@@ -16,9 +16,9 @@ import pytest
 
 import lowprec
 import software_cuda
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec import executors
-from lowprec.backends import cuda
 from lowprec.modes import available_modes
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.algorithms import candidates
@@ -195,7 +195,7 @@ def test_descriptors_of_lowprecs_own_products(real: Real, monkeypatch: pytest.Mo
         found.drain()
     finally:
         executors.forget()
-        cuda.reset()
+        reset()
         software_cuda.uninstall()
     assert found.faults == []
     assert lt.compared > 1000

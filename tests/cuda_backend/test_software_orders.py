@@ -13,10 +13,10 @@ import pytest
 
 import lowprec
 import software_cuda as software
+from cuda_reset import reset
 from lowprec import executors
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array
-from lowprec.backends import cuda as backend
 
 ORDERS = ["lazy", "all", 0, 1, 2, 3]
 A = np.random.default_rng(0).integers(-3, 4, (16, 24)).astype(np.float32)
@@ -38,7 +38,7 @@ def cuda(
     yield made
     made.drain()
     executors.forget()
-    backend.reset()
+    reset()
     gc.collect()
     made.drain()
     left = made.live()

@@ -14,10 +14,10 @@ import pytest
 
 import lowprec
 import oracles
+from cuda_reset import reset
 from device_fixture import SoftwareGpu
 from lowprec.arrays import Device
-from lowprec.backends import cuda
-from lowprec.backends.cuda import memory
+from lowprec.backends.cuda import handles, memory
 from software_cuda.cupy import Cupy
 
 
@@ -202,10 +202,10 @@ def test_what_lowprec_keeps_is_given_to_the_arrays_library(small: SoftwareGpu, c
 
 
 def test_what_lowprec_keeps_is_given_to_its_libraries(small: SoftwareGpu, cupy: Cupy) -> None:
-    cuda.reset()
+    reset()
     before = small.software.live()["handles"]
     with small.failing_call("cublas_lt.create", status=3):
-        assert cuda.handles.handle(0)
+        assert handles.handle(0)
     assert small.software.live()["handles"] == before + 1
     small.forgive()
 
@@ -220,7 +220,7 @@ def test_release_memory_gives_all_of_it_back(small: SoftwareGpu, cupy: Cupy) -> 
 
 
 def test_release_memory_loads_nothing() -> None:
-    code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda' in sys.modules)"
+    code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda.backend' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from cuda_reset import release_timing_events
 from device_fixture import SoftwareGpu
 from lowprec.backends.cuda import timing
 from lowprec.backends.cuda.libraries import Libraries, use
@@ -107,7 +108,7 @@ def runtime() -> Iterator[Runtime]:
     fake: Any = Runtime()
     before = use(Libraries(None, None, fake, None, DeviceDriver(fake)))
     yield fake
-    timing.release()
+    release_timing_events()
     use(before)
     timing._idle.clear()
     assert fake.alive == [], "events were lost"
@@ -164,7 +165,7 @@ def test_events_of_a_product_that_nobody_reads_come_back(runtime: Runtime, stopp
         watch.stop()
     del watch
     gc.collect()
-    timing.release()
+    release_timing_events()
     assert runtime.alive == []
 
 
@@ -182,7 +183,7 @@ def test_an_event_that_cannot_be_recorded_comes_back(runtime: Runtime) -> None:
     with pytest.raises(BackendError, match="cudaEventRecord failed with cudaErrorInvalidResource"):
         timing.EventStopwatch(0, BROKEN)
     gc.collect()
-    timing.release()
+    release_timing_events()
     assert runtime.created == 1
     assert runtime.alive == []
 
@@ -200,7 +201,7 @@ def test_events_come_back_where_the_time_cannot_be_read(
         watch.elapsed_ms()
     del watch
     gc.collect()
-    timing.release()
+    release_timing_events()
     assert runtime.alive == []
 
 

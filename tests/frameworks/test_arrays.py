@@ -31,6 +31,7 @@ from lowprec.arrays import (
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
 from lowprec.arrays.numpy_library import NumpyLibrary
+from lowprec.arrays.torch_library import TorchLibrary
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import DType
 
@@ -192,6 +193,26 @@ def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> 
             view = library.view(weight)
             assert view.address == weight.data_ptr()
             assert view.ndarray().sum() == 6
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (2, 0), (2, 1, 3, 4)], ids=str)
+def test_torch_results_are_made_as_torch_makes_them(
+    torch: Any, monkeypatch: Any, shape: tuple[int, ...], has_guards: bool
+) -> None:
+    if not has_guards:  # an older version
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    library, like = TorchLibrary(torch), torch.ones(1)
+    for inference, dtype in itertools.product((False, True), DType):
+        with torch.inference_mode(inference):
+            made = library.allocate(shape, dtype, CPU, like)
+            expected = like.new_empty(shape, dtype=library._torch_dtypes[dtype])
+        owner = made.owner
+        assert (owner.dtype, owner.shape) == (expected.dtype, expected.shape)
+        assert made.strides == owner.stride() == expected.stride()
+        assert made.address == owner.data_ptr()
+        assert owner.is_inference() == inference
+        assert not owner.requires_grad
 
 
 def test_torch_autograd_notices_a_written_out(torch: Any) -> None:

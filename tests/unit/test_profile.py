@@ -25,7 +25,8 @@ import machines
 from cpu_units import needs, needs_amx
 from lowprec import executors, policy
 from lowprec.arrays import library_of
-from lowprec.backends import Arguments, ExecutionInfo, cpu
+from lowprec.backends import Arguments, ExecutionInfo
+from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import nvtx, units
@@ -742,7 +743,7 @@ PROGRAM = """
 import collections, faulthandler, os, signal, sys, threading, time
 import numpy as np
 import lowprec
-from lowprec.backends import cpu
+from lowprec.backends.cpu import backend as cpu
 
 faulthandler.dump_traceback_later(30, exit=True)
 A = np.ones((8, 8), np.float32)

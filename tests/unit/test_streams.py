@@ -14,7 +14,7 @@ from lowprec import streams
 from lowprec.arrays import CPU, ArrayView, Device, device_memory, libraries
 from lowprec.arrays.base import Library
 from lowprec.backends import Arguments, registry
-from lowprec.backends import cpu as cpu_backend
+from lowprec.backends.cpu import backend as cpu_backend
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 from lowprec.request import PLAIN, Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowprec.amp.casts import cast, dtype_name, has_type, is_float, is_operand, widest
@@ -18,22 +18,13 @@ _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.
 
 @dataclass(frozen=True)
 class Operands:
-    """What a function is called with.
-
-    Parameters
-    ----------
-    args : tuple
-    kwargs : dict
-    to : str or None
-        The type that operands were cast to, or the mode that products round to; None if nothing changes.
-    mode : MathMode or None
-        Of products, where the operands' type does not say it all.
-    """
+    """What a function is called with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    #: The type that operands were cast to, or the mode that products round to; None if nothing changes.
     to: str | None = None
-    mode: MathMode | None = None
+    mode: MathMode | None = None  # of products, where the operands' type does not say it all
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope in which products have the mode."""
@@ -43,18 +34,16 @@ class Operands:
 def by_list(
     compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None
 ) -> Operands:
-    """Return the operands as a list wants them. float64, integers and complex numbers stay.
+    """Return the operands as a list ("allow", "deny", "infer") wants them. float64, integers and complex numbers stay.
 
-    Parameters
-    ----------
-    compute : str
-        The policy's type of products. In ``fp32_guard``, and where ``LOWPREC_FORCE_MATH_MODE`` decides, it is float32.
-    which : {"allow", "deny", "infer"}
-    args, kwargs
-        Arrays, and lists and tuples of arrays, are looked at.
-    xp : module, optional
-        A namespace: where it has no such type, a math mode takes its place.
+    ``compute`` is the policy's type of products; in ``fp32_guard``, and where ``LOWPREC_FORCE_MATH_MODE`` decides, it
+    is float32. Arrays, and lists and tuples of arrays, are looked at; ``out`` is not, since what is written to a cast
+    one would be lost. Where the namespace ``xp`` has no such type, a math mode takes its place.
     """
+    if "out" in kwargs:
+        own = {name: x for name, x in kwargs.items() if name != "out"}
+        found = by_list(compute, which, args, own, xp)
+        return replace(found, kwargs={**found.kwargs, "out": kwargs["out"]})
     if which == "infer":
         names = sorted({dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)})
         to = widest(names) if len(names) > 1 else None

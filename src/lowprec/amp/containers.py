@@ -15,10 +15,7 @@ from lowprec.errors import ArrayError, ShapeError, quoted
 def leaves(tree: Any) -> list[Any]:
     """Return the arrays of a container, in its order.
 
-    Raises
-    ------
-    ArrayError
-        If something in it is neither a container nor an array.
+    Raises ArrayError if something in it is neither a container nor an array.
 
     Examples
     --------
@@ -54,15 +51,9 @@ def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
     """Return a container of the same structure with the function's results in the place of the arrays.
 
-    Parameters
-    ----------
-    function : callable
-        Takes the array, and the ones in the same place of the other containers.
-    tree : container
-    *others : container
-        Of the same structure.
-    numbers : bool
-        Whether a Python number may stand where an array may. NumPy's scalars always may, and become arrays.
+    The function takes an array, and the ones in the same place of the other containers, which have the same structure.
+    ``numbers`` says whether a Python number may stand where an array may; NumPy's scalars always may, and become
+    arrays.
 
     Raises
     ------
@@ -77,6 +68,8 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
     >>> mapped(lambda x: x * 2, {"w": np.ones(2), "b": None})
     {'w': array([2., 2.]), 'b': None}
     """
+    if hasattr(tree, "__dlpack__"):  # most are, so this comes first
+        return function(tree, *others)
     if tree is None:
         _check(all(other is None for other in others), tree, others)
         return None

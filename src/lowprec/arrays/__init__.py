@@ -2,7 +2,7 @@
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray
-from lowprec.arrays.libraries import is_array, library_name, library_of
+from lowprec.arrays.libraries import is_array, library_name, library_of, view_of_b
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "library_name",
     "library_of",
     "may_overlap",
+    "view_of_b",
 ]

@@ -27,24 +27,14 @@ class Library(ABC):
     keeps_owners: bool = False
 
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
-        """Refuse what passes for an array of this library and has no memory to read.
-
-        Raises
-        ------
-        ArrayError
-            The message names the way out.
-        """
+        """Raise an ArrayError, which names the way out, for what passes for an array here and has no memory to read."""
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be read.
 
-        Raises
-        ------
-        ArrayError
-            If the array cannot be read where it is; the message names the way out.
-        DTypeError
-            If its element type is not supported.
+        Raises ArrayError if the array cannot be read where it is (the message names the way out), DTypeError if its
+        element type is not supported.
         """
 
     def view_another(self, array: Any) -> ArrayView:
@@ -54,10 +44,7 @@ class Library(ABC):
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be written, an ``out``.
 
-        Raises
-        ------
-        ArrayError
-            If it is read-only, repeats elements, or could be viewed only through a copy.
+        Raises ArrayError if it is read-only, repeats elements, or could be viewed only through a copy.
         """
         view = self.view(array)
         check_writable(view)

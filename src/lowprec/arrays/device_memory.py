@@ -69,13 +69,7 @@ def is_served(device: Device) -> bool:
 
 
 def provider(device: Device) -> DeviceMemory:
-    """Return what serves a device.
-
-    Raises
-    ------
-    DeviceError
-        If nothing does.
-    """
+    """Return what serves a device; raises DeviceError if nothing does."""
     found = _providers.get(device.type)
     if found is None:
         load = _loaders.get(device.type)

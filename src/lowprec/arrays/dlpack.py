@@ -104,12 +104,8 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 def view_of_capsule(capsule: object) -> ArrayView:
     """Return the view of a DLPack capsule, which the view holds until it dies.
 
-    Raises
-    ------
-    ArrayError
-        If the capsule has been consumed, is of another major version, or describes no array that memory can hold.
-    DTypeError
-        If the element type is not supported.
+    Raises ArrayError if the capsule has been consumed, is of another major version, or describes no array that memory
+    can hold, DTypeError if the element type is not supported.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
@@ -168,10 +164,7 @@ def _device(kind: int, index: int) -> Device:
 def device_of(array: Any) -> Device:
     """Return where an array with ``__dlpack_device__`` says it is; memory that the host can read is the CPU's.
 
-    Raises
-    ------
-    ArrayError
-        If it refuses to tell, or names no device.
+    Raises ArrayError if it refuses to tell, or names no device.
     """
     try:
         said = array.__dlpack_device__()
@@ -191,17 +184,10 @@ def device_of(array: Any) -> Device:
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
     """Return the view of any array with ``__dlpack__``.
 
-    Parameters
-    ----------
-    array : array
-    stream : int or None
-        The consumer's stream, as the standard numbers them. None is right for host memory; for a CUDA array the
-        producer then makes the data ready on the legacy default stream.
+    ``stream`` is the consumer's, as the standard numbers them. None is right for host memory; for a CUDA array the
+    producer then makes the data ready on the legacy default stream.
 
-    Raises
-    ------
-    ArrayError
-        If the array's library refuses to export it; its own words are in the message.
+    Raises ArrayError if the array's library refuses to export it; its own words are in the message.
     """
     return view_of_capsule(_capsule_of(array, {} if stream is None else {"stream": stream}))
 

@@ -80,12 +80,8 @@ class JaxLibrary(Library):
     ) -> ArrayView:
         """Return the view of memory that JAX can adopt: a NumPy array, on a GPU one for :meth:`current_stream`.
 
-        Raises
-        ------
-        DeviceError
-            If lowprec has no memory on the device.
-        DTypeError
-            If the type has 64-bit parts and JAX has them switched off: it would round the result to 32 bits.
+        Raises DeviceError if lowprec has no memory on the device, DTypeError if the type has 64-bit parts and JAX has
+        them switched off: it would round the result to 32 bits.
         """
         if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
             raise DTypeError(

@@ -18,7 +18,8 @@ from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
-from lowprec.arrays.prepared_view import PreparedLibrary, PreparedView
+from lowprec.arrays.prepared_view import Prepared
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError, ElsewhereError
 
 
@@ -42,18 +43,8 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
-#: The function that multiplies prepared operands.
-PREPARED_ROAD = "lowprec.prepared:matmul"
-
 #: By module name: the class of what is no array to read, what it is, and the function that multiplies it.
-DEFERRED = {
-    "dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul"),
-    "lowprec.prepared": (
-        "PreparedOperand",
-        "a prepared operand, which stands only for b of matmul and for the weight of linear",
-        PREPARED_ROAD,
-    ),
-}
+DEFERRED = {"dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul")}
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {
@@ -61,7 +52,6 @@ _BY_TYPE: dict[type, Library] = {
     np.memmap: NUMPY,
     DLPackArray: DLPACK,
     DeviceArray: DLPACK,
-    PreparedView: PreparedLibrary(),
 }
 
 # Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.
@@ -71,11 +61,8 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or one that must not be read in place: a tracer, a masked array, a subclass that changes
-        what the elements mean. The message names the way out.
+    Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
+    that changes what the elements mean. The message names the way out.
 
     Examples
     --------
@@ -85,6 +72,11 @@ def library_of(array: Any) -> Library:
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
+
+
+def view_of_b(array: Any) -> ArrayView:
+    """Return the view of the second operand of a product, which may be a prepared one."""
+    return array._view if isinstance(array, Prepared) else library_of(array).view(array)
 
 
 def _look_up(array: Any) -> Library:
@@ -112,6 +104,12 @@ def _find(array: Any) -> Library:
     for module, (array_class, what, road) in DEFERRED.items():
         if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
             raise ElsewhereError(f"{what}, has no elements that can be read; see {road}", road)
+    if isinstance(array, Prepared):
+        raise ElsewhereError(
+            "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
+            "linear; pass the array itself",
+            road="",
+        )
     if isinstance(array, type) or not (
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     ):
@@ -147,10 +145,7 @@ def library_name(array: Any) -> str:
     They take more than lowprec reads in place: a tracer, a tensor that requires grad, a tensor subclass. For these
     :func:`library_of` raises, and this does not.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or a NumPy subclass that changes what the elements mean.
+    Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
 
     Examples
     --------

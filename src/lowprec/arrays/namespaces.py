@@ -16,10 +16,7 @@ _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cup
 def array_module(array: Any) -> Any:
     """Return the Array API namespace of an array's library, or what that library has in its place.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or its library has no such namespace.
+    Raises ArrayError if it is no array, or its library has no such namespace.
 
     Examples
     --------
@@ -33,10 +30,7 @@ def array_module(array: Any) -> Any:
 def namespace_of(array: Any) -> Namespace:
     """Return the functions of an array's library.
 
-    Raises
-    ------
-    ArrayError
-        If it is no array, or its library has no Array API namespace.
+    Raises ArrayError if it is no array, or its library has no Array API namespace.
 
     Examples
     --------

@@ -7,17 +7,16 @@ does not depend on ``a`` keep it here, by a key of everything that it depends on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
-from lowprec.formats import DType
 
 
 class Form(NamedTuple):
@@ -30,25 +29,27 @@ class Form(NamedTuple):
 class PreparedView(ArrayView):
     """A view of memory that nobody writes, with the forms that kernels keep of it.
 
-    Parameters
-    ----------
-    view : ArrayView
-        Of the copy.
-    mode : str
-        In which products keep what they make of it.
-    forms : dict
-        By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
-        first together make a form each, and the dictionary keeps one.
+    ``view`` is that of the copy, ``mode`` the one in which products keep what they make of it, and ``whole`` the view
+    of the operand where this is a matrix of its stack. ``forms`` has them by what they depend on, without a lock, which
+    a fork or a signal handler could find taken: threads that come first together make a form each, and one is kept.
     """
 
-    __slots__ = ("forms", "mode")
+    __slots__ = ("_transposed", "_whole", "forms", "mode")
 
-    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form]) -> None:
+    def __init__(
+        self,
+        view: ArrayView,
+        mode: str,
+        forms: dict[Any, Form],
+        whole: PreparedView | None = None,
+    ) -> None:
         super().__init__(
             view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
         )
         self.mode = mode
         self.forms = forms
+        self._whole = whole
+        self._transposed: PreparedView | None = None
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy itself. Host memory only."""
@@ -63,35 +64,50 @@ class PreparedView(ArrayView):
         return found.value
 
     @property
+    def whole(self) -> PreparedView:
+        """The operand of which this is a matrix, or the operand itself."""
+        return self if self._whole is None else self._whole
+
+    def matrix(self, x: NDArray[Any]) -> PreparedView:
+        """Return the view of one of its matrices, in host memory."""
+        return PreparedView(host_view(x), self.mode, self.forms, self)
+
+    @property
     def transposed(self) -> PreparedView:
         """The same memory with the last two axes exchanged, and the same forms."""
-        if self.device.is_host:
-            return PreparedView(host_view(self.owner.swapaxes(-1, -2)), self.mode, self.forms)
-        turned = ArrayView(
-            self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
-        )  # fmt: skip
-        return PreparedView(turned, self.mode, self.forms)
+        if self._transposed is None:
+            if self.device.is_host:
+                turned = host_view(self.owner.swapaxes(-1, -2))
+            else:
+                turned = ArrayView(
+                    self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
+                )  # fmt: skip
+            self._transposed = PreparedView(turned, self.mode, self.forms)
+        return self._transposed
 
 
 def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
     return (*extents[:-2], extents[-1], extents[-2])
 
 
-class PreparedLibrary(Library):
-    """Stands for the library of an operand in a product's call; results are never its arrays."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Prepared:
+    """What a caller holds of a prepared view; :class:`lowprec.PreparedOperand` says what it tells of it."""
 
-    name = "lowprec"
+    _view: PreparedView
 
-    def view(self, array: Any) -> ArrayView:
-        """Return the view that passes for an array."""
-        view: ArrayView = array
-        return view
+    #: NumPy's ``@`` would take it for a scalar.
+    __array_ufunc__ = None
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
-        """Refused: results are like ``a``, which no prepared operand is."""
-        raise ArrayError("a prepared operand is no array of which a result could be one")
+
+def refuse_prepared(**arguments: Any) -> None:
+    """Raise where one of these arguments is a prepared operand."""
+    for name, value in arguments.items():
+        if isinstance(value, Prepared):
+            raise ArrayError(
+                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
+                "an array that is read in place; pass the array itself"
+            )
 
 
 def copy_of(view: ArrayView, stream: int | None) -> ArrayView:

@@ -18,25 +18,14 @@ ROAD = "lowprec.torch:matmul"
 
 
 class Probes(NamedTuple):
-    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
+    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each."""
 
-    Parameters
-    ----------
-    dispatch_modes, function_modes : callable
-        How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
-    is_tracing : callable
-        Whether ``torch.jit.trace`` records.
-    transforms : callable
-        Whether ``torch.func`` transforms.
-    forward_ad : module
-        Its ``_current_level`` is -1 outside ``dual_level``.
-    """
-
+    #: How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
     dispatch_modes: Callable[[], Any]
     function_modes: Callable[[], Any]
-    is_tracing: Callable[[], Any]
-    transforms: Callable[[], Any]
-    forward_ad: Any
+    is_tracing: Callable[[], Any]  # whether ``torch.jit.trace`` records
+    transforms: Callable[[], Any]  # whether ``torch.func`` transforms
+    forward_ad: Any  # its ``_current_level`` is -1 outside ``dual_level``
 
 
 def probes_of(torch: Any) -> Probes:
@@ -61,13 +50,7 @@ def _nothing() -> None:
 
 
 def refuse_interception(torch: Any, probes: Probes) -> None:
-    """Raise if what one of the probes has found would miss a product; a function mode by itself does not matter.
-
-    Raises
-    ------
-    ArrayError
-        The message names what intercepts, and the way out.
-    """
+    """Raise an ArrayError if what one of the probes has found would miss a product; a function mode alone does not."""
     if probes.is_tracing():
         raise ArrayError(
             "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
@@ -89,13 +72,9 @@ def refuse_interception(torch: Any, probes: Probes) -> None:
 
 
 def refuse_tangent(torch: Any, array: Any) -> None:
-    """Raise if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
+    """Raise an ArrayError if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
 
     Below autograd, in the handler of a dispatch mode, tangents are taken care of, and PyTorch cannot be asked for them.
-
-    Raises
-    ------
-    ArrayError
     """
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):

@@ -44,20 +44,14 @@ _DEVICE_NAMES = {
 class Device(NamedTuple):
     """Where an array's memory is, in DLPack's terms.
 
-    Parameters
-    ----------
-    type : int
-        ``DLDeviceType``: 1 is the CPU, 2 is CUDA.
-    index : int
-        Which of the devices of that type; 0 for the CPU.
-
     Examples
     --------
     >>> str(Device(2, 1))
     'cuda:1'
     """
 
-    type: int
+    type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
+    #: Which of the devices of that type; 0 for the CPU.
     index: int  # type: ignore[assignment]  # a field is what a reader expects, not tuple.index
 
     @property
@@ -80,21 +74,10 @@ _MAX_UNUSED = 1 << 48
 class ArrayView:
     """An array as lowprec sees it. Nothing changes it after it is made.
 
-    Parameters
-    ----------
-    dtype : DType
-    shape : tuple of int
-    strides : tuple of int
-        In elements, not bytes; they may be zero or negative.
-    device : Device
-    owner : object
-        What keeps the memory alive; None for the description of an array that has no memory.
-    read_only : bool
-        Whether the library forbids writing (or does not say that it may be written).
-    address : int
-        Address of the element with all indices zero.
-    copied : str or None
-        Why this is a view of a copy and not of the caller's memory, as a phrase that ``plan`` prints.
+    Strides count elements, not bytes; they may be zero or negative. ``owner`` keeps the memory alive, and is None for
+    the description of an array that has none. ``read_only`` says whether the library forbids writing (or does not say
+    that it may be written), ``address`` is that of the element with all indices zero, and ``copied`` a phrase that
+    ``plan`` prints: why this is a view of a copy and not of the caller's memory.
     """
 
     __slots__ = ("_address", "copied", "device", "dtype", "owner", "read_only", "shape", "strides")

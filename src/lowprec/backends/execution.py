@@ -43,37 +43,20 @@ Executor: TypeAlias = Callable[[Arguments], None]
 
 
 class ExecutionInfo(NamedTuple):
-    """What a product ran on, as a backend tells it.
+    """What a product ran on, as a backend tells it."""
 
-    Parameters
-    ----------
-    units : bool or None
-        Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
-        library does not tell.
-    algorithm : str or None
-        What the library chose, in its own words.
-    """
-
+    #: Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
+    #: library does not tell.
     units: bool | None
-    algorithm: str | None = None
+    algorithm: str | None = None  # what the library chose, in its own words
 
 
 class AlgorithmTiming(NamedTuple):
-    """One algorithm of a library, measured.
+    """One algorithm of a library, measured."""
 
-    Parameters
-    ----------
-    rank : int
-        Where the library itself ranked it, from 0.
-    median_ms : float
-        Of one product.
-    algorithm : str
-        In the library's own words.
-    """
-
-    rank: int
-    median_ms: float
-    algorithm: str
+    rank: int  # where the library itself ranked it, from 0
+    median_ms: float  # of one product
+    algorithm: str  # in the library's own words
 
 
 class Stopwatch(Protocol):

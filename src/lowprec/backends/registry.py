@@ -14,10 +14,7 @@ from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
-_MODULES = {1: "lowprec.backends.cpu", 2: "lowprec.backends.cuda"}
-
-#: Those with memory of their own to give.
-_MEMORY_MODULES = {2: "lowprec.backends.cuda.memory"}
+_MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}
 
 
 @functools.cache
@@ -26,13 +23,7 @@ def _backend(device_type: int) -> Backend:
 
 
 def backend_of(device: Device) -> Backend:
-    """Return the backend that serves a device.
-
-    Raises
-    ------
-    DeviceError
-        If none does.
-    """
+    """Return the backend that serves a device; raises DeviceError if none does."""
     if device.type not in _MODULES:
         raise DeviceError(
             f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
@@ -43,10 +34,7 @@ def backend_of(device: Device) -> Backend:
 def predicted(device: str) -> Capabilities:
     """Return what a GPU can do that need not be there, by its model or compute capability.
 
-    Raises
-    ------
-    DeviceError
-        If no such model is known; the message lists those that are.
+    Raises DeviceError if no such model is known; the message lists those that are.
     """
     from lowprec.backends.cuda import models  # with the first plan that asks
 
@@ -85,9 +73,5 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-def _register_memory(device_type: int, module: str) -> None:
-    register(device_type, lambda: cast(DeviceMemory, importlib.import_module(module)))
-
-
-for _device_type, _module in _MEMORY_MODULES.items():
-    _register_memory(_device_type, _module)
+# What gives memory to results whose library gives none.
+register(2, lambda: cast(DeviceMemory, importlib.import_module("lowprec.backends.cuda.memory")))

@@ -54,14 +54,10 @@ class Errors:
 
 
 class Reference:
-    """The float64 product of two operands, as they are stored.
+    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as they are stored.
 
-    Parameters
-    ----------
-    a : numpy.ndarray, shape (..., m, k) or (k,)
-    b : numpy.ndarray, shape (..., k, n) or (k,)
-        Of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is off
-        by k 2^-53 of its terms: nothing beside the errors that are measured.
+    They are of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is
+    off by k 2^-53 of its terms: nothing beside the errors that are measured.
     """
 
     def __init__(self, a: Array, b: Array) -> None:
@@ -102,7 +98,7 @@ class Reference:
         return _ratio(math.sqrt(squares), self._norm_ab)
 
     def _may_overflow(self, plan: GemmPlan) -> bool:
-        """Whether an Inf is what the plan announces: float16 operands, or sums beyond the result's range."""
+        """Whether an Inf is what the plan announces: a format without the range, or sums beyond the result's."""
         out = plan.out_dtype.format or FLOAT32
         return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
 

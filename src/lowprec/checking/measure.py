@@ -112,25 +112,11 @@ def take_turns(
     spinning: Collection[str] = (),
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time each variant once per round, in changing order.
+    """Time each variant, called with a running number that picks the operands, once per round, in changing order.
 
-    Parameters
-    ----------
-    variants : mapping of str to callable
-        Each is called with a running number that picks the operands.
-    rounds : int
-        How many samples to take of each.
-    budget : float
-        Seconds after which no new round begins, once ``MIN_ROUNDS`` are done.
-    spinning : collection of str
-        Variants after which threads spin for a while, which slows down whatever another library runs meanwhile. A
-        variant outside of it that follows one of them makes untimed calls for ``SETTLE`` seconds.
-    step : callable
-        Called with the number of the round before each.
-
-    Returns
-    -------
-    dict of str to Timing
+    No new round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the
+    number of a round before each. ``spinning`` names variants after which threads spin for a while, which slows down
+    whatever another library runs meanwhile: one outside of it that follows makes untimed calls for ``SETTLE`` seconds.
 
     Examples
     --------

@@ -23,12 +23,7 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The words after ``lowprec``; by default those of this process.
+    """Run one command, the words after ``lowprec`` (by default those of this process), and return its exit code.
 
     Returns
     -------

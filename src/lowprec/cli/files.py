@@ -38,18 +38,11 @@ def _reason(error: OSError) -> str:
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
     """Return the array of an ``.npy`` file, in native byte order.
 
-    Parameters
-    ----------
-    dtype : DType, optional
-        What the elements shall be. Raw elements (bfloat16 and float8 as NumPy writes them) are taken as this type,
-        others are converted to it, rounding to nearest.
-    mapped : bool
-        Whether to map the file instead of reading it, for a caller that needs shape, strides and dtype only.
+    Raw elements (bfloat16 and float8 as NumPy writes them) are taken as of type ``dtype``, others are converted to it,
+    rounding to nearest. ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and
+    dtype only.
 
-    Raises
-    ------
-    CommandError
-        If the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
+    Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
     try:
         # NumPy warns of what Python 2 wrote, and reads it all the same.

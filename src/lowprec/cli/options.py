@@ -35,31 +35,28 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def mode(text: str) -> MathMode:
-    """Read a math mode or an alias."""
-    try:
-        return parse_mode(text, what="mode")
-    except LowprecError as error:
-        similar = did_you_mean(text, [*map(str, available_modes()), *ALIASES])
-        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
+def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a reader of names whose errors ask whether a similar one was meant."""
+    known = tuple(names)
+
+    def named(text: str) -> T:
+        try:
+            return read(text)
+        except LowprecError as error:
+            raise argparse.ArgumentTypeError(f"{error}{did_you_mean(text, known)}") from None
+
+    return named
 
 
-def dtype(text: str) -> DType:
-    """Read an element type."""
-    try:
-        return dtype_from_name(text)
-    except LowprecError as error:
-        similar = did_you_mean(text, map(str, OPERAND_DTYPES))
-        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
-
-
-def device(text: str) -> str:
-    """Read the name of a GPU, which need not be there."""
-    try:
-        return parse_model(text).key if parse_capability(text) is None else text
-    except LowprecError as error:
-        similar = did_you_mean(text, [model.key for model in MODELS])
-        raise argparse.ArgumentTypeError(f"{error}{similar}") from None
+mode: Callable[[str], MathMode] = _one_of(
+    [*map(str, available_modes()), *ALIASES], lambda text: parse_mode(text, what="mode")
+)
+dtype: Callable[[str], DType] = _one_of(map(str, OPERAND_DTYPES), dtype_from_name)
+#: Of a GPU that need not be there.
+device: Callable[[str], str] = _one_of(
+    (model.key for model in MODELS),
+    lambda text: parse_model(text).key if parse_capability(text) is None else text,
+)
 
 
 def shape(text: str) -> tuple[int, ...]:

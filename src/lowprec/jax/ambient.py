@@ -63,10 +63,7 @@ _note()
 def resolve(argument: str | MathMode | None) -> ResolvedMode:
     """Return the mode in force for a product that is being traced.
 
-    Raises
-    ------
-    ModeError
-        If it is not the one by which JAX will look for what it compiles.
+    Raises ModeError if it is not the one by which JAX will look for what it compiles.
     """
     if _context.value != _modes():
         _note(whole_process=True)

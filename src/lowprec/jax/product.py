@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowprec.arrays import CPU
+from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.formats import DType
@@ -118,6 +119,7 @@ def _array(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):
+        refuse_prepared(**{name: x})
         raise ArrayError(
             f"{name} is a {type(x).__qualname__} beside arrays that JAX traces; pass jax.numpy.asarray({name})"
         )

@@ -19,22 +19,14 @@ _Function = Callable[..., Any]
 
 
 class Route(NamedTuple):
-    """The way to one function of one library.
+    """The way to one function of one library."""
 
-    Parameters
-    ----------
-    module, name : str
-        Where it is, and what it is called there.
-    adapt : callable or None
-        Called with the function in front of the operands, where it cannot be called as the others are.
-    stacks : bool
-        Whether it takes stacks of matrices.
-    """
-
+    #: Where it is, and what it is called there.
     module: str
     name: str
+    #: Called with the function in front of the operands, where it cannot be called as the others are.
     adapt: _Function | None = None
-    stacks: bool = True
+    stacks: bool = True  # whether it takes stacks of matrices
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -43,10 +35,8 @@ class Route(NamedTuple):
 def find(function: str, library: str) -> _Function:
     """Return the library's own function, taking the keywords that lowprec's takes.
 
-    Raises
-    ------
-    UnsupportedError
-        If the library, or the version that is installed, has no such function; the message names the way out.
+    Raises UnsupportedError if the library, or the version that is installed, has no such function; the message names
+    the way out.
 
     Examples
     --------

@@ -127,10 +127,7 @@ def parse_model(name: object) -> GpuModel:
 
     Case, spaces, hyphens and the words of the maker do not matter.
 
-    Raises
-    ------
-    DeviceError
-        If there is none; the message lists the names.
+    Raises DeviceError if there is none; the message lists the names.
 
     Examples
     --------

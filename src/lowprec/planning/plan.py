@@ -46,86 +46,37 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """What runs, and why. ``print(plan)`` shows it as a table, ``plan.to_dict()`` is ready for JSON.
-
-    Parameters
-    ----------
-    problem : GemmProblem
-    capabilities : Capabilities
-        Of the device.
-    mode : MathMode
-        In force.
-    scheme : MathMode
-        The mode that it stands for: another one where the mode is ``fp32_emulated``.
-    mode_has_effect : bool
-        Whether the mode changes anything for these element types.
-    layout : GemmLayout
-    compute_dtype : DType
-        Common element type of the operands.
-    out_dtype : DType
-    out_shape : tuple of int
-    operand_format : NumberFormat or None
-        Of what is multiplied, once rounded; None for integers.
-    rounded : tuple of (bool, bool)
-        Whether ``a`` and ``b`` are rounded to it.
-    multiplied_dtype : DType
-        Element type of what a GPU multiplies.
-    cublas_compute_type : ComputeType
-        What the mode allows, in cuBLASLt's words.
-    schedule : tuple of Product
-        The matrix products, in the order in which they are summed.
-    kernel_row : KernelRow
-        What runs each of them.
-    passed_over : tuple of Reason
-        Why no more welcome kernel of the device does.
-    fallback : KernelRow or None
-        What takes operands that the kernel cannot treat.
-    copies : tuple of Copy
-    flops : int
-        Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
-    bytes_moved : int
-        Operands and result, each read or written once.
-    advice : tuple of Reason
-    bound : ErrorBound
-        Of the product, before alpha, c, bias and activation.
-    resolved : ResolvedMode or None
-        Who chose the mode.
-    candidates : tuple of Candidate
-        What ``rtol`` considered.
-    call : CublasLtCall or None
-        What cuBLASLt is asked for, where it computes.
-    prepared : Reason or None
-        Whether what is made of a prepared ``b`` is kept, and why; None where ``b`` is an array.
-    algorithm : tuple of (str, str)
-        What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
-    """
+    """What runs, and why. ``print(plan)`` shows it as a table, ``plan.to_dict()`` is ready for JSON."""
 
     problem: GemmProblem
-    capabilities: Capabilities
-    mode: MathMode
-    scheme: MathMode
-    mode_has_effect: bool
+    capabilities: Capabilities  # of the device
+    mode: MathMode  # in force
+    scheme: MathMode  # the mode that it stands for: another one where the mode is ``fp32_emulated``
+    mode_has_effect: bool  # whether the mode changes anything for these element types
     layout: GemmLayout
-    compute_dtype: DType
+    compute_dtype: DType  # common element type of the operands
     out_dtype: DType
     out_shape: tuple[int, ...]
-    operand_format: NumberFormat | None
-    rounded: tuple[bool, bool]
-    multiplied_dtype: DType
-    cublas_compute_type: ComputeType
-    schedule: tuple[Product, ...]
-    kernel_row: KernelRow
-    passed_over: tuple[Reason, ...]
-    fallback: KernelRow | None
+    operand_format: NumberFormat | None  # of what is multiplied, once rounded; None for integers
+    rounded: tuple[bool, bool]  # whether ``a`` and ``b`` are rounded to it
+    multiplied_dtype: DType  # element type of what a GPU multiplies
+    cublas_compute_type: ComputeType  # what the mode allows, in cuBLASLt's words
+    schedule: tuple[Product, ...]  # the matrix products, in the order in which they are summed
+    kernel_row: KernelRow  # what runs each of them
+    passed_over: tuple[Reason, ...]  # why no more welcome kernel of the device does
+    fallback: KernelRow | None  # what takes operands that the kernel cannot treat
     copies: tuple[Copy, ...]
+    #: Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
     flops: int
-    bytes_moved: int
+    bytes_moved: int  # operands and result, each read or written once
     advice: tuple[Reason, ...]
-    bound: ErrorBound
-    resolved: ResolvedMode | None = None
-    candidates: tuple[Candidate, ...] = ()
-    call: CublasLtCall | None = None
+    bound: ErrorBound  # of the product, before alpha, c, bias and activation
+    resolved: ResolvedMode | None = None  # who chose the mode
+    candidates: tuple[Candidate, ...] = ()  # what ``rtol`` considered
+    call: CublasLtCall | None = None  # what cuBLASLt is asked for, where it computes
+    #: Whether what is made of a prepared ``b`` is kept, and why; None where ``b`` is an array.
     prepared: Reason | None = None
+    #: What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
     algorithm: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -150,7 +101,7 @@ class GemmPlan:
     def scaled(self) -> tuple[bool, bool]:
         """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
         a, b = self.rounded
-        scales = scales_rows(self.scheme, self.kernel_row)
+        scales = scales_rows(self.scheme)
         return scales and a, scales and b
 
     @property

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowprec.formats import DType
+from lowprec.formats import BFLOAT16, FLOAT16, DType
+from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, Why
 
 if TYPE_CHECKING:
     from lowprec.planning.plan import GemmPlan
 
 
-def is_kept(plan: GemmPlan, prepared_for: str) -> bool:
-    """Whether what a product in this plan makes of ``b``, prepared for a mode, is kept for the next one."""
-    return _why(plan, prepared_for) is Why.KEPT
+def kept_modes(plan: GemmPlan) -> frozenset[str]:
+    """Return the modes: if ``b`` was prepared for one, what a product in this plan makes of it is kept for the next."""
+    if _why(plan, plan.mode) is not Why.KEPT:
+        return frozenset()
+    return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
@@ -31,17 +34,26 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
         return Why.NOT_KEPT
     if kernel.micro_kernel:
         return _why_packed(plan)
+    if kernel.matrix_vector:
+        return Why.KEPT if _halves_b(plan) else Why.NOT_KEPT
+    if kernel.rewrites:
+        # Operands of small products are cast to rows, also where nothing is rounded.
+        return Why.KEPT if plan.flops and plan.layout.b.batch_stride == 0 else Why.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
     return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
 
 
 def _why_packed(plan: GemmPlan) -> Why:
     out = plan.layout.out
-    if plan.layout.batch_count > 1:
-        return Why.BATCH_OF_PRODUCTS
     if out.row_stride == 1 and out.col_stride != 1:
         return Why.TRANSPOSED_RESULT
     return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
+
+
+def _halves_b(plan: GemmPlan) -> bool:
+    """Whether ``b`` is a matrix which, once rounded, takes half the bytes to read."""
+    fmt, stored = plan.operand_format, plan.problem.b.dtype
+    return plan.layout.n > 1 and stored is DType.FLOAT32 and fmt in (BFLOAT16, FLOAT16)
 
 
 def _converts_b(plan: GemmPlan) -> bool:

@@ -14,6 +14,7 @@ class Why(Enum):
     REQUIREMENT_NOT_MET = "{missing}"
     MEASURED_SLOWER = "{kernel} was measured to take {ratio:.2f} times as long here"
     SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
+    OWN_CHUNKS = "{kernel} cuts k itself, k_chunk= asks for other pieces"
     TOO_FEW_ELEMENTS = (
         "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
     )
@@ -64,7 +65,6 @@ class Why(Enum):
     TRANSPOSED_RESULT = (
         "b^T is packed as the left operand of a result by columns: read as any array"
     )
-    BATCH_OF_PRODUCTS = "each product of a batch packs b in its own memory: read as any array"
 
     # Why ``rtol`` took a mode, or passed it over.
     EXCLUDED = "excluded by the environment"

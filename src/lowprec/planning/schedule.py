@@ -44,17 +44,9 @@ def make_schedule(
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
-    Parameters
-    ----------
-    row : ModeRow
-    rounded : tuple of (bool, bool)
-        Whether ``a`` and ``b`` are split; what the format holds has one part.
-    k : int
-    k_chunk : int or None
-        The product of the leading parts runs in pieces of this length, each added in the accumulator's format; None
-        for one piece.
-    concatenates : bool
-        Whether products with the same factor run as one, their parts side by side.
+    ``rounded`` says whether ``a`` and ``b`` are split; what the format holds has one part. The product of the leading
+    parts runs in pieces of ``k_chunk``, each added in the accumulator's format, or in one piece. Where
+    ``concatenates``, products with the same factor run as one, their parts side by side.
 
     Examples
     --------

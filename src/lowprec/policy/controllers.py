@@ -72,13 +72,7 @@ def register_controller(controller: Controller) -> None:
 
 
 def unregister_controller(name: str) -> None:
-    """Take a controller away again; blocks that are open keep it.
-
-    Raises
-    ------
-    KeyError
-        If there is none of this name.
-    """
+    """Take a controller away again; blocks that are open keep it; raises KeyError if there is none of this name."""
     del _by_name[name]
     _changed()
 

@@ -17,10 +17,7 @@ def decorated(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
     and closed while the consumer does.
 
-    Raises
-    ------
-    TypeError
-        If it is no function.
+    Raises TypeError if it is no function.
     """
     if not callable(function):
         raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")

@@ -24,14 +24,8 @@ def without_effect(
 ) -> str | None:
     """Return what a library's switches leave in full FP32; None if nothing is known of that.
 
-    Parameters
-    ----------
-    controller : Controller
-    mode : MathMode
-        For which the switches are set.
-    inside : mapping or None
-        The switches as they were set. If they are not so any more, another thread has changed them, and nothing is
-        learnt; None where they belong to this thread alone.
+    ``inside`` has the switches as they were set for the mode. If they are not so any more, another thread has changed
+    them, and nothing is learnt; None where they belong to this thread alone.
 
     Examples
     --------
@@ -63,11 +57,7 @@ def known(name: str, mode: MathMode) -> str | None:
 def news(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:
     """Return a phrase for each library of which it was not said yet that its switches have no effect.
 
-    Parameters
-    ----------
-    found : iterable of (Controller, mapping or None)
-        As :func:`without_effect` takes them.
-    mode : MathMode
+    ``found`` has controllers, and what was set of each, as :func:`without_effect` takes them.
     """
     said = []
     for controller, inside in found:

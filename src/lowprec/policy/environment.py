@@ -41,30 +41,14 @@ from lowprec.policy.variables import (
 # eq=False: a snapshot is part of the key of every cached decision, so it is hashed by identity.
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvironmentSnapshot:
-    """The values that hold for the rest of the process.
+    """The values that hold for the rest of the process."""
 
-    Parameters
-    ----------
-    math_mode : MathMode or None
-        From ``LOWPREC_MATH_MODE``.
-    force_math_mode : MathMode or None
-        From ``LOWPREC_FORCE_MATH_MODE``.
-    fp32_guard : bool
-        Whether ``LOWPREC_FP32_GUARD`` is 1.
-    tf32_off : bool
-        Whether ``NVIDIA_TF32_OVERRIDE`` is 0.
-    max_cpu_isa : str or None
-        From ``LOWPREC_MAX_CPU_ISA``.
-    texts : mapping of str to str or None
-        What each variable held when it was read.
-    """
-
-    math_mode: MathMode | None
-    force_math_mode: MathMode | None
-    fp32_guard: bool
-    tf32_off: bool
-    max_cpu_isa: str | None
-    texts: Mapping[str, str | None]
+    math_mode: MathMode | None  # from ``LOWPREC_MATH_MODE``
+    force_math_mode: MathMode | None  # from ``LOWPREC_FORCE_MATH_MODE``
+    fp32_guard: bool  # whether ``LOWPREC_FP32_GUARD`` is 1
+    tf32_off: bool  # whether ``NVIDIA_TF32_OVERRIDE`` is 0
+    max_cpu_isa: str | None  # from ``LOWPREC_MAX_CPU_ISA``
+    texts: Mapping[str, str | None]  # what each variable held when it was read
 
 
 #: The snapshot, once it is taken. `setdefault` is one step, without a lock that a forked child or a signal handler
@@ -89,10 +73,7 @@ def snapshot() -> EnvironmentSnapshot:
 
     A value that is not legal is not kept: the next call reads again.
 
-    Raises
-    ------
-    EnvironmentVariableError
-        If a variable holds a value that it may not hold.
+    Raises EnvironmentVariableError if a variable holds a value that it may not hold.
 
     Examples
     --------
@@ -115,26 +96,14 @@ def refresh() -> None:
 
 
 class VariableRow(NamedTuple):
-    """What ``info()`` tells about one variable.
-
-    Parameters
-    ----------
-    name, meaning, legal : str
-        As in :class:`Variable`.
-    value : str or None
-        The text in the environment now.
-    effective : str
-        What holds in this process, in words.
-    problem : str or None
-        A warning: a value that is refused, reserved, or changed too late.
-    """
+    """What ``info()`` tells about one variable; name, meaning and legal are those of :class:`Variable`."""
 
     name: str
-    value: str | None
-    effective: str
+    value: str | None  # the text in the environment now
+    effective: str  # what holds in this process, in words
     meaning: str
     legal: str
-    problem: str | None
+    problem: str | None  # a warning: a value that is refused, reserved, or changed too late
 
 
 def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:
@@ -194,10 +163,7 @@ def cache_directory() -> str | None:
 def amp_list(which: str, action: str) -> tuple[str, ...]:
     """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and its like; raise if one is no name.
 
-    Parameters
-    ----------
-    which : {"allow", "deny", "infer"}
-    action : {"ADD", "REMOVE"}
+    ``which`` is "allow", "deny" or "infer", ``action`` is "ADD" or "REMOVE".
     """
     variable = AMP_LISTS[which, action]
     return variable.value(variable.text()) or ()
@@ -253,20 +219,9 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts; this process's stays as it is.
 
-    Parameters
-    ----------
-    startup : str
-        The folder that holds the start-up hook. It comes first in ``PYTHONPATH``, once.
-    mode : MathMode or None
-        The mode; None where the program is to choose, or with the guard.
-    guard : bool
-        Whether it runs under the guard.
-    force : bool
-        Whether the program cannot choose another mode.
-    intercept : bool
-        Whether PyTorch's products are taken through lowprec.
-    profile : bool
-        Whether lowprec's products are recorded, and shown at the end.
+    ``startup`` is the folder that holds the start-up hook; it comes first in ``PYTHONPATH``, once. ``mode`` is None
+    where the program is to choose, or with the guard; with ``force`` the program cannot choose another one.
+    ``intercept`` takes PyTorch's products through lowprec, ``profile`` records lowprec's and shows them at the end.
 
     Examples
     --------

@@ -24,19 +24,9 @@ _guarded: dict[Controller, Mapping[str, Any]] = {}
 
 
 def set_library(name: str, order: str) -> str | None:
-    """Set one loaded library's switches for all threads of the process.
+    """Set a loaded library's switches for all threads of the process; return why it could not be set, or None.
 
-    Parameters
-    ----------
-    name : str
-        The library, as its controller calls it.
-    order : str
-        A mode, or ``"fp32_guard"``.
-
-    Returns
-    -------
-    str or None
-        Why the library could not be set.
+    ``name`` is that of its controller, ``order`` a mode or ``"fp32_guard"``.
     """
     is_floor = order == RUN_GUARD
     (controller,) = [c for c in controllers() if c.name == name]

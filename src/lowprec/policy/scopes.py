@@ -37,21 +37,12 @@ _NO_LIBRARY: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class LibraryStatus:
-    """What a block does for one library.
+    """What a block does for one library."""
 
-    Parameters
-    ----------
-    library : str
-        Its name, as in ``frameworks=[...]``.
-    status : str
-        ``"protected"`` (the guard), ``"set"`` (a math mode), ``"not protected"``, ``"not set"`` or ``"not loaded"``.
-    reason : str
-        Why, or how far the switches reach.
-    """
-
-    library: str
+    library: str  # its name, as in ``frameworks=[...]``
+    #: ``"protected"`` (the guard), ``"set"`` (a math mode), ``"not protected"``, ``"not set"`` or ``"not loaded"``.
     status: str
-    reason: str
+    reason: str  # why, or how far the switches reach
 
     def __str__(self) -> str:
         return f"{self.library}: {self.status} ({self.reason})"
@@ -60,12 +51,8 @@ class LibraryStatus:
 def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None:
     """Return the names of the libraries that are meant; None for all.
 
-    Raises
-    ------
-    TypeError
-        If it is neither a flag nor a collection of names.
-    UnsupportedError
-        If there is no controller of one of these names.
+    Raises TypeError if it is neither a flag nor a collection of names, UnsupportedError if there is no controller of
+    one of these names.
 
     Examples
     --------

@@ -14,26 +14,13 @@ from lowprec.policy.interrupts import attempt, in_words
 
 @dataclass(frozen=True, slots=True)
 class SwitchRow:
-    """One switch of a loaded library.
-
-    Parameters
-    ----------
-    library : str
-    switch : str or None
-        None where the library's switches cannot be read.
-    value : str, bool, int or None
-        As it is now, in this thread.
-    tier : str
-        ``"process"`` or ``"thread"``: how far it reaches.
-    problem : str or None
-        Why it cannot be read.
-    """
+    """One switch of a loaded library."""
 
     library: str
-    switch: str | None
-    value: str | bool | int | None
-    tier: str
-    problem: str | None = None
+    switch: str | None  # None where the library's switches cannot be read
+    value: str | bool | int | None  # as it is now, in this thread
+    tier: str  # ``"process"`` or ``"thread"``: how far it reaches
+    problem: str | None = None  # why it cannot be read
 
 
 def switch_rows() -> tuple[SwitchRow, ...]:
@@ -108,13 +95,7 @@ _EXPECTATIONS = (
 
 
 def disagreements(rows: tuple[SwitchRow, ...] | None = None) -> tuple[str, ...]:
-    """Return a sentence for each variable that a loaded library's switch does not agree with.
-
-    Parameters
-    ----------
-    rows : tuple of SwitchRow, optional
-        As :func:`switch_rows` returns them, which is asked otherwise.
-    """
+    """Return a sentence for each variable that a switch among ``rows`` (by default all) does not agree with."""
     values = {
         (row.library, row.switch): row.value for row in (switch_rows() if rows is None else rows)
     }

@@ -40,23 +40,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block:
-    """What one open block relies on of other libraries' switches.
-
-    Attributes
-    ----------
-    layers : mapping of str to _Layer
-        By library: the layer of its switches.
-    failures : mapping of str to NotSet
-        By library: why it was not set.
-    thread : int
-        The thread that entered the block.
-    """
+    """What one open block relies on of other libraries' switches."""
 
     __slots__ = ("failures", "layers", "thread")
 
-    layers: Mapping[str, _Layer]
-    failures: Mapping[str, NotSet]
-    thread: int
+    layers: Mapping[str, _Layer]  # by library: the layer of its switches
+    failures: Mapping[str, NotSet]  # by library: why it was not set
+    thread: int  # the thread that entered the block
 
     def __init__(self) -> None:
         self.layers = self.failures = NOTHING
@@ -146,18 +136,9 @@ def hold(
 
     After an exception, which is always an interrupt, the block must be released.
 
-    Parameters
-    ----------
-    block : Block
-        A new one.
-    found : iterable of Controller
-        The libraries, which are loaded.
-    mode : MathMode
-        ``fp32`` for the guard.
-    is_floor : bool
-        True for the guard: no block without it lowers the switches while this one is open.
-    is_guarded : callable, optional
-        Gets the name of a library, and says whether a guard of the caller's covers it.
+    ``block`` is a new one, the libraries ``found`` are loaded. ``is_floor`` is True for the guard, whose mode is fp32:
+    no block without it lowers the switches while this one is open. ``is_guarded`` gets the name of a library, and says
+    whether a guard of the caller's covers it.
     """
     layers: dict[str, _Layer] = {}
     failures: dict[str, NotSet] = {}

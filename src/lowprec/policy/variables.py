@@ -22,35 +22,17 @@ def _no_remark(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One environment variable.
-
-    Parameters
-    ----------
-    name : str
-        The variable.
-    meaning : str
-        What it does, in one sentence.
-    legal : str
-        The values that it may hold, in words.
-    default : str
-        What holds where it is not set, in words.
-    parse : callable
-        From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
-    show : callable
-        From the value in force to words.
-    remark : callable
-        From a legal text to a warning, or to None.
-    read_once : bool
-        Whether the first use of a mode fixes the value for the rest of the process.
-    """
+    """One environment variable."""
 
     name: str
-    meaning: str
-    legal: str
-    default: str
+    meaning: str  # what it does, in one sentence
+    legal: str  # the values that it may hold, in words
+    default: str  # what holds where it is not set, in words
+    #: From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
     parse: Callable[[str], T]
-    show: Callable[[T], str] = str
-    remark: Callable[[str], str | None] = _no_remark
+    show: Callable[[T], str] = str  # from the value in force to words
+    remark: Callable[[str], str | None] = _no_remark  # from a legal text to a warning, or to None
+    #: Whether the first use of a mode fixes the value for the rest of the process.
     read_once: bool = False
 
     def text(self) -> str | None:
@@ -198,7 +180,7 @@ JAX_KERNELS = Variable(
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled GPU kernels, measured choices and costs.",
+    "The folder in which lowprec keeps compiled kernels, measured choices and costs.",
     "a folder; it is made where there is none",
     "the system's folder for a user's caches",
     str,

@@ -43,19 +43,17 @@ def _multiply(
     a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
     ambient: bool = False,
 ) -> Tensor:  # fmt: skip
-    with torch.no_grad():
-        found: Tensor = dispatch.matmul(
-            a.detach(),
-            b.detach(),
-            alpha=alpha,
-            out_dtype=out_dtype or None,
-            math_mode=None if ambient else mode,
-        )
+    a = a.detach() if a.requires_grad else a
+    b = b.detach() if b.requires_grad else b
+    found: Tensor = dispatch.matmul(
+        a, b, alpha=alpha, out_dtype=out_dtype or None, math_mode=None if ambient else mode
+    )
     return found
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("matmul", _multiply, _key)
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+for _key in _DEVICES:
+    _library.impl("matmul", _multiply, _key.name)
 
 
 def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
@@ -124,6 +122,20 @@ def _in_graph(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
     return found
 
 
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+_KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
+
+
+def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
+    """Call what PyTorch has for the operator below autograd: the kernel, unless there is a mode or a transform."""
+    below = keyset & _AFTER_AUTOGRAD
+    if below in _KERNEL_IS_NEXT:
+        return _multiply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        found: Tensor = OPERATOR.redispatch(below, *arguments)
+    return found
+
+
 class _Recorded(torch.autograd.function._SingleLevelFunction):
     """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
 
@@ -132,11 +144,8 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
         ctx.save_for_backward(a, b)
         _, ctx.mode, ctx.alpha, *_ = rest
         # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
-        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-            found: Tensor = OPERATOR.redispatch(
-                keyset & torch._C._after_autograd_keyset, a, b, *rest
-            )
-        return found
+        with torch.enable_grad():
+            return _below_autograd(keyset, a, b, *rest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -160,9 +169,7 @@ def _record(
         with enable_single_level_autograd_function():
             recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
         return recorded
-    with torch._C._AutoDispatchBelowAutograd():
-        found: Tensor = OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, a, b, *rest)
-    return found
+    return _below_autograd(keyset, a, b, *rest)
 
 
 _library.impl("matmul", _record, "Autograd", with_keyset=True)

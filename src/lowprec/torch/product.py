@@ -13,16 +13,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowprec import dispatch, policy
+from lowprec.arrays import CPU
+from lowprec.arrays.libraries import library_of
+from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
-from lowprec.request import parse_dtype
-from lowprec.torch import ambient, sharding
+from lowprec.planning import OperandSpec
+from lowprec.request import Request, parse_dtype
+from lowprec.tolerance import mode_within
+from lowprec.torch import sharding
+from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
 
+_TORCH: Any = library_of(torch.empty(0, device="cpu"))
 _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
+#: A tensor that was kept from a transform which has ended.
+_unwrapped = torch._C._functorch.unwrap_if_dead
 _innermost = torch._C._functorch.peek_interpreter_stack
 _JVP = torch._C._functorch.TransformType.Jvp
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
@@ -45,6 +55,8 @@ def matmul(
     activation: str | None = None,
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
     """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, with all that PyTorch does to a product.
@@ -56,8 +68,9 @@ def matmul(
     ----------
     a : Tensor, shape (..., m, k) or (k,)
     b : Tensor, shape (..., k, n) or (k,)
-    c, alpha, beta, bias, activation, out_dtype, math_mode
-        As :func:`lowprec.matmul` takes them.
+    c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
+        As :func:`lowprec.matmul` takes them. A graph in which ``rtol`` chooses a mode is for the shapes that it was
+        made for.
     backward_mode : str or MathMode, optional
         The mode of the two products of the backward pass; by default the one that the forward product had. A guard
         that is open during the backward pass stands above it.
@@ -80,12 +93,12 @@ def matmul(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
-        if x is not None and not isinstance(x, Tensor):
-            raise ArrayError(
-                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
-                f"torch.as_tensor({name})"
-            )
+    _check_tensors(a=a, b=b, c=c, bias=bias)
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if type(factor) is not float and not isinstance(factor, Complex):
+            raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
+    if beta and c is None:
+        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
@@ -93,21 +106,23 @@ def matmul(
         raise ShapeError(
             f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    dtype, factor = "", 1.0
+    dtype, outer = "", 1.0
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
     if type(alpha) is not float and isinstance(alpha, Complex) and not isinstance(alpha, Real):
         # The operator's factor is real; this one autograd sees, which conjugates it.
-        factor, alpha = alpha, 1.0
+        outer, alpha = alpha, 1.0
         if not (x.is_complex() or y.is_complex()):
             raise DTypeError(f"alpha is complex, but the operands are {x.dtype} and {y.dtype}")
+    if rtol is not None or bound is not None:
+        math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
     out = _product(x, y, math_mode, backward_mode, alpha, dtype)
     if b.ndim == 1:
         out = out.squeeze(-1)
     if a.ndim == 1:
         out = out.squeeze(-1 if b.ndim == 1 else -2)
-    return out if plain else _with_epilogue(out, factor, c, beta, bias, activation)
+    return out if plain else _with_epilogue(out, outer, c, beta, bias, activation)
 
 
 def _with_epilogue(
@@ -164,6 +179,8 @@ def linear(
     bias: Tensor | None = None,
     *,
     math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
@@ -173,7 +190,7 @@ def linear(
     x : Tensor, shape (..., k)
     weight : Tensor, shape (n, k)
     bias : Tensor, shape (n,), optional
-    math_mode, backward_mode
+    math_mode, rtol, bound, backward_mode
         As :func:`matmul` takes them.
 
     Returns
@@ -186,7 +203,55 @@ def linear(
     >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
     tensor([3., 3.])
     """
-    return matmul(x, weight.mT, bias=bias, math_mode=math_mode, backward_mode=backward_mode)
+    _check_tensors(weight=weight)
+    if weight.ndim < 2:
+        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear takes (n, k)")
+    return matmul(
+        x, weight.mT,
+        bias=bias, math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
+    )  # fmt: skip
+
+
+# -- the mode within a tolerance ------------------------------------------------------------------
+
+
+def _mode_within(
+    a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None
+) -> str:
+    """Return the mode that ``rtol`` chooses: in a graph, a constant for these shapes and for the mode in force."""
+    # In a graph numbers may be symbols, which int() and float() would leave as they are.
+    given = rtol.hex() if isinstance(rtol, float) else (rtol,)
+    x, y = [(x.dtype, _numbers(x.shape), _numbers(x.stride())) for x in (a, b)]
+    return _chosen(x, y, a.device, out_dtype, ambient_mode(), math_mode, given, bound)
+
+
+def _numbers(extents: Any) -> tuple[int, ...]:
+    return tuple([len(range(n)) for n in extents])
+
+
+def _chosen(
+    a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any
+) -> str:
+    rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
+    operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
+    request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
+    place = _TORCH.device_of(device) or CPU
+    able = backend_of(place).capabilities(place)
+    resolved, _candidates = mode_within(rtol, math_mode, request.problem(*operands), able, bound)
+    return resolved.mode.value
+
+
+_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
+
+
+def _check_tensors(**arguments: Any) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor) and (x is not None or name not in ("c", "bias")):
+            refuse_prepared(**{name: x})
+            raise ArrayError(
+                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
+                f"torch.as_tensor({name})"
+            )
 
 
 # -- the three ways -------------------------------------------------------------------------------
@@ -198,7 +263,7 @@ def _product(
     if _is_compiling():
         # What a graph is guarded by: another mode is another graph, and coming back finds the first one.
         asks = math_mode is None
-        mode = ambient.mode() if asks else str(math_mode)
+        mode = ambient_mode() if asks else str(math_mode)
         found: Tensor = OPERATOR(a, b, mode, _backward(backward_mode, mode), alpha, out_dtype, asks)
         return found
     mode = policy.resolve(math_mode).mode.value
@@ -206,9 +271,12 @@ def _product(
     if type(a) in _PLAIN and type(b) in _PLAIN and not _dispatch_modes() and not _transforms():
         if forward_ad._current_level < 0:
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-                recorded: Tensor = _Plain.apply(a, b, *rest)
+                recorded: Tensor = _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
                 return recorded
-            return _multiply(a, b, mode, alpha, out_dtype)
+            plain: Tensor = dispatch.matmul(
+                a, b, alpha=alpha, out_dtype=out_dtype or None, math_mode=mode
+            )
+            return plain
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         sharding.ensure_registered()
         seen: Tensor = OPERATOR(a, b, *rest)
@@ -221,26 +289,22 @@ def _backward(backward_mode: Any, mode: str) -> str:
     return mode if backward_mode is None else str(parse_mode(backward_mode))
 
 
-def _multiply(a: Tensor, b: Tensor, mode: str, alpha: float = 1.0, out_dtype: str = "") -> Tensor:
-    found: Tensor = dispatch.matmul(
-        a.detach(), b.detach(), alpha=alpha, out_dtype=out_dtype or None, math_mode=mode
-    )
-    return found
-
-
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
     """Multiply in a backward pass, which may be recorded itself."""
     return _product(a, b, mode, mode, alpha, "")
 
 
-class _Plain(torch.autograd.Function):
-    """Plain tensors of which one requires grad."""
+class _Plain(torch.autograd.function._SingleLevelFunction):
+    """Plain tensors of which one requires grad, outside of ``torch.func``: without its transforms, in half the time."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         mode, ctx.mode, ctx.alpha, out_dtype = rest
         ctx.save_for_backward(a, b)
-        return _multiply(a, b, mode, ctx.alpha, out_dtype)
+        found: Tensor = dispatch.matmul(
+            a, b, alpha=ctx.alpha, out_dtype=out_dtype or None, math_mode=mode
+        )
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -251,11 +315,13 @@ class _Plain(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-class _Transformed(_Plain):
+class _Transformed(torch.autograd.Function):
     """Under ``torch.func`` and forward-mode AD."""
 
+    backward = _Plain.backward
+
     @staticmethod
-    def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
+    def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         mode, backward_mode, alpha, out_dtype = rest
         found: Tensor = OPERATOR(a, b, mode, backward_mode, alpha, out_dtype)
         return found

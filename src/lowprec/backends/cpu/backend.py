@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from lowprec.arrays import CPU, ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import
+from lowprec.backends.cpu.device import capabilities as capabilities
+from lowprec.backends.cpu.info import info as info
 from lowprec.backends.cpu.packed import executor as packed
 from lowprec.backends.cpu.packed import launch, micro_kernels
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
@@ -22,18 +24,7 @@ _BY_UNITS = (packed.execute, launch.execute)
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that executes a plan.
-
-    Parameters
-    ----------
-    plan : GemmPlan
-        A plan for this CPU.
-
-    Returns
-    -------
-    Executor
-        Safe to call from several threads at once.
-    """
+    """Return the function that executes a plan for this CPU; safe to call from several threads at once."""
     if 0 in plan.out_shape:
         return _nothing
     if plan.layout.k == 0:
@@ -54,7 +45,7 @@ def _without_numba(plan: GemmPlan) -> GemmPlan:
     casting.has_kernels.cache_clear()
     micro_kernels.obstacle.cache_clear()
     device.forget()
-    return plan_gemm(plan.problem, device.capabilities(CPU), plan.mode)
+    return plan_gemm(plan.problem, capabilities(CPU), plan.mode)
 
 
 def _nothing(_: Arguments) -> None:

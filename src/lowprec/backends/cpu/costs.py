@@ -27,17 +27,10 @@ _LARGEST_PER_FLOP, _LARGEST_PER_ELEMENT = 1e3, 1e6
 
 
 class Cost(NamedTuple):
-    """What a kernel costs.
+    """What a kernel costs."""
 
-    Parameters
-    ----------
-    per_flop : float
-        Time of one flop; 1 is FP32 on this machine.
-    per_element : float
-        Time of reading, rounding and packing one element of an operand, in the same unit.
-    """
-
-    per_flop: float
+    per_flop: float  # time of one flop; 1 is FP32 on this machine
+    #: Time of reading, rounding and packing one element of an operand, in the same unit.
     per_element: float
 
 

@@ -23,21 +23,11 @@ _SLOPE, _CUBE = 0.7978845608028654, 0.044715
 
 
 class Operations(NamedTuple):
-    """What the formula needs beside ``+ - * /`` and comparisons.
+    """What the formula needs beside ``+ - * /`` and comparisons."""
 
-    Parameters
-    ----------
-    number : callable
-        A float32 beside many.
-    where : callable
-        Of a condition and two values.
-    power_of_two : callable
-        2^n of an integer n to which `MAGIC` was added.
-    """
-
-    number: Callable[[float], Any]
-    where: Callable[[Any, Any, Any], Any]
-    power_of_two: Callable[[Any], Any]
+    number: Callable[[float], Any]  # a float32 beside many
+    where: Callable[[Any, Any, Any], Any]  # of a condition and two values
+    power_of_two: Callable[[Any], Any]  # 2^n of an integer n to which `MAGIC` was added
 
 
 def gelu(x: Any, by: Operations) -> Any:

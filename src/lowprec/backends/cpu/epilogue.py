@@ -65,18 +65,9 @@ def apply(
 ) -> None:
     """Apply the epilogue to ``product``, in place, and write the result to ``out``.
 
-    Parameters
-    ----------
-    product : numpy.ndarray, shape (..., m, n)
-        Accumulator; overwritten. May be ``out`` itself.
-    out : numpy.ndarray, shape (..., m, n)
-        Receives the result, rounded to its dtype.
-    alpha, beta : complex
-        Factors of the product and of ``c``; ``c`` is not read where ``beta`` is zero, as in BLAS.
-    c : numpy.ndarray or None, shape (..., m, n)
-        May be ``out`` itself.
-    bias : numpy.ndarray or None, shape (n,)
-    activation : Activation or None
+    ``product``, ``out`` and ``c`` have one shape (..., m, n), ``bias`` has (n,). ``product`` is overwritten; it and
+    ``c`` may be ``out`` itself, which gets the result rounded to its dtype. ``c`` is not read where ``beta`` is zero,
+    as in BLAS.
     """
     scalar = product.dtype.type
     with np.errstate(all="ignore"):

@@ -119,21 +119,13 @@ def _openblas_call(plan: GemmPlan) -> Executor:
 
 
 class Blas(NamedTuple):
-    """A library that multiplies arrays which hold what the mode says.
+    """A library that multiplies arrays which hold what the mode says."""
 
-    Parameters
-    ----------
-    multiply : callable
-        Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
-    takes_whole : callable
-        Whether one call of the library can run the products of a layout.
-    call : callable
-        Returns the executor that makes that call.
-    """
-
+    #: Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
     multiply: Callable[[Any, Any, Any], None]
+    #: Whether one call of the library can run the products of a layout.
     takes_whole: Callable[[GemmLayout], bool]
-    call: Callable[[GemmPlan], Executor]
+    call: Callable[[GemmPlan], Executor]  # returns the executor that makes that call
 
 
 #: It takes the arrays with their batches, so not a batch as rows.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def raised_in(error: BaseException, *modules: str) -> bool:
-    """Whether an exception was raised in one of these modules, by their names; calls of C belong to their caller.
+    """Whether an exception was raised in one of these modules or packages, by name; calls of C belong to their caller.
 
     Examples
     --------
@@ -22,4 +22,7 @@ def raised_in(error: BaseException, *modules: str) -> bool:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_globals.get("__name__") in modules
+    if traceback is None:
+        return False
+    name = traceback.tb_frame.f_globals.get("__name__", "")
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

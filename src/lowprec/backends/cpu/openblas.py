@@ -90,15 +90,7 @@ def core_type(flags: frozenset[str]) -> str | None:
 
 
 class OpenBlas:
-    """The opened library.
-
-    Parameters
-    ----------
-    library : ctypes.CDLL
-        Loaded for lowprec.
-    path : str
-        Where it was found.
-    """
+    """A library that was loaded for lowprec, and where it was found."""
 
     def __init__(self, library: ctypes.CDLL, path: str) -> None:
         self.path = path
@@ -131,10 +123,7 @@ class OpenBlas:
     def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
         """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
 
-        Parameters
-        ----------
-        a, b, out : MatrixStack
-            Of one dtype, float32, float64, complex64 or complex128; each one that BLAS can express.
+        All are of one dtype, float32, float64, complex64 or complex128, and such as BLAS can express.
         """
         if b.cols == 1:
             return self._matrix_vector(a, b, out)
@@ -222,40 +211,18 @@ class OpenBlas:
         return pieces
 
 
+#: A matrix or a vector: where it is, and its leading dimension or step.
+_ARRAY = [_POINTER, _INT]
+
+
 def _gemm_types(scalar: Any) -> list[Any]:
-    return [
-        _ENUM,  # layout
-        _ENUM,  # op_a
-        _ENUM,  # op_b
-        _INT,  # m
-        _INT,  # n
-        _INT,  # k
-        scalar,  # alpha
-        _POINTER,  # a
-        _INT,  # lda
-        _POINTER,  # b
-        _INT,  # ldb
-        scalar,  # beta
-        _POINTER,  # c
-        _INT,  # ldc
-    ]
+    """Layout, op_a, op_b; m, n, k; alpha, a, b; beta, c."""
+    return [_ENUM] * 3 + [_INT] * 3 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
 
 
 def _gemv_types(scalar: Any) -> list[Any]:
-    return [
-        _ENUM,  # layout
-        _ENUM,  # op_a
-        _INT,  # m
-        _INT,  # n
-        scalar,  # alpha
-        _POINTER,  # a
-        _INT,  # lda
-        _POINTER,  # x
-        _INT,  # incx
-        scalar,  # beta
-        _POINTER,  # y
-        _INT,  # incy
-    ]
+    """Layout, op_a; m, n; alpha, a, x; beta, y."""
+    return [_ENUM] * 2 + [_INT] * 2 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
 
 
 def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:

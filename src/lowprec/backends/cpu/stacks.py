@@ -19,22 +19,15 @@ _SMALL_BYTES = 64 << 10
 
 
 class Stacks(NamedTuple):
-    """Stacks of matrices: vectors lifted to matrices, the batch collapsed to rows where the plan says so.
+    """Stacks of matrices: vectors lifted to matrices, the batch collapsed to rows where the plan says so."""
 
-    Parameters
-    ----------
-    a, b, out : numpy.ndarray, shapes (..., m, k), (..., k, n), (..., m, n)
-        Views of the arguments. The batches of ``a`` and ``b`` broadcast to that of ``out``.
-    c : numpy.ndarray or None, shape (..., m, n)
-        Broadcast to the shape of ``out``; None where beta is zero.
-    bias : numpy.ndarray or None, shape (n,)
-    """
-
+    #: Views of the arguments, shapes (..., m, k), (..., k, n) and (..., m, n). The batches of ``a`` and ``b`` broadcast
+    #: to that of ``out``.
     a: Any
     b: Any
     out: Any
-    c: Any | None
-    bias: Any | None
+    c: Any | None  # broadcast to the shape of ``out``; None where beta is zero
+    bias: Any | None  # shape (n,)
 
 
 def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:

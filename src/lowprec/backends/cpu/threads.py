@@ -196,17 +196,7 @@ def run(work: Callable[[], None], workers: int) -> None:
     itself, and one call must be enough to complete all of it: how many helpers take part is not
     promised.
 
-    Parameters
-    ----------
-    work : callable
-        Takes no argument; its result is ignored.
-    workers : int
-        Largest number of threads, the calling one included.
-
-    Raises
-    ------
-    BaseException
-        Whatever `work` raised, after all calls have ended. If several did, one of them.
+    Raises whatever `work` raised, after all calls have ended. If several did, one of them.
     """
     if workers <= 1 or sys.is_finalizing():
         work()

@@ -86,10 +86,9 @@ def device_key() -> str:
     """Return the current device, the driver and cuBLAS, as one line."""
     found = runtime.properties(runtime.current_device())
     major, minor = found.capability
-    driver_major, driver_minor = runtime.driver_version()
     return (
         f"{found.name}, compute capability {major}.{minor}, {found.multiprocessors} multiprocessors, "
-        f"driver CUDA {driver_major}.{driver_minor}, cuBLAS {bindings.cublas_version()}"
+        f"driver CUDA {runtime.driver_version()}, cuBLAS {bindings.cublas_version()}"
     )
 
 
@@ -99,20 +98,15 @@ def _stored() -> dict[str, dict[str, Any]]:
     read = disk.read_json(_FILE)
     devices = read.get("devices") if read.get("format") == _FORMAT else None
     choices = {
-        device: {product: entry for product, entry in products.items() if _is_choice(entry)}
+        device: {
+            product: entry
+            for product, entry in products.items()
+            if isinstance(entry, dict) and isinstance(entry.get("algorithm"), str)
+        }
         for device, products in (devices.items() if isinstance(devices, dict) else ())
         if isinstance(products, dict)
     }
     return {device: found for device, found in choices.items() if found}
-
-
-def _is_choice(entry: Any) -> bool:
-    """Whether an entry is plain values, and names an algorithm."""
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("algorithm"), str)
-        and not any(isinstance(value, (dict, list)) for value in entry.values())
-    )
 
 
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
@@ -146,8 +140,3 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
         for device, entries in stored.items():
             on_disk.setdefault(device, {}).update(entries)
         disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})
-
-
-def forget() -> None:
-    """Read the disk anew at the next product."""
-    _stored.cache_clear()

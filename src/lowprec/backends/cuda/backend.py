@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import Any
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime, timing
+from lowprec.backends.cuda import bindings, memory, runtime, timing
 from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.executor import GemmExecutor, forget_refusals
+from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
@@ -30,6 +31,34 @@ from lowprec.strides import contiguous_strides
 def capabilities(device: Device) -> Capabilities:
     """Return what a GPU can do. Looked up once per device."""
     return present(runtime.properties(device.index))
+
+
+def info() -> dict[str, Any]:
+    """Return what decides how products run on the GPUs that this process sees.
+
+    The highest ``clock_khz`` is 0 where the driver does not tell, ``peak_tflops`` (by format) empty where the model's
+    data sheet is not known; ``workspace_bytes`` is what cuBLASLt may use per handle and stream. Of ``versions``,
+    ``cuda`` is the newest that the driver serves.
+    """
+    libraries()
+    return {
+        "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
+        "versions": {"cuda": runtime.driver_version(), "cublas": bindings.cublas_version_text()},
+    }
+
+
+def _device(index: int) -> dict[str, Any]:
+    found, able = runtime.properties(index), capabilities(Device(2, index))
+    return {
+        "device": able.device,
+        "name": found.name,
+        "compute_capability": "{}.{}".format(*found.capability),
+        "memory_bytes": found.memory_bytes,
+        "multiprocessors": found.multiprocessors,
+        "clock_khz": found.clock_khz,
+        "peak_tflops": dict(able.peak_tflops),
+        "workspace_bytes": able.workspace_bytes,
+    }
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -126,19 +155,6 @@ def tune(
 def release_memory() -> None:
     """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
     memory.release()
-
-
-def reset() -> None:
-    """Give back handles, events and pooled memory, each also where another fails; no product may be running.
-
-    Executors stay valid and create what they need at their next call.
-    """
-    forget_refusals()
-    autotune.forget()
-    present.cache_clear()
-    with contextlib.ExitStack() as stack:
-        for give_back in (memory.reset, timing.release, handles.reset):
-            stack.callback(give_back)
 
 
 @contextlib.contextmanager

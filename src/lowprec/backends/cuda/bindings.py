@@ -23,12 +23,8 @@ _ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
 
 #: Errors by status; every other status is a :class:`BackendError`. What cuBLASLt does not compute it refuses as
 #: "invalid value" in some versions, as "not supported" in others.
-_ERRORS: dict[int, type[LowprecError]] = {
-    _ALLOC_FAILED: DeviceMemoryError,
-    _INVALID_VALUE: UnsupportedError,
-    _ARCH_MISMATCH: UnsupportedError,
-    _NOT_SUPPORTED: UnsupportedError,
-}
+_REFUSALS = (_INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED)
+_ERRORS = {_ALLOC_FAILED: DeviceMemoryError, **dict.fromkeys(_REFUSALS, UnsupportedError)}
 
 
 def translate(error: Exception, doing: str) -> LowprecError:

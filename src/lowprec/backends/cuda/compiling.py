@@ -2,7 +2,7 @@
 
 The sources lie in ``kernels/``; what varies is defined in lines before them. A compiled kernel is kept in memory, and
 on disk under a name that stands for everything that it was made from. NVRTC, CUDA's run-time compiler, is reached by
-cuda.core.
+cuda.core; its cache of programs is not, as that asks neither whose a file is nor whether it is whole.
 """
 
 from __future__ import annotations

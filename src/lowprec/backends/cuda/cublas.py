@@ -34,16 +34,12 @@ def _create() -> int:
         if _at_start:
             bindings.set_math_mode(handle, _at_start)
     except BaseException:
-        _destroy(handle)
+        bindings.destroy_handle(handle, "cublas")
         raise
     return handle
 
 
-def _destroy(handle: int) -> None:
-    bindings.destroy_handle(handle, "cublas")
-
-
-_pool = HandlePool(_create, _destroy)
+_pool = HandlePool(_create)
 
 
 def cublas_handle(device: int | None = None) -> int:

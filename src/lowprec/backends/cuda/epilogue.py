@@ -6,7 +6,6 @@ scaled the operands are taken back in the same pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
@@ -74,19 +73,16 @@ def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
     if not spec.out.rows * spec.out.cols:
         return in_sequence(())
     batch, rows, cols = _dimensions(spec)
-    return in_sequence(
-        [_EpilogueLaunch(spec, rows, cols, part, device) for part in launch_batches(batch, 4)]
-    )
+    parts = launch_batches(batch, 4)
+    return in_sequence([_EpilogueLaunch(spec, rows, cols, part, device) for part in parts])
 
 
 def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     """Return the batch, the rows and the columns, coalesced."""
     out, c = spec.out, spec.c
     per_column = int(spec.bias is not None or spec.scaled)
-    step, none = (
-        (spec.product_rows or out.rows) * spec.leading_dimension,
-        (0,) * len(out.batch_shape),
-    )
+    step = (spec.product_rows or out.rows) * spec.leading_dimension
+    none = (0,) * len(out.batch_shape)
     c_strides = c.batch_strides if c else none
     batch = batch_dimensions(out.batch_shape, step, out.batch_strides, c_strides, none)
     c_row = c.row_stride if c else 0
@@ -107,6 +103,8 @@ class _EpilogueLaunch:
     def __init__(
         self, spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int
     ) -> None:
+        self._spec, self._rows, self._cols, self._batch = spec, rows, cols, batch
+        self._device = device
         sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
         c_size = spec.c.dtype.itemsize if spec.c else 0
         before = batch.before * _EXPONENT_BYTES
@@ -132,10 +130,9 @@ class _EpilogueLaunch:
         c_bytes = min(_VECTOR_BYTES, vector * c_size)
         self._c_mask = c_bytes - 1
         c_regular = bool(c_size) and rows_aligned(_C, c_bytes, c_size)
-        make = functools.partial(_launch, spec, rows, cols, batch, device)
-        self._any = make(1, 0)
-        self._fast = make(vector, 0) if regular else None
-        self._fast_with_c = make(vector, 1) if regular and c_regular else None
+        self._any = self._launch(1, 0)
+        self._fast = self._launch(vector, 0) if regular else None
+        self._fast_with_c = self._launch(vector, 1) if regular and c_regular else None
 
     def __call__(
         self,
@@ -164,36 +161,75 @@ class _EpilogueLaunch:
                 launch = self._fast_with_c
         launch(stream, *addresses, alpha.real, alpha.imag, beta.real, beta.imag)
 
+    def _launch(self, vector: int, c_aligned: int) -> Launch:
+        """Return the kernel with ``vector`` elements per thread."""
+        spec, rows, cols, batch = self._spec, self._rows, self._cols, self._batch
+        definitions: dict[str, str | int] = {
+            "PRODUCT": ELEMENT[spec.product_dtype],
+            "RESULT": ELEMENT[spec.out.dtype],
+            "SCALED": int(spec.scaled),
+            "VECTOR": int(vector > 1),
+        }
+        if spec.activation:
+            definitions[spec.activation.name] = 1
+        constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
+        constants += [rows[1][_OUT], cols[1][_OUT], batch.count]
+        constants += [*batch.extents, *batch.strides[_OUT]]
+        if spec.c:
+            definitions["ADDEND"] = ELEMENT[spec.c.dtype]
+            constants += [rows[1][_C], cols[1][_C], *batch.strides[_C], c_aligned]
+        if spec.bias:
+            definitions["BIAS"] = ELEMENT[spec.bias.dtype]
+            constants += spec.bias.strides
+        groups = batch.count * rows[0] * -(-cols[0] // vector)
+        blocks = pick_blocks(-(-groups // _THREADS), self._device)
+        addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.scaled
+        return Launch(
+            "epilogue", "epilogue.cu", definitions, self._device, blocks, (_THREADS,),
+            addresses, constants, _FACTORS,
+        )  # fmt: skip
 
-def _launch(
-    spec: Epilogue,
-    rows: Dimension,
-    cols: Dimension,
-    batch: LaunchBatch,
-    device: int,
-    vector: int,
-    c_aligned: int,
-) -> Launch:
-    """Return the kernel with ``vector`` elements per thread."""
-    definitions: dict[str, str | int] = {
-        "PRODUCT": ELEMENT[spec.product_dtype],
-        "RESULT": ELEMENT[spec.out.dtype],
-        "SCALED": int(spec.scaled),
-        "VECTOR": int(vector > 1),
-    }
-    if spec.activation:
-        definitions[spec.activation.name] = 1
-    constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
-    constants += [rows[1][_OUT], cols[1][_OUT], batch.count, *batch.extents, *batch.strides[_OUT]]
-    if spec.c:
-        definitions["ADDEND"] = ELEMENT[spec.c.dtype]
-        constants += [rows[1][_C], cols[1][_C], *batch.strides[_C], c_aligned]
-    if spec.bias:
-        definitions["BIAS"] = ELEMENT[spec.bias.dtype]
-        constants += spec.bias.strides
-    blocks = pick_blocks(-(-batch.count * rows[0] * -(-cols[0] // vector) // _THREADS), device)
-    addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.scaled
-    return Launch(
-        "epilogue", "epilogue.cu", definitions, device, blocks, (_THREADS,), addresses, constants,
-        _FACTORS,
-    )  # fmt: skip
+
+# -- what is not finite ---------------------------------------------------------------------------
+
+#: Queues the work: addresses of the product, ``a`` and ``b``, and a stream.
+Mender: TypeAlias = Callable[[int, int, int, int], None]
+
+
+@cached
+def prepare_mending(
+    dtype: DType, leading_dimension: int, a: MatrixStack, b: MatrixStack, device: int
+) -> Mender:
+    """Return the function that computes what a sum of products of parts leaves NaN or infinite again, from a and b.
+
+    An infinity, a NaN, or a number that overflows in the parts' format makes NaN of every element it enters. Whether
+    there is such an element only the device knows: the kernel, ``kernels/mend.cu``, always runs, reads the product
+    once, and the host waits for nothing. The device is the current one then, as in :func:`prepare_epilogue`.
+
+    The product, float32 or complex64, lies row-major and matrix after matrix in temporary memory, its rows
+    ``leading_dimension`` elements apart; the operands lie where the caller has them, their batches broadcast to one
+    shape. The kernel is compiled at its first call.
+    """
+    step = a.rows * leading_dimension
+    batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
+    parts = launch_batches(batch, 3)
+    return in_sequence([_mend(dtype, leading_dimension, a, b, part, device) for part in parts])
+
+
+def _mend(
+    dtype: DType, leading: int, a: MatrixStack, b: MatrixStack, batch: LaunchBatch, device: int
+) -> Mender:
+    """Return the kernel for the batch of one launch."""
+    definitions = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
+    constants = [a.rows, b.cols, a.cols, leading]
+    constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
+    constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
+    blocks = pick_blocks(-(-batch.count * a.rows * b.cols // _THREADS), device)
+    launch = Launch("mend", "mend.cu", definitions, device, blocks, (_THREADS,), 3, constants)
+    dtypes = (dtype, a.dtype, b.dtype)
+    offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
+
+    def queue(product: int, first: int, second: int, stream: int) -> None:
+        launch(stream, product + offsets[0], first + offsets[1], second + offsets[2])
+
+    return queue

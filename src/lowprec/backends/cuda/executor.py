@@ -366,8 +366,3 @@ def _alpha(arguments: Arguments) -> complex:
         if isinstance(scale, float):
             alpha *= scale
     return alpha
-
-
-def forget_refusals() -> None:
-    """Ask cuBLASLt anew for what it refused."""
-    _refused.clear()

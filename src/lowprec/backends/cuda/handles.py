@@ -6,16 +6,12 @@ handles to the next one. Source: the cuBLAS documentation on thread safety.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.errors import DeviceMemoryError
-
-#: Of all libraries.
-_pools: list[HandlePool] = []
 
 
 class _Lease(dict[int, int]):
@@ -40,15 +36,10 @@ class HandlePool:
     Without a lock, which the end of a thread, a signal handler or a fork could find taken: each step is atomic.
     """
 
-    def __init__(self, create: Callable[[], int], destroy: Callable[[int], None]) -> None:
+    def __init__(self, create: Callable[[], int]) -> None:
         self._create = create
-        self._destroy = destroy
         #: All handles, in the order in which they were made, with their devices.
         self.devices: dict[int, int] = {}
-        self._start()
-        _pools.append(self)
-
-    def _start(self) -> None:
         self._free: dict[int, list[int]] = defaultdict(list)
         self._local = _Local(self._free)
 
@@ -77,20 +68,8 @@ class HandlePool:
             memory.release()
             return self._create()
 
-    def reset(self) -> None:
-        """Destroy all handles, and only then tell where one reported an error; no thread may be using one."""
-        devices, self.devices = self.devices, {}
-        self._start()
-        with contextlib.ExitStack() as stack:
-            for found, device in devices.items():
-                stack.callback(self._destroy_on, device, found)
 
-    def _destroy_on(self, device: int, handle: int) -> None:
-        with runtime.on_device(device):
-            self._destroy(handle)
-
-
-_cublas_lt = HandlePool(bindings.create_handle, bindings.destroy_handle)
+_cublas_lt = HandlePool(bindings.create_handle)
 
 #: This thread's cuBLASLt handle on a device, the current one.
 handle = _cublas_lt.handle
@@ -99,10 +78,3 @@ handle = _cublas_lt.handle
 def device_of(owner: int) -> int:
     """Return the device of a cuBLASLt handle, without asking the driver."""
     return _cublas_lt.devices[owner]
-
-
-def reset() -> None:
-    """Destroy all handles; no thread may be using one."""
-    with contextlib.ExitStack() as stack:
-        for pool in _pools:
-            stack.callback(pool.reset)

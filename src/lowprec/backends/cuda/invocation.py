@@ -169,23 +169,11 @@ class Invocation:
         try:
             for first, second, c, d in places:
                 matmul(
-                    handle,
-                    operation or of_all,
-                    alpha.address,
-                    first,
-                    first_layout,
-                    second,
-                    second_layout,
-                    beta.address,
-                    c,
-                    c_layout,
-                    d,
-                    d_layout,
-                    algorithm,
-                    workspace,
-                    nbytes,
-                    stream,
-                )
+                    handle, operation or of_all,
+                    alpha.address, first, first_layout, second, second_layout,
+                    beta.address, c, c_layout, d, d_layout,
+                    algorithm, workspace, nbytes, stream,
+                )  # fmt: skip
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
@@ -222,11 +210,8 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
         # Without an addend D stands for C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
         c = None if call.c in (None, call.d) else call.c
         for x in (call.first, call.second, call.d, *([c] if c else ())):
-            batch = (call.batch_count, x.batch_stride)
-            data_type = x.dtype.cuda_data_type
-            made.append(
-                bindings.matrix_layout(data_type, x.rows, x.cols, x.leading_dimension, batch)
-            )
+            stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
+            made.append(bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride)))
     except BaseException:
         for descriptor in made:
             descriptor.close()

@@ -40,23 +40,19 @@ _CACHES = 2
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-class Measured(NamedTuple):
+@dataclass(slots=True)
+class Measured:
     """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
 
-    rank: int
-    algorithm: Algorithm
-    median_ms: float
-
-
-@dataclass(slots=True)
-class _Candidate:
     rank: int
     algorithm: Algorithm
     #: How often it runs per measurement.
     repeats: int = 1
     times_ms: list[float] = field(default_factory=list)
 
+    @property
     def median_ms(self) -> float:
+        """Of the milliseconds of one product."""
         return statistics.median(self.times_ms)
 
 
@@ -80,10 +76,10 @@ class Contest:
         Where none runs, the first one's error is raised.
         """
         self._spin(self._stream, 0)  # which compiles it: what cannot be is no candidate's failure
-        candidates: list[_Candidate] = []
+        candidates: list[Measured] = []
         errors: list[LowprecError] = []
         for rank, algorithm in enumerate(found):
-            candidate = _Candidate(rank, algorithm)
+            candidate = Measured(rank, algorithm)
             try:
                 self._measure(candidate)  # loads the kernel
                 once = self._measure(candidate)
@@ -100,21 +96,20 @@ class Contest:
             if progress:
                 progress(done, total)
         first = candidates[0]
-        best, *others = sorted(candidates, key=_Candidate.median_ms)
-        measured = [Measured(x.rank, x.algorithm, x.median_ms()) for x in (best, *others)]
-        if best is not first and not self._wins(best, first):
-            measured.sort(key=lambda x: x.rank != first.rank)
+        candidates.sort(key=lambda x: x.median_ms)
+        if candidates[0] is not first and not self._wins(candidates[0], first):
+            candidates.sort(key=lambda x: x is not first)
         if progress:
             progress(total, total)
-        return tuple(measured)
+        return tuple(candidates)
 
-    def _wins(self, best: _Candidate, first: _Candidate) -> bool:
+    def _wins(self, best: Measured, first: Measured) -> bool:
         """Whether the best also wins a contest of two."""
         times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
         old, new = (statistics.median(x) for x in zip(*times, strict=True))
         return bool(new < old * (1 - _MARGIN))
 
-    def _measure(self, candidate: _Candidate) -> float:
+    def _measure(self, candidate: Measured) -> float:
         """Return the milliseconds of one product."""
         self._invocation.use(candidate.algorithm)
         repeats = candidate.repeats

@@ -214,12 +214,6 @@ class _Pool:
                 call("cudaMemPoolTrimTo", self._pool, 0)
             call("cudaDeviceGraphMemTrim", self._device)
 
-    def reset(self) -> None:
-        """Give back the events, too; nobody may be waiting for one."""
-        self.release()
-        while self.events:
-            call("cudaEventDestroy", self.events.pop())
-
 
 #: By the runtime, which tests exchange, and the device.
 _pools: dict[tuple[Any, int], _Pool] = {}
@@ -323,11 +317,6 @@ def release_finished() -> bool:
 def release() -> None:
     """Give back all memory that nobody uses; blocks that are still alive stay good."""
     _each(_Pool.release)
-
-
-def reset() -> None:
-    """Give back events as well; no product may be running."""
-    _each(_Pool.reset)
 
 
 _waiter = Waiter(release_finished)

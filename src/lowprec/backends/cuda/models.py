@@ -42,10 +42,7 @@ def present(found: DeviceProperties) -> Capabilities:
 def predicted(device: str) -> Capabilities:
     """Return what a model can do by what is published of it; no library and no driver is needed.
 
-    Raises
-    ------
-    DeviceError
-        If there is no such model.
+    Raises DeviceError if there is no such model.
 
     Examples
     --------

@@ -7,15 +7,20 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.backends.cuda import memory, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, prepare_epilogue
-from lowprec.backends.cuda.mending import Mender, Mending, prepare_mending
+from lowprec.backends.cuda.epilogue import (
+    Epilogue,
+    EpilogueLauncher,
+    Mender,
+    prepare_epilogue,
+    prepare_mending,
+)
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.prepared import is_kept
+from lowprec.planning.prepared import kept_modes
 
 _INT32_BYTES = 4
 #: Of what lies in one block.
@@ -39,7 +44,7 @@ class Staging:
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
-        self._plan = plan
+        self._kept_modes = kept_modes(plan)
         #: How ``b`` is packed, by what, its bytes and those of its exponents.
         self._packing_b: tuple[Packing, Packer, int, int] | None = None
         self._scales_b = False
@@ -85,8 +90,8 @@ class Staging:
             spec = epilogue(plan, call)
             self._write = prepare_epilogue(spec, device)
             if max(plan.split) > 1:
-                mending = Mending(spec.product_dtype, spec.leading_dimension, layout.a, layout.b)
-                self._mend = prepare_mending(mending, device)
+                product = (spec.product_dtype, spec.leading_dimension)
+                self._mend = prepare_mending(*product, layout.a, layout.b, device)
 
     def _room(self, nbytes: int) -> int:
         """Return where in the block so many bytes lie."""
@@ -106,7 +111,7 @@ class Staging:
         whenever it runs, so that is held for good.
         """
         view, how = arguments.b, self._packing_b
-        if type(view) is not PreparedView or how is None or not is_kept(self._plan, view.mode):
+        if type(view) is not PreparedView or how is None or view.mode not in self._kept_modes:
             return None
         stream, (spec, pack, nbytes, exponents) = arguments.stream, how
         key = (spec, exponents, view.address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.libraries import libraries, loaded
+from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
 
 #: Events that nobody uses at the moment, by the runtime, which tests exchange, and the device.
@@ -72,11 +72,3 @@ class EventStopwatch:
 
     def __del__(self) -> None:
         self.abandon()
-
-
-def release() -> None:
-    """Destroy all events that nobody uses."""
-    found = loaded()
-    for (owner, _), events in list(_idle.items()):
-        while found is not None and owner is found.runtime and events:
-            call("cudaEventDestroy", events.pop())

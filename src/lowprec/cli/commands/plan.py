@@ -37,17 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="shapes in the place of files, as 1024x512 512x2048; leading dimensions are a batch",
     )
-    add_shared(
-        parser,
-        "--dtype",
-        "--out-dtype",
-        "--mode",
-        "--rtol",
-        "--bound",
-        "--k-chunk",
-        "--device",
-        "--json",
-    )
+    add_shared(parser, "--dtype", "--out-dtype", "--mode", "--rtol")
+    add_shared(parser, "--bound", "--k-chunk", "--device", "--json")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,17 +17,7 @@ _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 def accumulate(
     a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic
 ) -> None:
-    """Compute ``c += a @ b`` for a block of c, group by group as a tensor core does.
-
-    Parameters
-    ----------
-    a, b : Operand, shapes (m, k) and (k, n)
-    c : numpy.ndarray, shape (m, n)
-        float32, updated in place.
-    rows, columns : slice
-        Of the block.
-    arithmetic : Arithmetic
-    """
+    """Compute ``c += a @ b`` for a block of c (float32), in place and group by group as a tensor core does."""
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)

@@ -14,24 +14,12 @@ NAN = np.uint32(0x7FFFFFFF)
 
 
 class Operand(NamedTuple):
-    """A matrix of numbers of one format.
+    """A matrix of numbers of one format."""
 
-    Parameters
-    ----------
-    values : numpy.ndarray, float64
-        Zero where a number is not finite.
-    exponents : numpy.ndarray, int32
-        ``NOWHERE`` where the value is zero.
-    raw : numpy.ndarray, float32
-        The numbers as they are.
-    is_finite : bool
-        Whether all are.
-    """
-
-    values: Any
-    exponents: Any
-    raw: Any
-    is_finite: bool
+    values: Any  # float64; zero where a number is not finite
+    exponents: Any  # int32; ``NOWHERE`` where the value is zero
+    raw: Any  # float32: the numbers as they are
+    is_finite: bool  # whether all are
 
     @classmethod
     def of(cls, x: Any, emin: int) -> Operand:

@@ -58,18 +58,8 @@ def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
 def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
     """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new array.
 
-    Parameters
-    ----------
-    a, b : numpy.ndarray, shapes (..., m, k) and (..., k, n)
-        float32, numbers of the format of ``model``.
-    c : numpy.ndarray or None, shape (..., m, n)
-        float32; None for zero. All batches broadcast.
-    model : Arithmetic
-
-    Returns
-    -------
-    numpy.ndarray, shape (..., m, n)
-        float32.
+    All are float32, ``a`` (..., m, k) and ``b`` (..., k, n) numbers of the format of ``model``; ``c`` is None for zero.
+    All batches broadcast.
     """
     shapes = [x.shape[:-2] for x in (a, b, c) if x is not None]
     batch = np.broadcast_shapes(*shapes)

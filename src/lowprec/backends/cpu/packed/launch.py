@@ -16,7 +16,7 @@ from lowprec.backends.cpu import batches, buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.packed.packed_gemm import Operand, float_bits, single_thread_job
-from lowprec.backends.cpu.packed.prepared_panels import Panels
+from lowprec.backends.cpu.packed.prepared_panels import PanelStack
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -27,49 +27,26 @@ _JOB_BYTES = 4096
 
 
 class Launch(NamedTuple):
-    """What runs the products of one plan.
+    """What runs the products of one plan."""
 
-    Parameters
-    ----------
-    template : bytes
-        The job, without addresses.
-    fields : tuple of int
-        Those of the job that take the addresses of ``a``, ``b`` and ``out``; the first two are exchanged where the
-        transposed product is computed.
-    drive : callable
-        The macro-kernel.
-    drive_address : int
-        Of the same.
-    drive_all : callable
-        What runs it for each product of a batch.
-    packed_bytes, scratch_bytes : int
-        Memory that each thread needs.
-    batch_count : int
-    matrices : tuple
-        Of a, b, out and c, as `batches` takes them.
-    offsets : numpy.ndarray or None, shape (batch_count, 4)
-        Of the matrices, in bytes; None where they are not kept.
-    has_epilogue : bool
-        Whether alpha, beta, c and bias are put into the job, too.
-    shared : bool
-        Whether waking a thread for the batch pays.
-    panels : callable or None
-        Returns those of a prepared ``b``, None where the product packs it.
-    """
-
-    template: bytes
+    template: bytes  # the job, without addresses
+    #: Those of the job that take the addresses of ``a``, ``b`` and ``out``; the first two are exchanged where the
+    #: transposed product is computed.
     fields: tuple[int, int, int]
-    drive: Callable[[int, int], int]
-    drive_address: int
-    drive_all: Callable[[int, int], int]
+    drive: Callable[[int, int], int]  # the macro-kernel
+    drive_address: int  # of the same
+    drive_all: Callable[[int, int], int]  # what runs it for each product of a batch
+    #: Memory that each thread needs.
     packed_bytes: int
     scratch_bytes: int
     batch_count: int
-    matrices: batches.Matrices
+    matrices: batches.Matrices  # of a, b, out and c, as `batches` takes them
+    #: Of the matrices, shape (batch_count, 4), in bytes; None where they are not kept.
     offsets: Any
-    has_epilogue: bool
-    shared: bool
-    panels: Callable[[Arguments], Panels | None] | None = None
+    has_epilogue: bool  # whether alpha, beta, c and bias are put into the job, too
+    shared: bool  # whether waking a thread for the batch pays
+    #: Returns those of a prepared ``b``, None where the product packs it.
+    panels: Callable[[PreparedView], PanelStack | None] | None = None
 
 
 def launch_of(
@@ -150,7 +127,7 @@ def execute(launch: Launch, arguments: Arguments) -> None:
             job[J.C] = arguments.c.address
     packed_bytes = launch.packed_bytes
     if type(arguments.b) is PreparedView and launch.panels is not None:
-        panels = launch.panels(arguments)
+        panels = launch.panels(arguments.b)
         if panels is not None:
             job[J.B_PACKED], job[J.PACK_TASKS] = panels.address, 0
             with buffers.borrow(launch.scratch_bytes) as memory:
@@ -180,6 +157,12 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
     batch[J.BATCH_FIELD_A], batch[J.BATCH_FIELD_B] = launch.fields[:2]
     batch[J.BATCH_DRIVE] = launch.drive_address
     batch[J.BATCH_SCRATCH] = _JOB_BYTES + launch.packed_bytes
+    if type(arguments.b) is PreparedView and launch.panels is not None:
+        panels = launch.panels(arguments.b)
+        if panels is not None:
+            # No product packs then: each has the b, none at all, that the one before had.
+            table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
+            batch[J.BATCH_FIELD_B] = J.B_PACKED
     address = ctypes.addressof(batch)
 
     def work() -> None:

@@ -1,6 +1,6 @@
 """The few machine-level operations that numba does not offer, and the way from Python to a kernel.
 
-A kernel is a numba `@cfunc` of integers: addresses, strides in bytes, counts. It is called through
+A kernel is a function of integers: addresses, strides in bytes, counts. It is called through
 ctypes, which releases the GIL and unboxes nothing. Inside, memory is read and written through
 `load` and `store` (an ndarray's indexing would test every index for being negative), vectors are
 built as LLVM IR, and kernels reach each other through plain function pointers (`call`), so that
@@ -21,13 +21,13 @@ import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import hidden_flags
-from lowprec.backends.cpu.interrupts import raised_in
+from lowprec.backends.cpu.packed import stored_code
 
 # Inline assembly is assembled by LLVM itself.
 llvmlite.binding.initialize_native_asmparser()
@@ -68,8 +68,8 @@ _ELEMENTS: dict[str, tuple[Any, Any]] = {
 def _fingerprint() -> int:
     """Changes with the source of any kernel module.
 
-    numba's disk cache looks only at the file of the cached function itself. Each kernel mentions
-    this number, so that a change of any module that it is built from makes it a new function.
+    The cache on disk knows a kernel by its name and by what it closes over. Each kernel mentions this
+    number, so that a change of any module that it is built from makes it another.
     """
     here = Path(__file__).parent
     files = sorted(here.glob("*.py")) + sorted(here.glob("micro_kernels/*.py"))
@@ -208,26 +208,46 @@ def yield_cpu(typing_context):
 
 # --- from Python ------------------------------------------------------------------------------
 
-# Compiled functions must outlive every address taken of them.
-_keep_alive: list[Any] = []
+#: What this process has compiled: who looks for an instruction asks for its assembly.
+compiled_here: list[Any] = []
 
 
 def compile_kernel(function: Callable[..., Any], arity: int) -> int:
     """Compile a Python function of integers to native code and return its address.
 
-    The machine code is kept in numba's cache on disk; where no cache can be written it is compiled
-    in each process.
+    The machine code is kept in the cache on disk, by what the function is made of: its name, and the numbers and words
+    that it closes over. Loading it from there makes numba type and compile nothing.
     """
-    signature = types.intp(*[types.intp] * arity)
-    options = {"nopython": True, "error_model": "numpy"}
-    try:
-        compiled = numba.cfunc(signature, cache=True, **options)(function)
-    except (OSError, RuntimeError) as error:
-        if not raised_in(error, "numba.core.caching", "os", "tempfile"):
-            raise
-        compiled = numba.cfunc(signature, **options)(function)
-    _keep_alive.append(compiled)
-    return int(compiled.address)
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
+    name = " ".join([function.__module__, function.__qualname__, str(arity), *made_of])
+    with global_compiler_lock:
+        return stored_code.address(name, lambda: _machine_code(function, arity))
+
+
+def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
+    """Return an object file with the symbol `stored_code.SYMBOL`, which calls the function and nothing of Python."""
+    flags = compiler.Flags()
+    flags.no_cpython_wrapper, flags.no_cfunc_wrapper, flags.no_compile = True, True, True
+    flags.nrt, flags.error_model = True, "numpy"
+    result = compiler.compile_extra(
+        cpu_target.typing_context, TARGET, function, (types.intp,) * arity, types.intp, flags, {}
+    )
+    described, library = result.fndesc, result.library
+    module = TARGET.create_module(stored_code.SYMBOL)
+    inner_type = TARGET.call_conv.get_function_type(described.restype, described.argtypes)
+    inner = ir.Function(module, inner_type, described.llvm_func_name)
+    outer = ir.Function(module, ir.FunctionType(I64, [I64] * arity), stored_code.SYMBOL)
+    builder = ir.IRBuilder(outer.append_basic_block())
+    # Kernels raise nothing, so there is no status to look at.
+    _, value = TARGET.call_conv.call_function(
+        builder, inner, described.restype, described.argtypes, outer.args, attrs=("noinline",)
+    )
+    builder.ret(value)
+    library.add_ir_module(module)
+    library.finalize()
+    compiled_here.append(library)
+    return bytes(library._codegen._tm.emit_object(library._final_module))
 
 
 def callable_at(address: int, arity: int) -> Callable[..., int]:

@@ -1,16 +1,17 @@
 """The packed panels of a prepared operand, which any product with it multiplies.
 
 How B is packed depends on k, n, the element types and the micro-kernel, and on no other operand: strips of 32 columns,
-each whole, one after the other. Where a result is written past the caches a shift puts columns of zeros before the
-first, which depends on the address of the result; with panels it is left out.
+each whole, one after the other. Of a stack all matrices are packed with the first product. Where a result is written
+past the caches a shift puts columns of zeros before the first, which depends on the address of the result; with panels
+it is left out.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,82 +20,138 @@ from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 
+if TYPE_CHECKING:
+    from lowprec.backends.cpu.packed.packed_gemm import PackingJob
+
 _PAGE = 4096
 #: Elements from which several threads pack.
 _SHARED_FROM = 1 << 20
 
 
 class Panels(NamedTuple):
-    """B as a micro-kernel reads it.
+    """A matrix as a micro-kernel reads it.
+
+    Parameters
+    ----------
+    address : int
+        Of the first panel.
+    finite : bool
+        Whether no value became infinite or NaN; looked at where operands have two parts.
+    dtype : str
+        In which it was packed.
+    """
+
+    address: int
+    finite: bool
+    dtype: str
+
+
+class PanelStack(NamedTuple):
+    """The matrices of B as a micro-kernel reads them, one after the other.
 
     Parameters
     ----------
     memory : numpy.ndarray
         What holds them.
-    address : int
-        Of the first.
-    finite : bool
-        Whether no value became infinite or NaN; looked at where operands have two parts.
+    address, step : int
+        Of the first panel of the first, and bytes from each to the next.
+    offsets : numpy.ndarray
+        By how many bytes each lies behind the first matrix of the operand, ascending.
+    finite : tuple of bool
+    dtype : str
+        See :class:`Panels`.
     """
 
     memory: Any
     address: int
-    finite: bool
+    step: int
+    offsets: Any
+    finite: tuple[bool, ...]
+    dtype: str
+
+    def panels_at(self, offset: int) -> Panels:
+        """Return the panels of the matrix that lies there."""
+        index = int(np.searchsorted(self.offsets, offset))
+        return Panels(self.address + index * self.step, self.finite[index], self.dtype)
+
+    def addresses(self, offsets: Any) -> Any:
+        """Return the addresses of the panels of matrices by their offsets."""
+        return self.address + self.step * np.searchsorted(self.offsets, offsets)
 
 
 class PackedAs(NamedTuple):
-    """What the packing of B depends on, beside its elements."""
+    """What the packing of B depends on, beside its elements; not on the type of the result."""
 
     micro_kernel: MicroKernel
     a_dtype: str
     b_dtype: str
     out_dtype: str
     rounding: str
+    component: int = 0  # 0 for the number or its real part, 1 for the imaginary part
+
+    def key(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return that by which an operand keeps its panels; its transpose has others."""
+        return (
+            self.micro_kernel.name, self.a_dtype, self.b_dtype, self.rounding, self.component, shape, strides,
+        )  # fmt: skip
 
 
-def panels_of(
-    view: PreparedView,
-    packed_as: PackedAs,
-    matrix: Callable[[], AbstractContextManager[Any]],
-    component: int = 0,
-) -> Panels:
-    """Return the panels of the one matrix of a view, made with the first product.
+#: Lends what is packed of a matrix, in the type in which it is multiplied.
+Convert = Callable[[Any], AbstractContextManager[Any]]
 
-    Parameters
-    ----------
-    view : PreparedView
-    packed_as : PackedAs
-    matrix : callable
-        Returns a context manager of what is packed, shape (k, n), in the type in which it is multiplied.
-    component : int
-        0 for the number or its real part, 1 for the imaginary part.
-    """
-    micro_kernel, *names = packed_as
-    key = (micro_kernel.name, *names, component, view.address, view.shape, view.strides)
+
+def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
+    """Return the panels of a prepared matrix, or of one of a stack."""
+    offset = view.address - view.whole.address
+    return stack_of(view.whole, packed_as, convert).panels_at(offset)
+
+
+def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> PanelStack:
+    """Return the panels of a prepared operand, made with the first product."""
 
     def make() -> Form:
-        with matrix() as x:
-            panels = _pack(packed_as, x)
-        return Form(panels, panels.memory.nbytes)
+        made = _pack(packed_as, dict(_matrices(view)), convert)
+        return Form(made, made.memory.nbytes)
 
-    found: Panels = view.form(key, make)
+    found: PanelStack = view.form(packed_as.key(view.shape, view.strides), make)
     return found
 
 
-def _pack(packed_as: PackedAs, x: Any) -> Panels:
+def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
+    """Yield the offset of each matrix of an operand, and the matrix."""
+    x = view.ndarray()
+    if x.ndim == 1:
+        x = x[:, None]
+    steps = x.strides[:-2]
+    for index in np.ndindex(*[n if step else 1 for n, step in zip(x.shape, steps, strict=False)]):
+        yield sum(i * step for i, step in zip(index, steps, strict=True)), x[index]
+
+
+def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> PanelStack:
     from lowprec.backends.cpu.packed import packed_gemm
 
-    k, n = x.shape
-    shared = k * n >= _SHARED_FROM
-    job = packed_gemm.packing_job(*packed_as, n, k, packed_gemm.operand_of(x))
-    memory = np.empty(job.packed_b_bytes + _PAGE, np.uint8)
-    address = -(-int(memory.ctypes.data) // _PAGE) * _PAGE
-    job.job[J.B_PACKED] = address
-    job_address = ctypes.addressof(job.job)
+    memory, address, finite = np.empty(0, np.uint8), 0, []
+    offsets = sorted(matrices)
+    for i, offset in enumerate(offsets):
+        with convert(matrices[offset]) as x:
+            k, n = x.shape
+            job = packed_gemm.packing_job(*packed_as[:5], n, k, packed_gemm.operand_of(x))
+            if not i:
+                memory = np.empty(len(offsets) * job.packed_b_bytes + _PAGE, np.uint8)
+                address = -(-int(memory.ctypes.data) // _PAGE) * _PAGE
+            job.job[J.B_PACKED] = address + i * job.packed_b_bytes
+            _drive(job, threads.num_threads() if k * n >= _SHARED_FROM else 1)
+        finite.append(not job.job[J.NOT_FINITE])
+    return PanelStack(
+        memory, address, job.packed_b_bytes, np.array(offsets), tuple(finite), packed_as.b_dtype
+    )
+
+
+def _drive(job: PackingJob, workers: int) -> None:
+    address = ctypes.addressof(job.job)
 
     def work() -> None:
         with buffers.borrow(job.scratch_bytes) as scratch:
-            job.drive(job_address, scratch)
+            job.drive(address, scratch)
 
-    threads.run(work, threads.num_threads() if shared else 1)
-    return Panels(memory, address, not job.job[J.NOT_FINITE])
+    threads.run(work, workers)

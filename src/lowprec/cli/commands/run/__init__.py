@@ -44,21 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="full FP32: a floor for lowprec, and set in the libraries",
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="with --mode: lowprec keeps the mode, whatever the program chooses",
-    )
-    parser.add_argument(
-        "--intercept",
-        action="store_true",
-        help="with --mode: PyTorch's products in the thread that imports it, and in backward passes, are lowprec's",
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="show at the end which products lowprec ran, and how fast",
-    )
+    switches = {
+        "--force": "with --mode: lowprec keeps the mode, whatever the program chooses",
+        "--intercept": "with --mode: PyTorch's products in the thread that imports it, and in backward passes, are "
+        "lowprec's",
+        "--profile": "show at the end which products lowprec ran, and how fast",
+    }
+    for name, words in switches.items():
+        parser.add_argument(name, action="store_true", help=words)
     parser.add_argument(
         "-m",
         dest="module",

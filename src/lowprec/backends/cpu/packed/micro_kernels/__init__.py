@@ -19,6 +19,19 @@ from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
+#: Which part of A is multiplied with which part of B, in the order in which the products are summed.
+Pairs = tuple[tuple[int, int], ...]
+
+
+def format_pairs(pairs: Pairs) -> str:
+    """Return pairs as a text, which a kernel's code can hold as a constant."""
+    return " ".join(f"{i}{j}" for i, j in pairs)
+
+
+def parse_pairs(text: str) -> Pairs:
+    """Return the pairs of a text."""
+    return tuple((int(pair[0]), int(pair[1])) for pair in text.split())
+
 
 @dataclass(frozen=True, slots=True)
 class MicroKernel:
@@ -34,14 +47,14 @@ class MicroKernel:
         As the system calls them; packing and epilogue need theirs as well.
     storage : str
         What is multiplied: ``"bfloat16"`` or ``"int8"``.
-    parts : int
-        The most parts of which an operand may be the sum.
     emit : str
-        Function from the parts of A and of B to the address of the micro-kernel, as ``"module:function"``.
+        Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
     block_bytes : int
-        Packed A of a task: half of the second-level cache of processors with AMX, three quarters of that of others.
+        Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
+        a Zen 5), three quarters of that of others.
     inner_bytes : int
-        A piece of a strip of B that stays in the first-level cache.
+        A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that
+        where the second-level cache feeds the units and fewer visits to the accumulators are worth more.
     shared_from : int
         Products of numbers from which waking a thread costs less than it brings.
     has_tiles : bool
@@ -55,7 +68,6 @@ class MicroKernel:
     cpu_flags: frozenset[str]
     storage: str
     emit: str
-    parts: int = 1
     block_bytes: int = 1 << 20
     inner_bytes: int = 32 << 10
     shared_from: int = 1 << 27
@@ -68,7 +80,7 @@ _AMX = "tile units (AMX)"
 _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}) | _AVX512
 
 AMX_BF16 = MicroKernel(
-    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", parts=2, has_tiles=True
+    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", has_tiles=True
 )
 AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", f"{_HERE}.amx:int8", has_tiles=True)
 
@@ -78,7 +90,8 @@ AVX512_BF16 = MicroKernel(
     frozenset({"avx512_bf16"}) | _AVX512,
     "bfloat16",
     f"{_HERE}.avx512_bf16:micro_kernel",
-    block_bytes=768 << 10,
+    block_bytes=512 << 10,
+    inner_bytes=64 << 10,
     shared_from=1 << 25,
 )
 AVX512_VNNI = MicroKernel(
@@ -87,7 +100,8 @@ AVX512_VNNI = MicroKernel(
     frozenset({"avx512_vnni"}) | _AVX512,
     "int8",
     f"{_HERE}.avx512_vnni:micro_kernel",
-    block_bytes=768 << 10,
+    block_bytes=512 << 10,
+    inner_bytes=64 << 10,
     shared_from=1 << 26,
     offset_a=128,
 )

@@ -1,4 +1,4 @@
-"""One element at a time, in exact arithmetic: the readable twin, and the oracle of the fast ones."""
+"""Tensor-core arithmetic, one element at a time and exact: the readable twin, and the oracle, of the fast ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,7 @@ from lowprec.formats import FLOAT32, NumberFormat
 def dot(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic) -> float:
     """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
 
-    Parameters
-    ----------
-    a, b : sequence of float
-        Numbers of the format of ``arithmetic``.
-    c : float
-        A float32.
-    arithmetic : Arithmetic
-
-    Returns
-    -------
-    float
-        A float32.
-
-    Examples
-    --------
-    >>> from lowprec.backends.cpu.emulation.arithmetic import arithmetic
-    >>> from lowprec.architectures import Architecture
-    >>> dot([2.0**-12, 2.0**-12], [2.0**-12, 2.0**-12], 1.0, arithmetic(Architecture.VOLTA, "float16"))
-    1.0
+    ``a`` and ``b`` are numbers of the format of ``arithmetic``, ``c`` and the result are float32.
     """
     for first in range(0, len(a), arithmetic.group):
         group = slice(first, first + arithmetic.group)

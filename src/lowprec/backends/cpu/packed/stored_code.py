@@ -1,0 +1,77 @@
+"""Machine code of kernels: on disk from one process to the next, and linked into this one by LLVM.
+
+An object file refers to nothing outside, so LLVM's linker alone loads it, in milliseconds. It fits one processor and
+one version of what made it, for which its name on disk stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite
+import llvmlite.binding
+import numba
+
+from lowprec import disk
+
+#: The function of an object file.
+SYMBOL = "lowprec_kernel"
+
+#: A digest of the code stands before it in a file, so that a file that was cut or changed is noticed.
+_DIGEST_BYTES = 32
+
+#: Of each kernel: what keeps its code in memory, and where that is.
+_loaded: dict[str, tuple[Any, int]] = {}
+
+
+def address(name: str, compile_: Callable[[], bytes]) -> int:
+    """Return the address of a kernel; one thread at a time. ``name`` is all that it is made of."""
+    if name not in _loaded:
+        file = f"kernels/{hashlib.sha256(f'{_maker()} {name}'.encode()).hexdigest()[:32]}.o"
+        code = _read(file)
+        if code is None:
+            code = compile_()
+            disk.write_bytes(file, hashlib.sha256(code).digest() + code)
+        _loaded[name] = _link(code)
+    return _loaded[name][1]
+
+
+@functools.cache
+def _maker() -> str:
+    """Return all that decides what becomes of a function."""
+    config, binding = numba.config, llvmlite.binding
+    cpu = config.CPU_NAME or binding.get_host_cpu_name()
+    features = config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    versions = (numba.__version__, llvmlite.__version__, sys.version_info[:2], config.OPT)
+    return f"{versions} {sys.platform} {cpu} {features}"
+
+
+def _read(file: str) -> bytes | None:
+    data = disk.read_bytes(file)
+    if data is None:
+        return None
+    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    disk.set_aside(file, "it is damaged")
+    return None
+
+
+def _link(code: bytes) -> tuple[Any, int]:
+    """Return an engine that holds an object file, and the address of its function."""
+    binding = llvmlite.binding
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(jit=True)
+    module = binding.parse_assembly("")
+    module.triple = machine.triple
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine, engine.get_function_address(SYMBOL)

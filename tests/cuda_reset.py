@@ -1,0 +1,62 @@
+"""Puts the CUDA backend back to where it was before its first product, on whichever libraries are in use."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lowprec.backends.cuda import (
+    autotune,
+    bindings,
+    cublas,
+    executor,
+    handles,
+    memory,
+    models,
+    timing,
+)
+from lowprec.backends.cuda.libraries import loaded
+from lowprec.backends.cuda.runtime import call, on_device
+
+
+def reset() -> None:
+    """Give back handles, events and pooled memory, each also where another fails; no product may be running.
+
+    Executors stay valid and create what they need at their next call.
+    """
+    executor._refused.clear()
+    autotune._stored.cache_clear()
+    models.present.cache_clear()
+    with ExitStack() as stack:
+        stack.callback(_events, memory._pools, lambda pool: pool.events)
+        stack.callback(memory.release)
+        stack.callback(release_timing_events)
+        stack.callback(_handles, cublas._pool, "cublas")
+        stack.callback(_handles, handles._cublas_lt, "cublas_lt")
+
+
+def release_timing_events() -> None:
+    """Destroy the events of stopwatches that nobody uses."""
+    _events(timing._idle, lambda events: events)
+
+
+def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:
+    found = loaded()
+    for (owner, device), kept in list(by_device.items()):
+        if found is not None and owner is found.runtime:
+            with on_device(device):
+                while idle(kept):
+                    call("cudaEventDestroy", idle(kept).pop())
+
+
+def _handles(pool: handles.HandlePool, library: str) -> None:
+    devices = dict(pool.devices)
+    pool.__init__(pool._create)  # type: ignore[misc]  # threads that live on have leases of the old one
+    with ExitStack() as stack:
+        for handle, device in devices.items():
+            stack.callback(_destroy, handle, device, library)
+
+
+def _destroy(handle: int, device: int, library: str) -> None:
+    with on_device(device):
+        bindings.destroy_handle(handle, library)
