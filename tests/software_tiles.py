@@ -36,7 +36,10 @@ def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
     assert kind != ("float32", "exact"), "float32 is always rounded"
     if x.dtype != np.int8:
         with np.errstate(invalid="ignore"):
-            x = oracles.round_to(x, rounding).astype(np.float32)
+            if kind == ("float32", "fp16"):
+                x = oracles.float16_digits(x)
+            else:
+                x = oracles.round_to(x, rounding).astype(np.float32)
     return None if kind in _TWO_PARTS and not np.isfinite(x).all() else x
 
 

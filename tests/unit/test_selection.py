@@ -78,18 +78,12 @@ def test_every_mode_is_accounted_for_the_cheapest_first():
     assert costs == sorted(costs)
     assert str(by_mode[MathMode.BF16].why) == "its bound exceeds rtol = 0.002"
     assert str(by_mode[MathMode.FP32].why) == "no cheaper than bf16x3"
-    assert "65504" in str(by_mode[MathMode.FP16].why)
+    assert str(by_mode[MathMode.FP16].why) == "no cheaper than bf16x3"
 
 
-def test_fp16_is_never_taken_because_its_bound_depends_on_the_data():
-    fp16 = next(
-        c
-        for c in select_mode(square(DType.FLOAT32), AMX, 1.0).candidates
-        if c.mode is MathMode.FP16
-    )
+def test_fp16_is_taken_where_nothing_else_is_cheaper():
     excluded = frozenset(c for c in MathMode if c is not MathMode.FP16 and c is not MathMode.FP32)
-    assert fp16.cost < 1
-    assert select_mode(square(DType.FLOAT32), AMX, 1.0, excluded).mode is MathMode.FP32
+    assert select_mode(square(DType.FLOAT32), AMX, 2e-3, excluded).mode is MathMode.FP16
 
 
 def test_excluded_modes_are_passed_over():

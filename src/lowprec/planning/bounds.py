@@ -30,8 +30,8 @@ sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand an
 result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
 are cut, too.
 
-*Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
-each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
+*Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
+of each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
 largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
 
 *Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
@@ -106,7 +106,7 @@ class ErrorBound:
     #: What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
     absolute: str
     condition: str  # what the data must satisfy for the bound to hold
-    #: Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
+    #: Whether ``relative`` alone describes the mode: false where the mode's own range can be left.
     unconditional: bool
     #: What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a mean
     #: of zero.
@@ -256,10 +256,9 @@ class _Rounding(NamedTuple):
         return self.operand.unit_roundoff + _SCALED_LOSS * sqrt(self.scaled_over)
 
 
-def scales_rows(mode: MathMode, kernel: KernelRow) -> bool:
+def scales_rows(mode: MathMode) -> bool:
     """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
-    found = row(mode)
-    return found.operand_format is FLOAT16 and (kernel.scales_float16 or found.parts > 1)
+    return row(mode).operand_format is FLOAT16
 
 
 def error_bound(
@@ -296,7 +295,7 @@ def error_bound(
     rounds = fmt is not accumulator and acts
     rounded = (rounds and not a_exact, rounds and not b_exact)
     out = None if out_dtype.format is accumulator else out_dtype.format
-    scaled = k if acts and any(rounded) and scales_rows(mode, kernel) else 0
+    scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     how = _summation(schedule, kernel, fmt, accumulator, components, capability)

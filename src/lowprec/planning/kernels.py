@@ -67,7 +67,6 @@ class KernelRow:
     rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
-    scales_float16: bool = False  # by powers of two, before operands are rounded to float16
     keeps_b: bool = False  # what it makes of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device

@@ -117,14 +117,15 @@ def _sum_products(
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
         return
-    if len(plan.schedule) == 1 and plan.split == (1, 1) and not any(plan.scaled):
+    if len(plan.schedule) == 1 and plan.split == (1, 1) and not kernel.emulates:
         with contextlib.ExitStack() as stack:
             if kept is None:
-                x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
+                x, y = whole_operands(plan, (a, b), out.dtype, stack)
             else:
-                (x,) = splitting.rounded((a,), out.dtype, rounding_format(plan), stack)
-                (y,) = _kept_split(plan, b, out.dtype, kept).parts
-            multiply(x, y, out)
+                (x,) = whole_operands(plan, (a,), out.dtype, stack)
+                y = _kept_split(plan, b, out.dtype, kept)
+            multiply(x.parts[0], y.parts[0], out)
+            splitting.unscale(out, x, y)
         return
     with contextlib.ExitStack() as stack:
         split_a = _split(plan, a, 0, out.dtype, stack)
@@ -142,6 +143,19 @@ def _sum_products(
         mend(kernel, a, b, out)
 
 
+def whole_operands(
+    plan: GemmPlan,
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    stack: contextlib.ExitStack,
+    first: int = 0,
+) -> list[Split]:
+    """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
+    if any(plan.scaled):
+        return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), stack, first)
+    return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), stack)]
+
+
 def _split(
     plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
 ) -> Split:
@@ -153,12 +167,16 @@ def _split(
 
 def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
     """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
-    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], dtype)
+    emulates = plan.kernel_row.emulates
+    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
     key = (*how, b.ctypes.data, b.shape, b.strides)
 
     def make() -> Form:
         with contextlib.ExitStack() as stack:
-            parts, exponents = _split(plan, b, 1, dtype, stack)
+            if plan.split[1] > 1 or emulates:
+                parts, exponents = _split(plan, b, 1, dtype, stack)
+            else:
+                ((parts, exponents),) = whole_operands(plan, (b,), dtype, stack, first=1)
             made = Split([part.copy(order="K") for part in parts], exponents)
         return Form(made, sum(part.nbytes for part in made.parts))
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu import casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.packed import launch, packed_gemm
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
@@ -106,10 +106,12 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     fallen: list[Stacks] = []
 
     def run(single: Stacks) -> None:
-        of_single = arguments
+        of_single, product = arguments, one_product
         if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
             of_single = arguments._replace(b=arguments.b.matrix(single.b))
-        if not one_product(plan, of_single, single):
+        if any(plan.scaled) and _must_be_scaled(plan, of_single, single):
+            product = _scaled_product
+        if not product(plan, of_single, single):
             assert plan.fallback is not None, "only kernels with a fallback decline"
             fallen.append(single)
             fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
@@ -313,6 +315,45 @@ def _accumulate(
         c=_operand(out) if beta else None,
         panels=panels,
     )
+
+
+def _must_be_scaled(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    a, b = plan.scaled
+    return (a and _lies_apart(single.a)) or (b and _b_lies_apart(plan, arguments, single.b))
+
+
+def _lies_apart(x: Any) -> bool:
+    # Both parts of a complex number have the same factor.
+    return casting.lie_apart((x.real, x.imag) if x.dtype.kind == "c" else (x,))
+
+
+def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
+    """Whether ``b`` must be scaled, which is looked at once where it is prepared."""
+    view = arguments.b
+    if type(view) is not PreparedView or view.mode not in kept_modes(plan):
+        return _lies_apart(b)
+    found: bool = view.form(
+        ("apart", b.ctypes.data, b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
+    )
+    return found
+
+
+def _scaled_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    """Compute a product of scaled operands."""
+    if plan.compute_dtype.is_complex:
+        return False
+    with contextlib.ExitStack() as stack:
+        operands = fp32_units.whole_operands(
+            plan, (single.a, single.b), np.dtype(np.float32), stack
+        )
+        product = stack.enter_context(scratch(single.out.shape, np.dtype(np.float32)))
+        a, b = (x.parts[0] for x in operands)
+        rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+        if not _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, rounding, None):
+            return False
+        splitting.unscale(product, *operands)
+        apply_epilogue(plan, arguments, product, single)
+    return True
 
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:

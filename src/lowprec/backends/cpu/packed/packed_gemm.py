@@ -80,9 +80,9 @@ class _Kernels:
     step: int
     parts_a: int
     parts_b: int
-    is_split: bool
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    is_split: bool = False
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _kernels(
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     is_split = a.is_split or b.is_split
-    return _Kernels(a.step, a.parts, b.parts, is_split, tuple(fields.items()), drive)
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
 
 
 def float_bits(value: float) -> int:
@@ -363,7 +363,8 @@ def gemm(
         `b`. It may be the same memory as `c`, element by element.
     rounding : {"bf16", "tf32", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "exact"}
         What float32 operands become: the nearest, or parts of the mode of this name; ties go to even, in TF32 away
-        from zero. Storage of 16 or 8 bits stays what it is; ``"exact"`` is for products that have no float32
+        from zero. ``"fp16"`` means float16's digits: whoever calls has looked at the range. Storage of 16 or 8 bits
+        stays what it is; ``"exact"`` is for products that have no float32
         operand.
     alpha, beta : float
         Rounded to float32. `c` is not read if `beta` is 0. For int8 only the defaults.

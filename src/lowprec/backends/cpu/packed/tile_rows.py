@@ -9,7 +9,7 @@ bfloat16           1      none
 float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
 float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
 float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
-float32, fp16      2      round to float16, subnormals and overflow included, then as float16
+float32, fp16      2      round to a 10-bit fraction, ties to even, then as float16
 float32, bf16x3    2      round to bfloat16; what that leaves, rounded, and so on
 float32, bf16x6    3      the same, exact
 float32, tf32x3    4      two TF32 parts in the same way, then each as float16
@@ -22,6 +22,7 @@ The high part of a pair is the value *truncated* to bfloat16: rounding it could 
 infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
 and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
 rounding is a mode's name) makes NaN of every element of the result that such a value enters, and there it is found.
+Float16's range is the caller's business: see ``scaling``.
 """
 
 from __future__ import annotations
@@ -89,20 +90,23 @@ BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
 SCHEMES["float32", "bf16x9"] = SCHEMES["float32", "bf16x6"]
 
 _EXPONENT = 0x7F800000
-# The least float32 that rounds to an infinity in TF32; every NaN compares above it as an integer.
-_TF32_OVERFLOW = 0x7F7FF000
+# The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
+_OVERFLOW = 0x7F7FF000
 
 
 def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
-def _rounded_tf32(builder: Any, x: Any) -> tuple[Any, Any]:
-    """Bits of 16 float32 rounded to TF32, and a mask of those that are not finite."""
-    rounded = builder.add(x, _splat(0x1000))  # half a unit: ties away, as cvt.rna.tf32.f32
+def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
+    """Bits of 16 float32 rounded to a 10-bit fraction, and a mask of those that are not finite then."""
+    half = _splat(0x1000)  # of a unit: ties away from zero, as cvt.rna.tf32.f32
+    if not ties_away:
+        odd = builder.and_(builder.lshr(x, _splat(13)), _splat(1))
+        half = builder.add(odd, _splat(0xFFF))
     magnitude = builder.and_(x, _splat(0x7FFFFFFF))
-    bad = builder.icmp_unsigned(">=", magnitude, _splat(_TF32_OVERFLOW))
-    return builder.and_(rounded, _splat(0xFFFFE000)), bad
+    bad = builder.icmp_unsigned(">=", magnitude, _splat(_OVERFLOW))
+    return builder.and_(builder.add(x, half), _splat(0xFFFFE000)), bad
 
 
 def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
@@ -167,7 +171,7 @@ def _tf32_split_rows(builder: Any, runs: list[Any], interleave: bool) -> list[An
     for _ in range(2):
         wide = []
         for run in runs:
-            rounded, _ = _rounded_tf32(builder, run)
+            rounded, _ = _rounded(builder, run, ties_away=True)
             exponent = builder.and_(run, _splat(_EXPONENT))
             is_special = builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
             wide.append(builder.select(is_special, run, rounded))
@@ -187,12 +191,9 @@ def _two_part_rows(
 ) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
-        if scheme.rounding == "tf32":
-            bits, mask = _rounded_tf32(builder, run)
+        if scheme.storage == "float32":
+            bits, mask = _rounded(builder, run, ties_away=scheme.rounding == "tf32")
         else:
-            if scheme.storage == "float32":
-                floats = builder.bitcast(run, ir.VectorType(F32, 16))
-                run = builder.fptrunc(floats, ir.VectorType(F16, 16))
             bits, mask = _widened_float16(builder, run)
         wide.append(bits)
         bad.append(mask)
