@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -702,18 +703,27 @@ def test_it_is_shown_copied_and_pickled() -> None:
         assert twin.state_dict() == scaler.state_dict()
 
 
-@pytest.mark.parametrize("backend", [Backend.TORCH])
-def test_the_decision_is_asked_for_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flag is a wait for a GPU: one per step."""
-    torch = load_or_skip(backend).torch
-    asked = []
-    original = torch.Tensor.__bool__
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: asked.append(1) or original(x))
+@pytest.mark.parametrize("library", ["torch", "jax", "array_api_strict"])
+def test_the_decision_is_asked_for_once(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at a number is a wait for a GPU: one per step. CuPy's are counted where its kernels are tested."""
+    if library == "array_api_strict":
+        xp: Any = pytest.importorskip(library, reason=f"{library} is not installed")
+    else:
+        backend = load_or_skip(Backend(library))
+        xp = backend.torch if library == "torch" else backend.jax.numpy
+    grads = [xp.ones(i + 1, dtype=xp.float32) for i in range(20)]
+    kind, asked = type(grads[0]), []
+    for name in ("__bool__", "__float__", "__int__", "__array__", "item", "tolist"):
+        if original := getattr(kind, name, None):
+            told = functools.partialmethod(
+                lambda x, f, *args: asked.append(1) or f(x, *args), original
+            )
+            monkeypatch.setattr(kind, name, told)
     scaler = LossScaler()
-    grads = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16)]
-    scaler.unscale(grads)
-    assert not asked
-    scaler.step(lambda: None)
-    assert scaler.found_inf is False
-    scaler.update()
-    assert len(asked) == 1
+    for count in (1, 2, 3):
+        scaler.unscale(grads)
+        assert len(asked) == count - 1, "nobody has asked for a number yet"
+        scaler.step(lambda: None)
+        assert scaler.found_inf is False
+        scaler.update()
+        assert len(asked) == count

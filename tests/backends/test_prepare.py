@@ -22,7 +22,7 @@ import machines
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import casting, direct, fp32_units, splitting
-from lowprec.backends.cpu.packed import prepared_panels
+from lowprec.backends.cpu.packed import launch, prepared_panels
 from lowprec.modes import available_modes
 from lowprec.planning import Why
 from lowprec.planning.plan import GemmPlan
@@ -172,13 +172,20 @@ STACKS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
-@pytest.mark.parametrize("extents", [(40, 60, 70), (170, 600, 700)], ids=["small", "large"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("layout", STACKS)
 def test_stacks_keep_what_is_made_of_each_matrix(
-    rng: np.random.Generator, layout: str, extents: tuple[int, int, int], dtype: str
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    layout: str,
+    at_once: bool,
+    dtype: str,
 ) -> None:
-    """Small products of a batch run in one call, large ones each on several threads."""
-    m, n, k = extents
+    """Small products of a batch run in one call; larger ones do not."""
+    m, n, k = (40, 60, 70) if at_once or machine == "NumPy alone" else (70, 190, 350)
+    if not at_once:
+        monkeypatch.setattr(launch, "single_thread_job", lambda *_, **__: None)
     b = STACKS[layout](numbers(rng, dtype, k, n))
     prepared = lowprec.prepare(b, math_mode="bf16")
     # Its rows do not follow those of the matrix before, so that the batch is one.

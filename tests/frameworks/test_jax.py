@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,8 +168,10 @@ def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transformed(jax: Any, name: str) -> None:
+def test_transformed(jax: Any, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWPREC_JAX_KERNELS", kernels)
     x, _ = operands((4, 4), (1,))
 
     def cubic(multiply: Any) -> Any:
@@ -296,6 +299,7 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize(
     ("cell", "mode", "dtype"),
     [
@@ -305,9 +309,10 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
         ("in_grad", "bf16x3", "complex64"),
     ],
 )
-def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
+def test_modes(jax: Any, cell: str, mode: str, dtype: str, kernels: str) -> None:
     a, b = operands((9, 33), (33, 7), dtype)
-    for found, x, y in CELLS[cell](jax, lambda x, y: lowprec.matmul(x, y, math_mode=mode), a, b):
+    multiply = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    for found, x, y in CELLS[cell](jax, multiply, a, b):
         within_bound(found, x, y, mode)
 
 
@@ -444,6 +449,23 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
         if axis:
             np.testing.assert_array_equal(exponents, true.exponents)
         assert np.isnan(mine[1][0, :3]).all()
+
+
+@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
+@pytest.mark.parametrize("mode", ["bf16x3", "fp16_karatsuba"])
+def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str, kernels: str) -> None:
+    values = np.array([1, 0, -0.0, -2, np.inf, -np.inf, np.nan], np.float32)
+    a, b = np.repeat(values, 7).reshape(49, 1), np.tile(values, 7).reshape(49, 1)
+    with np.errstate(invalid="ignore"):
+        true = a * b
+    one = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    found = np.asarray(jax.jit(jax.vmap(one))(a[..., None], b[..., None]))[:, 0]
+    np.testing.assert_array_equal(found, true)
+    x, y = operands((4, 5), (5, 3), "float32")
+    x[1, 2] = np.inf
+    found = np.asarray(jax.jit(one)(x, y))
+    np.testing.assert_array_equal(found[1], np.sign(y[2]) * np.inf)
+    within_bound(found[2:], x[2:], y, mode)
 
 
 # -- what follows the product ---------------------------------------------------------------------

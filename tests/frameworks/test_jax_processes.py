@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 
@@ -247,3 +249,124 @@ else:
     raise SystemExit("accepted")
 assert (lowprec.matmul(jax.numpy.ones((2, 2)), np.ones((2, 2), np.float32)) == 2).all()
 """)
+
+
+# -- lowprec's own kernels in programs of XLA's ---------------------------------------------------
+
+OWN = """
+import functools, os, sys, threading
+import jax, numpy as np, lowprec, lowprec.jax
+multiply = functools.partial(lowprec.jax.matmul, math_mode="bf16", kernels="lowprec")
+rng = np.random.default_rng(0)
+x, y = (rng.integers(-4, 5, (64, 64)).astype(np.float32) for _ in "xy")  # products and sums are exact
+def is_called(f, *args):
+    return "lowprec_matmul" in jax.jit(f).lower(*args).as_text()
+"""
+
+
+def run_own(code: str, **environment: str) -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    run(OWN + code, **environment)
+
+
+def test_where_xla_calls_own_kernels() -> None:
+    run_own(
+        """
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+assert is_called(multiply, x, y) and not is_called(lowprec.jax.matmul, x, y)
+assert is_called(jax.grad(lambda x: multiply(x, y).sum()), x)
+assert is_called(jax.vmap(multiply, in_axes=(2, 0)), np.ones((3, 4, 5), "f4"), np.ones((5, 4, 2), "f4"))
+assert not is_called(multiply, x[:0], y)
+# Rows of two axes that are no rows in memory.
+apart = jax.vmap(multiply, in_axes=(1, None), out_axes=1)
+assert jax.jit(apart)(np.ones((4, 3, 5), "f4"), np.ones((5, 2), "f4")).shape == (4, 3, 2)
+assert "lowprec_matmul" not in jax.export.export(jax.jit(multiply))(x, y).mlir_module()
+# Divided by XLA, operands would be gathered; divided by hand, each device has its share.
+spread = jax.device_put(x, NamedSharding(mesh, P("i")))
+assert not is_called(multiply, spread, y)
+assert (np.asarray(jax.jit(multiply)(spread, y)) == x @ y).all()
+divided = jax.shard_map(multiply, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"))
+assert is_called(divided, x, y) and (np.asarray(jax.jit(divided)(x, y)) == x @ y).all()
+os.environ["NUMBA_DISABLE_JIT"] = "1"
+assert not is_called(lambda x, y: multiply(x, y), x, y)
+""",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+
+
+def test_own_kernels_first_used_in_eight_threads_that_compete_for_the_interpreter() -> None:
+    run_own(
+        """
+from concurrent.futures import ThreadPoolExecutor
+barrier, end = threading.Barrier(8), threading.Event()
+def work(i):
+    device = jax.devices()[i % 4]
+    a, b = jax.device_put(i * x, device), jax.device_put(y, device)
+    f = jax.jit(lambda a, b: jax.lax.fori_loop(0, 20, lambda _, c: multiply(a, b) + 0 * c, 0 * a))
+    barrier.wait()
+    for _ in range(5):
+        assert (np.asarray(f(a, b)) == i * x @ y).all(), i
+def busy():
+    while not end.is_set():
+        sum(range(1000))
+holder = threading.Thread(target=busy)
+holder.start()
+try:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+finally:
+    end.set()
+""",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+
+
+def test_the_process_ends_in_the_middle_of_own_kernels() -> None:
+    run_own(
+        """
+f = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, lambda _, c: multiply(c, y) * 0, x))
+pending = f(x)
+while not lowprec.jax.ffi._inside[0]:
+    pass
+"""
+    )
+
+
+def test_an_exception_of_a_signal_handler_is_no_result() -> None:
+    run_own(
+        """
+class Late(Exception): pass
+def late(frame, *_):
+    if frame.f_code is lowprec.jax.ffi._multiply.__code__:
+        raise Late
+def interrupted(*_):
+    raise KeyboardInterrupt
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # the handler runs in this thread
+sys.unraisablehook = lambda _: None
+f = jax.jit(multiply)
+assert (np.asarray(f(x, y)) == x @ y).all()
+sys.settrace(late)  # raises before the first line
+try:
+    f(x, y)
+except Exception as error:
+    assert "before the product was done" in str(error), error
+else:
+    raise AssertionError("a result of nothing")
+finally:
+    sys.settrace(None)
+found, lowprec.jax.ffi._product = lowprec.jax.ffi._product, interrupted
+try:
+    try:
+        f(x, y)
+    except ValueError:
+        pass
+    for _ in range(1000):
+        pass
+except KeyboardInterrupt:
+    lowprec.jax.ffi._product = found
+else:
+    raise AssertionError("the interrupt is lost")
+assert (np.asarray(f(x, y)) == x @ y).all()
+"""
+    )

@@ -488,7 +488,7 @@ def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     assert errors["lowprec int8"] == 0
     machine = load("machine")
     has_claims = machine.has_amx() or "avx512_bf16" in machine.cpu_flags()
-    assert ("claims" in printed) is has_claims
+    assert ("| claim |" in printed) is has_claims
 
 
 def test_gemm_runs_schemes(tmp_path: Path) -> None:
@@ -527,6 +527,18 @@ def test_unscale_runs(tmp_path: Path) -> None:
     result = _result(tmp_path, "unscale")
     assert {"lowprec", "lowprec without numba"} <= {row["variant"] for row in result["results"]}
     assert [claim["limit"] for claim in result["claims"]] == [1.0]
+
+
+def test_digits_runs(tmp_path: Path) -> None:
+    for name in ("sklearn", "rich", "scipy"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    printed = _run("bench_digits.py", tmp_path, "--libraries", "numpy")
+    result = _result(tmp_path, "digits")
+    assert len(result["results"]) == 10
+    assert all(len(row["accuracies"]) == 2 for row in result["results"])
+    assert [claim["limit"] for claim in result["claims"]] == [0.05] * 5
+    assert "| numpy | tiny: FP16 with scaling |" in printed
+    assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run begins anew"
 
 
 def test_dask_runs(tmp_path: Path) -> None:

@@ -118,6 +118,20 @@ def _widened(a: Any, b: Any, shape: Shape) -> Any:
 
 
 def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
+    total = _sum_of_parts(a, b, shape, found, on_gpu=on_gpu)
+    if on_gpu or found.parts == 1:
+        return total
+    # An infinity has the parts Inf and NaN; FP32 has its own NaN and infinities.
+    finite = jnp.isfinite(total)
+    return lax.cond(
+        jnp.all(finite),
+        lambda a, b, total, finite: total,
+        lambda a, b, total, finite: jnp.where(finite, total, _fp32(a, b, shape)),
+        *(a, b, total, finite),
+    )
+
+
+def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
     summed, exponents = shape.dimensions[0], None
     fp16 = found.operand_format is formats.FLOAT16
     if fp16:

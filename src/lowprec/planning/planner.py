@@ -169,8 +169,7 @@ def _schedule(
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
     found, capability = row(mode), _capability(kernel, capabilities)
     if k_chunk is None and capability and any(rounded) and found.parts > 1:
-        elements = layout.batch_count * layout.m * layout.n
-        k_chunk = chunk_for(layout.k, found.operand_format.name, capability, elements)
+        k_chunk = chunk_for(layout.k, found.operand_format.name, capability)
     return make_schedule(found, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
 
 

@@ -158,6 +158,26 @@ AUTOTUNE = _switch_variable(
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
+_KERNELS = ("xla", "lowprec")
+
+
+def _kernels(text: str) -> str:
+    if text not in _KERNELS:
+        raise EnvironmentVariableError(
+            f"environment variable LOWPREC_JAX_KERNELS: {quoted(text)} is none of {', '.join(_KERNELS)}; or unset the "
+            "variable"
+        )
+    return text
+
+
+JAX_KERNELS = Variable(
+    "LOWPREC_JAX_KERNELS",
+    "What multiplies on a CPU in functions that JAX traces from now on: XLA, or lowprec's own kernels where XLA can "
+    "call them.",
+    " or ".join(_KERNELS),
+    "xla",
+    _kernels,
+)
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
     "The folder in which lowprec keeps compiled kernels, measured choices and costs.",
@@ -252,6 +272,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     GUARD,
     TF32_OVERRIDE,
     AUTOTUNE,
+    JAX_KERNELS,
     CACHE_DIR,
     MAX_CPU_ISA,
     *AMP_LISTS.values(),

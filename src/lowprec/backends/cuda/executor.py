@@ -307,13 +307,10 @@ class _LoweredPlan:
         if found is None:
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
-                term.call,
-                alignment,
-                plan.capabilities.workspace_bytes,
-                operands,
+                term.call, alignment, plan.capabilities.workspace_bytes, operands,
                 lambda x: autotune.choose(x, handle, stream, operands),
                 lambda: f"{title(plan)}, {plan.compute_type}",
-            )
+            )  # fmt: skip
             found = term.invocations.setdefault(alignment, made)
         return handle, operands, found
 

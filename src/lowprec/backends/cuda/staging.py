@@ -165,16 +165,13 @@ class Staging:
             a, b = arguments.a.address, arguments.b.address
             self._mend(block + self._product, a, b, arguments.stream)
         self._write(
-            block + self._product,
-            arguments.out.address,
+            block + self._product, arguments.out.address,
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
             block + self._exponents[0],
             block + self._exponents[1] if kept is None or not self._scales_b else kept.exponents,
-            alpha,
-            arguments.beta,
-            arguments.stream,
-        )
+            alpha, arguments.beta, arguments.stream,
+        )  # fmt: skip
 
 
 def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:
@@ -184,19 +181,11 @@ def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool)
         source = replace(source, batch_shape=(), batch_strides=())
     scheme, split = row(plan.scheme), pack.parts > 1
     return Packing(
-        source,
-        pack.dtype,
-        pack.leading_dimension,
-        pack.padded_rows,
-        pack.scaled,
-        pack.complex_as,
-        pack.parts,
-        scheme.part_exponent if split else 0,
-        summed=pack.parts > scheme.parts,
-        as_tf32=split and scheme.uses_tf32,
-        side_by_side=pack.side_by_side,
+        source, pack.dtype, pack.leading_dimension, pack.padded_rows, pack.scaled, pack.complex_as,
+        pack.parts, scheme.part_exponent if split else 0, summed=pack.parts > scheme.parts,
+        as_tf32=split and scheme.uses_tf32, side_by_side=pack.side_by_side,
         descending=split and descending,
-    )
+    )  # fmt: skip
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
@@ -212,12 +201,7 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
         leading //= 2
     packs = (call.pack_a, call.pack_b) if call else ()
     return Epilogue(
-        product_dtype,
-        leading,
-        layout.out,
-        c,
-        problem.bias,
-        problem.activation,
+        product_dtype, leading, layout.out, c, problem.bias, problem.activation,
         scaled=any(pack is not None and pack.scaled for pack in packs),
         product_rows=call.d.cols if call else layout.m,
-    )
+    )  # fmt: skip

@@ -45,20 +45,9 @@ def unscale(
 ) -> Any:
     """Queue a kernel for each element type; return an array on the device, whose first number tells what was found.
 
-    Parameters
-    ----------
-    runs : dict of DType to sequence of Run
-        float32, float64 or bfloat16.
-    inverse : float
-        What elements are multiplied by.
-    device, stream : int
-    upload : callable
-        Returns a CuPy array of these int64 in the device's memory, copied in the order of the stream.
-
-    Returns
-    -------
-    array
-        Its first number becomes 1 where an element was Inf or NaN. It must live until the kernels are done.
+    Elements, float32, float64 or bfloat16, are multiplied by ``inverse``. ``upload`` returns a CuPy array of these
+    int64 in the device's memory, copied in the order of the stream. The first number of the array that is returned
+    becomes 1 where an element was Inf or NaN; it must live until the kernels are done.
     """
     numbers = [0]
     begins, totals = [], []

@@ -80,9 +80,9 @@ class _Kernels:
     step: int
     parts_a: int
     parts_b: int
-    is_split: bool
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    is_split: bool = False
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _kernels(
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     is_split = a.is_split or b.is_split
-    return _Kernels(a.step, a.parts, b.parts, is_split, tuple(fields.items()), drive)
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
 
 
 def float_bits(value: float) -> int:
@@ -350,46 +350,23 @@ def gemm(
 ) -> bool:
     """Compute ``out = activation(alpha * a @ b + beta * c + bias)``.
 
-    Parameters
-    ----------
-    micro_kernel : MicroKernel
-        What multiplies.
-    m, n, k : int
-        Extents, all at least 1.
-    a, b : Operand
-        m x k and k x n; float32, bfloat16 or float16 in any combination, or both int8.
-    out : Operand
-        m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
-        `b`. It may be the same memory as `c`, element by element.
-    rounding : {"bf16", "tf32", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "exact"}
-        What float32 operands become: the nearest, or parts of the mode of this name; ties go to even, in TF32 away
-        from zero. ``"fp16"`` means float16's digits: whoever calls has looked at the range. Storage of 16 or 8 bits
-        stays what it is; ``"exact"`` is for products that have no float32
-        operand.
-    alpha, beta : float
-        Rounded to float32. `c` is not read if `beta` is 0. For int8 only the defaults.
-    c : Operand, optional
-        m x n; float32, bfloat16 or float16.
-    bias : (address, dtype, stride in elements), optional
-        n values, added to each row.
-    activation : {None, "relu", "gelu"}
-        GELU in its tanh form.
-    panels : Panels, optional
-        Of ``b``, which is not looked at then. The columns of `out` are not contiguous,
-        unless its rows are, too.
+    All extents are at least 1. `a` (m x k) and `b` (k x n) are float32, bfloat16 or float16 in any combination, or both
+    int8; `out` (m x n) is one of the three, or int32 for int8 operands. It must not overlap `a` or `b`, and may be the
+    same memory as `c`, element by element. `c` (m x n) is float32, bfloat16 or float16, and not read if `beta` is 0.
+    `alpha` and `beta` are rounded to float32; int8 takes the defaults only. `bias` (address, dtype, stride in elements)
+    is added to each row; `activation` is "relu" or "gelu", in its tanh form.
 
-    Returns
-    -------
-    bool
-        True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not
-        finite after rounding: then `c` is as it was, also where `out` is the same memory; without
-        `c` what `out` holds is undefined. False, too, if operands were split and a sum is NaN or infinite: then all is
-        done, and such elements are NaN or infinite in what alpha, c, bias and activation were applied to.
+    `rounding` ("bf16", "tf32", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3") is what float32 operands become: the
+    nearest, or parts of the mode of this name; ties go to even, in TF32 away from zero. "fp16" means float16's
+    digits: whoever calls has looked at the range. Storage of 16 or 8 bits stays what it is; "exact" is for products
+    that have no float32 operand. With `panels` of `b`, that is not looked at; the
+    columns of `out` are not contiguous then, unless its rows are, too.
 
-    Raises
-    ------
-    ValueError
-        If the types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
+    Returned is True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not finite after
+    rounding: then `c` is as it was, also where `out` is the same memory; without `c` what `out` holds is undefined.
+    False, too, if operands were split and a sum is NaN or infinite: then all is done, and such elements are NaN or
+    infinite in what alpha, c, bias and activation were applied to. Raises ValueError if the types do not go together or
+    are not the micro-kernel's, or int8 comes with an epilogue.
     """
     if panels is not None:
         b = Operand(0, panels.dtype, 0, 0)

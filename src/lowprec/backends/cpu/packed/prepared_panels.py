@@ -29,45 +29,23 @@ _SHARED_FROM = 1 << 20
 
 
 class Panels(NamedTuple):
-    """A matrix as a micro-kernel reads it.
+    """A matrix as a micro-kernel reads it."""
 
-    Parameters
-    ----------
-    address : int
-        Of the first panel.
-    finite : bool
-        Whether no value became infinite or NaN; looked at where operands have two parts.
-    dtype : str
-        In which it was packed.
-    """
-
-    address: int
-    finite: bool
-    dtype: str
+    address: int  # of the first panel
+    finite: bool  # whether no value became infinite or NaN; looked at where operands have two parts
+    dtype: str  # in which it was packed
 
 
 class PanelStack(NamedTuple):
-    """The matrices of B as a micro-kernel reads them, one after the other.
+    """The matrices of B as a micro-kernel reads them, one after the other."""
 
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        What holds them.
-    address, step : int
-        Of the first panel of the first, and bytes from each to the next.
-    offsets : numpy.ndarray
-        By how many bytes each lies behind the first matrix of the operand, ascending.
-    finite : tuple of bool
-    dtype : str
-        See :class:`Panels`.
-    """
-
-    memory: Any
+    memory: Any  # what holds them
+    #: Of the first panel of the first, and bytes from each to the next.
     address: int
     step: int
-    offsets: Any
+    offsets: Any  # by how many bytes each lies behind the first matrix of the operand, ascending
     finite: tuple[bool, ...]
-    dtype: str
+    dtype: str  # see :class:`Panels`
 
     def panels_at(self, offset: int) -> Panels:
         """Return the panels of the matrix that lies there."""

@@ -35,44 +35,24 @@ def parse_pairs(text: str) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class MicroKernel:
-    """What one micro-kernel is and needs.
+    """What one micro-kernel is and needs."""
 
-    Parameters
-    ----------
-    name : str
-        Also that of the feature which kernels' rows require.
-    unit : str
-        What it runs on, for people.
-    cpu_flags : frozenset of str
-        As the system calls them; packing and epilogue need theirs as well.
-    storage : str
-        What is multiplied: ``"bfloat16"`` or ``"int8"``.
-    emit : str
-        Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
-    block_bytes : int
-        Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
-        a Zen 5), three quarters of that of others.
-    inner_bytes : int
-        A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that
-        where the second-level cache feeds the units and fewer visits to the accumulators are worth more.
-    shared_from : int
-        Products of numbers from which waking a thread costs less than it brings.
-    has_tiles : bool
-        Whether tiles are to be configured, which the system must permit.
-    offset_a : int
-        What is added to each element of A while packing, so that it is unsigned.
-    """
-
-    name: str
-    unit: str
-    cpu_flags: frozenset[str]
-    storage: str
+    name: str  # also that of the feature which kernels' rows require
+    unit: str  # what it runs on, for people
+    cpu_flags: frozenset[str]  # as the system calls them; packing and epilogue need theirs as well
+    storage: str  # what is multiplied: ``"bfloat16"`` or ``"int8"``
+    #: Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
     emit: str
+    #: Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
+    #: a Zen 5), three quarters of that of others.
     block_bytes: int = 1 << 20
+    #: A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that where
+    #: the second-level cache feeds the units and fewer visits to the accumulators are worth more.
     inner_bytes: int = 32 << 10
+    #: Products of numbers from which waking a thread costs less than it brings.
     shared_from: int = 1 << 27
-    has_tiles: bool = False
-    offset_a: int = 0
+    has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
+    offset_a: int = 0  # what is added to each element of A while packing, so that it is unsigned
 
 
 _HERE = "lowprec.backends.cpu.packed.micro_kernels"

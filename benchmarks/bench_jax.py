@@ -1,0 +1,73 @@
+"""A jitted product in JAX by XLA's kernels and by lowprec's own, beside `jax.numpy.matmul` in float32.
+
+usage: python benchmarks/bench_jax.py [--quick] [--seed N]
+
+It prints medians and ratios, and keeps no file. In a loop of XLA's there is no dispatch from Python in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import common  # isort: skip - sets a variable that must come before NumPy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import timing
+
+import lowprec.jax
+
+assert common  # imported for what it sets
+
+SIZES = (8, 1024, 2048)
+MODES = ("fp32", "bf16")
+
+
+def variants(a: Any, b: Any, mode: str) -> dict[str, Callable[[int], Any]]:
+    """Return the products by name."""
+    made = {"jnp.matmul": jax.jit(jnp.matmul)}
+    for kernels in ("xla", "lowprec"):
+        call = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+        made[kernels] = jax.jit(call)
+    return {
+        name: functools.partial(lambda f, _: f(a, b).block_until_ready(), f)
+        for name, f in made.items()
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    rng = np.random.default_rng(given.seed)
+    for size in SIZES[:1] if given.quick else SIZES:
+        a, b = (jnp.asarray(rng.standard_normal((size, size), dtype=np.float32)) for _ in "ab")
+        for mode in MODES:
+            calls = variants(a, b, mode)
+            for call in calls.values():
+                call(0)
+            repeats = 200 if size == 8 else 1
+            samples = timing.take_turns(
+                tuple(calls),
+                lambda name, _, calls=calls, n=repeats: (
+                    timing.timeit.timeit(  # type: ignore[misc]
+                        functools.partial(calls[name], 0), number=n
+                    )
+                    / n
+                ),
+                rounds=3 if given.quick else 15,
+                seed=given.seed,
+            )
+            medians = {name: float(np.median(found)) for name, found in samples.items()}
+            ratio = float(np.median(np.divide(samples["xla"], samples["lowprec"])))
+            row = " | ".join(f"{name} {seconds * 1e6:,.1f} us" for name, seconds in medians.items())
+            print(f"{size:5} {mode:5} | {row} | xla / lowprec {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
