@@ -1,9 +1,11 @@
 """Speed of a product by mode, element type and size, against numpy.matmul and torch.matmul.
 
-usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--no-extras] [--output DIR] [--seed N]
+usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--schemes | --no-extras]
+           [--output DIR] [--seed N]
 
 Every call is a plain one: operands are rounded and the result is allocated inside the measured time. With
-`--no-extras` the script runs itself where neither OpenBLAS's package nor numba can be found.
+`--no-extras` the script runs itself where neither OpenBLAS's package nor numba can be found. With `--schemes` the modes
+are those that recover FP32, next to `numpy.matmul` on float32 and to `fp32`, also with a prepared weight for 256 rows.
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ import lowprec
 SQUARE = ((1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096))
 #: (batch, m, k, n): tall, wide, small k, batched.
 MORE = ((1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256))
+#: 256 rows times a weight.
+WEIGHTS = tuple((1, 256, n, n) for _, n, _, _ in SQUARE)
 #: The largest is large enough for every library to use its threads.
 QUICK = ((1, 64, 64, 64), (1, 512, 512, 512), (3, 16, 16, 16))
+
+SCHEMES = ("bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated")
+PREPARED = "float32 prepared"
 
 #: What other modes are compared with, beside other libraries.
 FP32 = "lowprec float32 fp32"
@@ -74,7 +81,16 @@ def operand_sets(shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> Pa
         for kind in kinds:
             # The base is shared: NumPy and torch read the same float32 memory.
             pairs[kind].append((_as_kind(a, kind), _as_kind(b, kind)))
+            if kind == PREPARED:
+                pairs[kind][-1] = a, _prepared(a, b)
     return pairs
+
+
+def _prepared(a: Any, b: Any) -> Any:
+    """Return a weight that a product has packed already."""
+    kept = lowprec.prepare(b, math_mode="bf16x3")
+    lowprec.matmul(a, kept, math_mode="bf16x3")
+    return kept
 
 
 def _as_kind(x: Any, kind: str) -> Any:
@@ -130,6 +146,18 @@ def variants() -> list[Variant]:
     ]
 
 
+def scheme_variants(shape: Shape) -> list[Variant]:
+    """Return the modes that recover FP32; with few rows for their number, the weight is prepared, too."""
+    made = [Variant("numpy float32", "numpy", "float32", np.matmul)]
+    made += [_lowprec("float32", mode) for mode in ("fp32", *SCHEMES)]
+    if shape[1] < shape[2]:
+        multiply = functools.partial(lowprec.matmul, math_mode="bf16x3")
+        made.append(
+            Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3")
+        )
+    return made
+
+
 # -- measuring ------------------------------------------------------------------------------------
 
 
@@ -167,9 +195,12 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
     return min(31, max(9, int(3e11 / (2 * math.prod(shape)))) | 1)
 
 
-def measure(shape: Shape, seed: int, quick: bool, left_out: set[str]) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool = False
+) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
-    ways = [v for v in variants() if v.name not in left_out and (v.batches or shape[0] == 1)]
+    ways = scheme_variants(shape) if schemes else variants()
+    ways = [v for v in ways if v.name not in left_out and (v.batches or shape[0] == 1)]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
@@ -184,7 +215,7 @@ def measure(shape: Shape, seed: int, quick: bool, left_out: set[str]) -> list[di
     rows = []
     for v in ways:
         time_s = timing.summary(seconds[v.name])
-        others = (w.name for w in ways if w.library != "lowprec" or w.name == FP32)
+        others = (w.name for w in ways if w.library != "lowprec" or w.mode == "fp32")
         rows.append(
             {
                 **dict(zip(("batch", "m", "k", "n"), shape, strict=True)),
@@ -208,9 +239,10 @@ def measure(shape: Shape, seed: int, quick: bool, left_out: set[str]) -> list[di
 
 def _checked(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
     pair = pairs[v.operands][0]
-    error = relative_error(v.multiply(*pair), *pair, rng)
+    plain = pairs["float32"][0] if v.operands == PREPARED else pair
+    error = relative_error(v.multiply(*pair), *plain, rng)
     if not error <= WORST_ERROR:
-        shapes = " times ".join(str(tuple(x.shape)) for x in pair)
+        shapes = " times ".join(str(tuple(x.shape)) for x in plain)
         raise RuntimeError(f"{v.name} is wrong on {shapes}: relative error {error}")
     return error
 
@@ -258,6 +290,14 @@ SPEED_CLAIMS = (
 )
 
 
+#: The same for modes that recover FP32.
+SCHEME_CLAIMS = (
+    ("lowprec float32 bf16x3", "numpy float32", 2.4, None),
+    ("lowprec float32 bf16x6", "numpy float32", 1.4, None),
+    ("lowprec float32 fp32_emulated", "numpy float32", 1.35, None),
+    ("lowprec float32 tf32x3", "numpy float32", 0.9, None),
+)
+
 #: The same for a CPU with AVX512-BF16 and without AMX.
 VECTOR_CLAIMS = (
     ("lowprec bfloat16 (torch)", "torch bfloat16", 0.9, None),
@@ -283,6 +323,34 @@ def speed_claims(
         if limit is not None:
             least = min(found, default=None)
             made.append(common.claim(f"{what}, every size", least, limit, by_size=by_size))
+    return made
+
+
+def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> list[dict[str, Any]]:
+    """Return the claims about modes that recover FP32: on every CPU, and on one with AMX."""
+    by_size = common.square_speeds(rows, "lowprec float32 fp32_emulated", "lowprec float32 fp32")
+    what = "lowprec float32 fp32_emulated over lowprec float32 fp32, every size"
+    made = [common.claim(what, min(by_size.values(), default=None), 0.97, by_size=by_size)]
+    if not has_amx:
+        return made
+    made += speed_claims(rows, SCHEME_CLAIMS)
+    speeds = {
+        str(r["n"]): r["speed"]["numpy float32"]["median"]
+        for r in rows
+        if r["operands"] == PREPARED and r["m"] == WEIGHTS[0][1]
+    }
+    mean = statistics.geometric_mean(speeds.values()) if speeds else None
+    what = "lowprec float32 bf16x3, prepared, 256 rows, over numpy float32, geometric mean"
+    made.append(common.claim(what, mean, 2.0, by_size=speeds))
+    errors = {(r["variant"], r["n"]): r["relative_error"] for r in rows if common.is_square(r)}
+    ratios = {
+        str(n): error / errors["numpy float32", n]
+        for (name, n), error in errors.items()
+        if name == "lowprec float32 bf16x6"
+    }
+    what = "error of lowprec float32 bf16x6 over that of numpy float32, every size"
+    worst = max(ratios.values(), default=None)
+    made.append(common.claim(what, worst, 1.0, at_most=True, by_size=ratios))
     return made
 
 
@@ -312,7 +380,10 @@ def main() -> int:
     more = "more: tall, wide, small k and batched too"
     parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
     alone = "as on a machine without OpenBLAS's package and numba"
-    parser.add_argument("--no-extras", action="store_true", help=alone)
+    schemes = "the modes that recover FP32, also with a prepared weight"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--schemes", action="store_true", help=schemes)
+    which.add_argument("--no-extras", action="store_true", help=alone)
     arguments = parser.parse_args()
     quick, no_extras = arguments.quick, arguments.no_extras
     if no_extras and isolation.visible_extras():
@@ -320,17 +391,21 @@ def main() -> int:
     if handicap := machine.numpy_handicap():
         print(f"warning: what is compared with NumPy is flattered: {handicap}", file=sys.stderr)
     shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
+    if arguments.schemes:
+        shapes = (*QUICK, (1, 32, 512, 512)) if quick else SQUARE + WEIGHTS
     rows, claims = [], []
     left_out: set[str] = set()
     settings: dict[str, Any] = {"no_extras": no_extras}
     for shape in shapes:
-        found = measure(shape, arguments.seed, quick, left_out)
+        found = measure(shape, arguments.seed, quick, left_out, arguments.schemes)
         print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
     if no_extras:
         if loaded := isolation.loaded_extras():
             raise RuntimeError(f"these were loaded although they should be missing: {loaded}")
         claims = cost_claims(rows, 64 if quick else 2048)
+    elif arguments.schemes:
+        claims = scheme_claims(rows, machine.has_amx())
     elif machine.has_amx():
         claims = speed_claims(rows)
     elif "avx512_bf16" in machine.cpu_flags():
@@ -338,7 +413,7 @@ def main() -> int:
         claims = [peak_claim(rows, gflops), *speed_claims(rows, VECTOR_CLAIMS)]
     else:
         print("Nothing is claimed about speed on a CPU without AMX and AVX512-BF16.")
-    name = "gemm-no-extras" if no_extras else "gemm"
+    name = "gemm-schemes" if arguments.schemes else "gemm-no-extras" if no_extras else "gemm"
     common.report(name, arguments, rows, claims, **settings, left_out=sorted(left_out))
     return 0
 

@@ -1,4 +1,4 @@
-"""What a call on 8 x 8 arrays costs, against the library's own matmul, stage by stage; and what the import costs.
+"""What a call on 8 x 8 arrays costs, against the library's own, by its arguments and by stages; and the import's cost.
 
 usage: python benchmarks/bench_overhead.py [--quick] [--output DIR] [--seed N]
 
@@ -25,6 +25,8 @@ SIZE = 8
 
 #: Seconds that a warm call may take, and that the import may add to NumPy's.
 CALL_LIMITS = {"numpy": 8e-6, "torch": 10e-6}
+#: Seconds for a call that does something beside the product, for one in a lower mode, and for one with a gradient.
+BESIDE_LIMIT, MODE_LIMIT, RECORDED_LIMIT = 12e-6, 15e-6, 14e-6
 IMPORT_LIMIT = 0.05
 
 #: Modules that `import lowprec` must not load: frameworks, CUDA libraries, compilers.
@@ -104,6 +106,74 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
         }
         for name in found
     ]
+
+
+# -- other calls ----------------------------------------------------------------------------------
+
+#: Those that round each operand once; the others cut it into parts.
+LOWER_MODES = ("tf32", "bf16", "fp16")
+
+#: What a call does beside the product, or another mode: with lowprec, and with the library's own functions.
+ARGUMENTS = {
+    "bias=": ("lowprec(a, b, bias=bias)", "own(a, b) + bias"),
+    "alpha=": ("lowprec(a, b, alpha=0.5)", "0.5 * own(a, b)"),
+    "c=, beta=": ("lowprec(a, b, c=c, beta=1.0)", "own(a, b) + c"),
+    **{
+        f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)")
+        for mode in (*LOWER_MODES, "bf16x3", "fp16x3")
+    },
+}
+
+
+def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, tuple[str, str]]:
+    """Return the calls inside what a library makes of a function; `names` gets what they need."""
+    own = names["own"]
+    if library == "jax":
+        import jax
+
+        names["jitted"], names["own_jitted"] = (
+            _wait(jax.jit(f)) for f in (lowprec.matmul, jax.numpy.matmul)
+        )
+        return {"jitted": ("jitted(a, b)", "own_jitted(a, b)")}
+    if library != "torch":
+        return {}
+    import torch
+
+    names["leaf"] = names["a"].clone().requires_grad_()
+    recorded = {"recorded by autograd": ("lowprec(leaf, b)", "own(leaf, b)")}
+    if quick:  # the compiler takes seconds
+        return recorded
+    for name, function in (("compiled", lowprec.matmul), ("own_compiled", own)):
+        # A function of its own for each: what the compiler has made belongs to the code.
+        call: dict[str, Any] = {"f": function}
+        exec("def product(a, b): return f(a, b)", call)
+        names[name] = torch.compile(call["product"], fullgraph=True)
+    return {
+        **recorded,
+        "compiled": ("compiled(a, b)", "own_compiled(a, b)"),
+        "compiled and recorded": ("compiled(leaf, b)", "own_compiled(leaf, b)"),
+    }
+
+
+def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[dict[str, Any]]:
+    """Return one row per library and kind of call: what lowprec takes, and what the library itself."""
+    rows, timers = [], {}
+    for library, names in libraries(seed).items():
+        if library == "dlpack":
+            continue
+        names |= {"lowprec": lowprec.matmul, "bias": names["b"][0], "c": names["b"]}
+        found = {} if library == "jax" else ARGUMENTS
+        for variant, texts in {**found, **_transforms(library, names, quick)}.items():
+            row = {"measured": "variant", "variant": variant, "library": library}
+            rows.append(row)
+            for function, text in zip(("lowprec", "own"), texts, strict=True):
+                timers[f"{function} {library} {variant}"] = timeit.Timer(text, globals=names)
+    seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
+    for row in rows:
+        for function in ("lowprec", "own"):
+            taken = seconds[f"{function} {row['library']} {row['variant']}"]
+            row[function] = timing.summary(taken)
+    return rows
 
 
 # -- stages of a call -----------------------------------------------------------------------------
@@ -198,12 +268,25 @@ def measure_import(rounds: int, seed: int) -> dict[str, Any]:
 def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the limits of a small call and of the import."""
     calls = {r["library"]: 1e6 * r["lowprec"]["median"] for r in rows if r["measured"] == "call"}
+    others: dict[str, list[float]] = {}
+    for r in rows:
+        if r["measured"] == "variant":
+            others.setdefault(r["variant"], []).append(1e6 * r["lowprec"]["median"])
     imported = next(r for r in rows if r["measured"] == "import")
     added, loaded = imported["added"]["median"], len(imported["frameworks"])
     limits = [
         *(
             (f"call on {SIZE} x {SIZE} float32, {library}, us", calls.get(library), 1e6 * limit)
             for library, limit in CALL_LIMITS.items()
+        ),
+        *(
+            (f"{variant}, slowest library, us", max(others[variant]), 1e6 * limit)
+            for variant, limit in (
+                *((name, BESIDE_LIMIT) for name in ("bias=", "alpha=", "c=, beta=")),
+                *((f"in {mode}", MODE_LIMIT) for mode in LOWER_MODES),
+                ("recorded by autograd", RECORDED_LIMIT),
+            )
+            if variant in others
         ),
         ("import lowprec over import numpy, s", added, IMPORT_LIMIT),
         ("frameworks that import lowprec loads", loaded, 0),
@@ -218,7 +301,12 @@ def main() -> None:
     rounds, calls, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
     # First of all: a process without threads that spin.
     imported = measure_import(imports, seed)
-    rows = [*measure_calls(rounds, calls, seed), *measure_stages(rounds, calls, seed), imported]
+    rows = [
+        *measure_calls(rounds, calls, seed),
+        *measure_variants(rounds, calls // 4, seed, arguments.quick),
+        *measure_stages(rounds, calls, seed),
+        imported,
+    ]
     counts = {"size": SIZE, "rounds": rounds, "calls": calls}
     common.report("overhead", arguments, rows, overhead_claims(rows), **counts)
 

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/bench_unscale.py [--quick] [--output DIR] [--seed N]
 
-All variants work in place on float32 in host memory.
+All variants work in place on float32 in host memory, in one array and in a thousand, in the same number of threads.
 """
 
 from __future__ import annotations
@@ -30,65 +30,77 @@ OURS, WITHOUT_NUMBA, TORCH, ON_TENSORS = (
 )
 
 
-def unscale(grads: Any) -> bool:
+def unscale(scaler: LossScaler, grads: Any) -> bool:
     """Divide in place; return whether Inf or NaN was found, which the pass is done for."""
-    scaler = LossScaler(SCALE, dynamic=False)
     scaler.unscale(grads, out=grads)
-    return scaler.found_inf
+    found_inf = scaler.found_inf
+    scaler.update()
+    return found_inf
 
 
-def variants(n: int, seed: int) -> dict[str, Callable[[int], Any]]:
-    """Return what is timed, each on numbers of its own."""
+def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
+    """Return what is timed, each on numbers of its own; PyTorch's tensors are those of both variants on them."""
     rng = np.random.default_rng(seed)
-    arrays = {
-        name: rng.standard_normal(n, dtype=np.float32) for name in (OURS, WITHOUT_NUMBA, TORCH)
-    }
+
+    def drawn() -> list[Any]:
+        return list(rng.standard_normal(arrays * n, dtype=np.float32).reshape(arrays, n))
+
+    ours, plain = drawn(), drawn()
+    scaler = LossScaler(SCALE, dynamic=False)
 
     def without_numba(_: int) -> bool:
         with mock.patch.object(casting, "has_kernels", return_value=False):
-            return unscale([arrays[WITHOUT_NUMBA]])
+            return unscale(scaler, plain)
 
     found: dict[str, Callable[[int], Any]] = {
-        OURS: lambda _: unscale([arrays[OURS]]),
+        OURS: lambda _: unscale(scaler, ours),
         WITHOUT_NUMBA: without_numba,
     }
     if importlib.util.find_spec("torch"):
         import torch
 
-        tensor = torch.from_numpy(arrays[TORCH])
+        tensors = [torch.from_numpy(x) for x in drawn()]
         inverse = torch.full((), 1 / SCALE, dtype=torch.float32)
 
         def by_torch(_: int) -> bool:
             flag = torch.zeros(())
-            torch._amp_foreach_non_finite_check_and_unscale_([tensor], flag, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inverse)
             return bool(flag)
 
-        found |= {TORCH: by_torch, ON_TENSORS: lambda _: unscale([tensor])}
+        found |= {TORCH: by_torch, ON_TENSORS: lambda _: unscale(scaler, tensors)}
     return found
 
 
 def main() -> None:
     """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
-    rounds, sizes = (3, [10_000]) if arguments.quick else (15, [1_000_000, 100_000_000])
+    rounds, sizes = 15, [(1, 1_000_000), (1, 100_000_000), (1000, 100_000)]
+    if arguments.quick:
+        rounds, sizes = 3, [(1, 10_000), (10, 1000)]
     rows: list[dict[str, Any]] = []
     claims = []
-    for n in sizes:
-        seconds = timing.interleave(variants(n, arguments.seed), rounds=rounds, seed=arguments.seed)
+    for arrays, n in sizes:
+        own = variants(arrays, n, arguments.seed)
+        seconds = timing.interleave(own, rounds=rounds, seed=arguments.seed)
         rows += [
             {
                 "variant": name,
+                "arrays": arrays,
                 "n": n,
                 "time": timing.summary(taken),
                 # Each number is read and written once.
-                "gb_per_s": 8e-9 * n / timing.summary(taken)["median"],
+                "gb_per_s": 8e-9 * arrays * n / timing.summary(taken)["median"],
                 "speed": timing.speed_ratio(seconds[TORCH], taken) if TORCH in seconds else None,
             }
             for name, taken in seconds.items()
         ]
-    speeds = {r["n"]: r["speed"]["median"] for r in rows if r["variant"] == OURS and r["speed"]}
-    what = f"unscale and check {sizes[-1]:,} float32, times as fast as PyTorch"
-    claims.append(common.claim(what, speeds.get(sizes[-1]), 1.0))
+    for arrays, n in sizes[1:]:
+        speed = next(
+            r["speed"] for r in rows if (r["variant"], r["arrays"], r["n"]) == (OURS, arrays, n)
+        )
+        spread = f"{arrays:,} arrays" if arrays > 1 else "one array"
+        what = f"unscale and check {arrays * n:,} float32 in {spread}, times as fast as PyTorch"
+        claims.append(common.claim(what, speed and speed["median"], 1.0))
     common.report("unscale", arguments, rows, claims, rounds=rounds)
 
 

@@ -206,6 +206,13 @@ def calls(rows: Rows) -> Any:
     return figure
 
 
+def digits(rows: Rows) -> Any:
+    """Draw the errors of each training, as the example does."""
+    import bench_digits
+
+    return bench_digits.digits.draw(rows)
+
+
 #: By the name of the benchmark: how its result is drawn, and what the drawing shows.
 CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
@@ -216,6 +223,10 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "gemm-no-extras": (speed, "The same with NumPy alone"),
+    "digits": (
+        digits,
+        "Share of test digits that each training does not recognise, by library and precision",
+    ),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
 }
 

@@ -123,15 +123,23 @@ def gemm(result: Result) -> str:
 
 def overhead(result: Result) -> str:
     """Return what a small call costs, its stages, and what the import costs."""
-    calls, stages = {}, {}
+    calls, variants, stages = {}, {}, {}
     for r in result["results"]:
         if r["measured"] == "call":
             calls[r["library"], "lowprec.matmul"] = _us(r["lowprec"])
             calls[r["library"], "the library's own matmul"] = _us(r["own"])
+        elif r["measured"] == "variant":
+            both = f"{_us(r['lowprec'])} ({_us(r['own'])})"
+            variants[r["variant"], r["library"]] = both
         elif r["measured"] == "station":
             stages |= {(r["station"], library): _us(r[library]) for library in r["libraries"]}
-    parts = {"8 x 8 float32, us per call": calls, "stage, us": stages}
-    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+    parts = {
+        "8 x 8 float32, us per call": calls,
+        "us per call (with the library's own functions)": variants,
+        "stage, us": stages,
+    }
+    tables = [_by_row_and_column(*part) for part in parts.items() if part[1]]
+    return "\n".join([*tables, _claims(result)])
 
 
 def accuracy(result: Result) -> str:
@@ -158,8 +166,16 @@ def unscale(result: Result) -> str:
     cells = {}
     for r in result["results"]:
         speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
-        cells[r["variant"], f"{r['n']:,}"] = f"{r['gb_per_s']:.1f}{speed}"
+        size = f"{r['arrays']:,} x {r['n']:,}" if r["arrays"] > 1 else f"{r['n']:,}"
+        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}{speed}"
     return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
+
+
+def digits(result: Result) -> str:
+    """Return accuracies by library and precision, and tests of equal means."""
+    import bench_digits
+
+    return f"{bench_digits.digits.table(result['results'])}\n{_claims(result)}"
 
 
 def dask(result: Result) -> str:
@@ -227,10 +243,12 @@ def tradeoff(result: Result) -> str:
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
     "gemm-no-extras": gemm,
+    "gemm-schemes": gemm,
     "overhead": overhead,
     "guard": guard,
     "accuracy": accuracy,
     "unscale": unscale,
+    "digits": digits,
     "recovery": recovery,
     "real": real,
     "tradeoff": tradeoff,

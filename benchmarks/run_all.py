@@ -22,8 +22,10 @@ COMMANDS = {
     "guard": ["bench_guard.py"],
     "gemm": ["bench_gemm.py"],
     "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
+    "gemm-schemes": ["bench_gemm.py", "--schemes"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
+    "digits": ["bench_digits.py"],
     "stress": ["stress.py"],
     "dask": ["bench_dask.py"],
 }

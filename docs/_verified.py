@@ -98,6 +98,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     + tuple(f"CUDA graph of {library}, prepared operand" for library in _LIBRARIES),
     "The rest": (
         "prepared operands",
+        "gradients of a scaled loss, `LossScaler`",
         "kernels that pack operands",
         "kernels that apply epilogues",
         "the plan names algorithm and units, `info` the device",

@@ -3,7 +3,8 @@
     python examples/digits.py --seeds 20 --out results
 
 One source, written against the Array API, serves every library and every policy: `lowprec.amp.autocast` casts, and
-`lowprec.amp.LossScaler` scales. The backward pass is written out, since NumPy has none. `results` gets `digits.json`,
+`lowprec.amp.LossScaler` scales. The backward pass is written out, since NumPy has none. `results` gets
+`digits.jsonl` (a line for each training, as soon as it is done: the same command goes on where it was stopped),
 `digits.md` (the table) and `digits.svg`.
 
 Needs scikit-learn, rich and matplotlib; libraries that are not installed are left out.
@@ -12,12 +13,13 @@ Needs scikit-learn, rich and matplotlib; libraries that are not installed are le
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,7 @@ class Result:
     library: str
     variant: str
     seed: int
+    epochs: int
     accuracy: float
     skipped: int
     scale: float
@@ -173,152 +176,181 @@ def digits(seed: int = 0) -> tuple[Any, ...]:
 
 def equal_means(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the p-value of Welch's test of equal means."""
-    from scipy.special import stdtr
-
-    if len(first) < 2 or len({*first, *second}) == 1:
-        return 1.0
-    shares = [statistics.variance(x) / len(x) for x in (first, second)]
+    shares = [statistics.variance(x) / len(x) if len(x) > 1 else 0.0 for x in (first, second)]
     if not sum(shares):
-        return 0.0
-    distance = abs(statistics.fmean(first) - statistics.fmean(second)) / sum(shares) ** 0.5
+        return float(len({*first, *second}) == 1 or len(first) < 2)
+    distance = abs(statistics.fmean(first) - statistics.fmean(second))
     freedom = sum(shares) ** 2 / sum(
         share**2 / (len(x) - 1) for share, x in zip(shares, (first, second), strict=True)
     )
-    return float(2 * stdtr(freedom, -distance))
+    return two_sided(distance / sum(shares) ** 0.5, freedom)
+
+
+def equal_pairs(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the p-value of Student's test that the differences of pairs have the mean 0."""
+    differences = [x - y for x, y in zip(first, second, strict=True)]
+    if len(differences) < 2 or not any(differences):
+        return 1.0
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    if not error:
+        return 0.0
+    return two_sided(abs(statistics.fmean(differences)) / error, len(differences) - 1)
+
+
+def two_sided(t: float, freedom: float) -> float:
+    """Return the p-value of a t statistic."""
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(freedom, -t))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values for as many tests at once, by Holm's method: valid however the tests depend on each other."""
+    found, largest = list(values), 0.0
+    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
+        found[i] = largest
+    return found
 
 
 def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return a row for each library and variant."""
-    rows = []
+    """Return a row for each library and variant, with its accuracies by seed."""
+    rows: list[dict[str, Any]] = []
+    by_row: dict[tuple[str, str], list[Result]] = {}
+    for r in sorted(results, key=lambda r: r.seed):
+        by_row.setdefault((r.library, r.variant), []).append(r)
     for library in dict.fromkeys(r.library for r in results):
         for group in GROUPS.values():
-            own = [
-                [r for r in results if (r.library, r.variant) == (library, v.name)] for v in group
-            ]
-            reference = [r.accuracy for r in own[0]]
-            for variant, members in zip(group, own, strict=True):
-                if not members:
-                    continue
+            reference = [r.accuracy for r in by_row[library, group[0].name]]
+            for variant in group:
+                members = by_row[library, variant.name]
                 values = [r.accuracy for r in members]
-                rows.append(
-                    {
-                        "library": library,
-                        "variant": variant.name,
-                        "seeds": len(values),
-                        "mean": statistics.fmean(values),
-                        "median": statistics.median(values),
-                        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-                        "p": None if variant is group[0] else equal_means(reference, values),
-                        "skipped": statistics.fmean(r.skipped for r in members),
-                    }
-                )
+                row = {
+                    "library": library,
+                    "variant": variant.name,
+                    "mean": statistics.fmean(values),
+                    "median": statistics.median(values),
+                    "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+                    "skipped": statistics.fmean(r.skipped for r in members),
+                    "accuracies": values,
+                }
+                if variant is not group[0]:
+                    row["p"] = equal_means(reference, values)
+                    row["p_paired"] = equal_pairs(reference, values)
+                rows.append(row)
+    compared = [row for row in rows if "p" in row]
+    for row, p in zip(compared, holm([row["p_paired"] for row in compared]), strict=True):
+        row["p_holm"] = p
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows in Markdown."""
     lines = [
-        "| library | variant | seeds | mean | median | std. dev. | p (equal means) | skipped steps |",
-        "|---|---|---|---|---|---|---|---|",
+        "| library | variant | mean | median | std. dev. | p, Welch | p, paired | p, Holm | skipped steps |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for r in rows:
-        p = "-" if r["p"] is None else f"{r['p']:.2g}"
+        p = " | ".join(f"{r[key]:.2g}" if key in r else "-" for key in ("p", "p_paired", "p_holm"))
         lines.append(
-            f"| {r['library']} | {r['variant']} | {r['seeds']} | {r['mean']:.2%} | {r['median']:.2%} | "
-            f"{r['std']:.2%} | {p} | {r['skipped']:.1f} |"
+            f"| {r['library']} | {r['variant']} | {r['mean']:.2%} | {r['median']:.2%} | {r['std']:.2%} | {p} | "
+            f"{r['skipped']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
-    """Draw the accuracies, a row for each variant, a panel for each library."""
+def draw(rows: Sequence[dict[str, Any]]) -> Any:
+    """Return a figure of the errors: a row for each variant, a panel for each library, a line at each mean."""
     from matplotlib.figure import Figure
 
-    libraries = list(dict.fromkeys(r.library for r in results))
-    names = [v.name for group in GROUPS.values() for v in group]
-    figure = Figure(figsize=(3 + 2.6 * len(libraries), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(libraries), sharey=True, squeeze=False)[0]
+    libraries, names = (list(dict.fromkeys(r[key] for r in rows)) for key in ("library", "variant"))
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(libraries), sharex=True, sharey=True, squeeze=False)[0]
     for panel, library in zip(panels, libraries, strict=True):
-        for place, name in enumerate(reversed(names)):
-            values = [
-                100 * r.accuracy for r in results if (r.library, r.variant) == (library, name)
-            ]
-            panel.plot(values, [place] * len(values), "o", alpha=0.4, color="#0072b2")
-            if values:
-                panel.plot(statistics.fmean(values), place, "|", markersize=16, color="#d55e00")
-        panel.set(title=library, xlabel="test accuracy, %")
-        panel.set_yticks(range(len(names)), list(reversed(names)))
-        panel.grid(axis="x", alpha=0.3)
-    figure.savefig(path)
+        for r in (r for r in rows if r["library"] == library):
+            place = names.index(r["variant"])
+            # A training that makes no error lies at the edge of the scale.
+            errors = [max(100 * (1 - x), 0.1) for x in (*r["accuracies"], r["mean"])]
+            style = {"alpha": 0.4, "color": "#0072b2", "markersize": 5}
+            panel.plot(errors[:-1], [place] * len(errors[:-1]), "o", **style)
+            panel.plot(errors[-1], place, "|", markersize=16, color="#d55e00")
+        panel.set(title=library, xscale="log", xlabel="test digits not recognised, %")
+        panel.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+        panel.minorticks_off()
+        panel.grid(axis="x")
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    return figure
 
 
 # -- the command ----------------------------------------------------------------------------------
 
 
-def run(
-    libraries: Sequence[str], seeds: int, epochs: int, told: Callable[[Result], None]
-) -> list[Result]:
-    """Train every variant with every seed."""
-    data, results = digits(), []
-    for library in libraries:
-        base = importlib.import_module(LIBRARIES[library])
-        for variant in (v for group in GROUPS.values() for v in group):
-            for seed in range(seeds):
+def done(path: Path) -> dict[tuple[str, str, int, int], Result]:
+    """Return the trainings that a file holds; a line that was cut short is none."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            r = Result(**json.loads(line))
+            found[r.library, r.variant, r.seed, r.epochs] = r
+    return found
+
+
+def run(libraries: Sequence[str], seeds: int, epochs: int, path: Path) -> list[Result]:
+    """Train every variant with every seed, except what the file holds; add each training to the file."""
+    from rich import progress
+
+    old, data, results = done(path), digits(), []
+    names = [name for name in libraries if importlib.util.find_spec(name)]
+    variants = [v for group in GROUPS.values() for v in group]
+    wanted = [(name, v, seed) for name in names for v in variants for seed in range(seeds)]
+    columns = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+    columns += [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(path, "a", encoding="utf-8") as file,
+        np.errstate(over="ignore", invalid="ignore"),
+        progress.Progress(*columns) as bar,
+    ):
+        if old:
+            bar.print(f"{path.name} holds {len(old)} trainings; remove it to begin anew")
+            file.write("\n")  # ends a line that was cut short
+        task = bar.add_task("training", total=len(wanted))
+        for name, variant, seed in wanted:
+            r = old.get((name, variant.name, seed, epochs))
+            if r is None:
                 begin = time.perf_counter()
-                accuracy, skipped, scale = train(base, variant, data, seed, epochs)
-                seconds = time.perf_counter() - begin
-                results.append(
-                    Result(library, variant.name, seed, accuracy, skipped, scale, seconds)
-                )
-                told(results[-1])
+                base = importlib.import_module(LIBRARIES[name])
+                found = train(base, variant, data, seed, epochs)
+                seconds = round(time.perf_counter() - begin, 3)
+                r = Result(name, variant.name, seed, epochs, *found, seconds)
+                file.write(json.dumps(asdict(r)) + "\n")
+                file.flush()
+            results.append(r)
+            bar.update(task, advance=1, description=f"{name}, {variant.name}: {r.accuracy:.1%}")
     return results
+
+
+def options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what decides which trainings there are."""
+    parser.add_argument("--seeds", type=int, default=20, help="trainings of each variant")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the results."""
     from rich.console import Console
     from rich.markdown import Markdown
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser = options(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
     given = parser.parse_args(arguments)
-    here = [name for name in given.libraries if importlib.util.find_spec(name)]
-    count = len(here) * given.seeds * sum(map(len, GROUPS.values()))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with np.errstate(over="ignore", invalid="ignore"), Progress(*columns) as progress:
-        task = progress.add_task("training", total=count)
-
-        def told(r: Result) -> None:
-            text = f"{r.library}, {r.variant}: {r.accuracy:.1%}"
-            progress.update(task, advance=1, description=f"{text:<50}")
-
-        results = run(here, given.seeds, given.epochs, told)
+    results = run(given.libraries, given.seeds, given.epochs, given.out / "digits.jsonl")
     rows = summaries(results)
-    given.out.mkdir(parents=True, exist_ok=True)
-    document = {
-        "seeds": given.seeds,
-        "epochs": given.epochs,
-        "summary": rows,
-        "results": [asdict(r) for r in results],
-    }
-    (given.out / "digits.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (given.out / "digits.md").write_text(table(rows), encoding="utf-8")
-    draw(results, given.out / "digits.svg")
+    draw(rows).savefig(given.out / "digits.svg")
     Console().print(Markdown(table(rows)))
 
 

@@ -48,13 +48,14 @@ STORAGE = {
     "complex64": (2.0**-24, 2.0**-150),
 }
 
-#: Unit roundoff of the format that each mode rounds float32 operands to, and half of its smallest subnormal number.
+#: Unit roundoff of the format that each mode rounds float32 operands to, and what it loses at least near zero.
 MODES = {
     "fp32": (0.0, 0.0),
     "fp32_pedantic": (0.0, 0.0),
     "tf32": (2.0**-11, 2.0**-137),
     "bf16": (2.0**-8, 2.0**-134),
-    "fp16": (2.0**-11, 2.0**-25),
+    # Of the largest number of a row or column, which is scaled to 2^14 or more.
+    "fp16": (2.0**-11, 2.0**-39),
 }
 ALL_MODES = tuple(MODES)
 ROUNDING_MODES = ("tf32", "bf16", "fp16")
@@ -75,6 +76,13 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), signed, x)
 
 
+def float16_digits(x: np.ndarray) -> np.ndarray:
+    """Round float32 to 11 significant bits, ties to even, by float64 arithmetic."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        fraction, exponent = np.frexp(x.astype(np.float64))
+        return np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11).astype(np.float32)
+
+
 def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype).astype(np.float32)
@@ -87,12 +95,18 @@ _ROUNDINGS = {
 }
 
 
-def round_to(x: Any, mode: str) -> np.ndarray:
-    """Return the operand as the mode sees it; only float32 and complex64 change, the latter part by part."""
+def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
+    """Return the operand as the mode sees it; only float32 and complex64 change, the latter part by part.
+
+    With an ``axis``, ``fp16`` scales what lies along it: -1 for rows of ``a``, -2 for columns of ``b``.
+    """
     x = np.asarray(x)
     rounding = _ROUNDINGS.get(mode)
     if rounding is None or x.dtype.name not in ("float32", "complex64"):
         return x
+    if mode == "fp16" and axis is not None:
+        with np.errstate(over="ignore"):
+            return _scaled_to_float16(x, axis).astype(x.dtype)
     if x.dtype.name == "complex64":
         out = np.empty(x.shape, x.dtype)
         out.real, out.imag = (
@@ -101,6 +115,43 @@ def round_to(x: Any, mode: str) -> np.ndarray:
         )
         return out
     return rounding(x)
+
+
+def _largest(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return the largest finite magnitude along an axis, of either component."""
+    with np.errstate(invalid="ignore"):
+        parts = np.abs(np.stack([x.real, x.imag]).astype(np.float64))
+    sizes = np.where(np.isfinite(parts), parts, 0.0)
+    return np.asarray(sizes.max(0).max(axis, keepdims=True, initial=0.0))
+
+
+def _scaled_to_float16(x: np.ndarray, axis: int) -> np.ndarray:
+    """Scale so that the largest magnitude lies in [2^14, 2^15), round to float16, and scale back, in float64."""
+    largest = _largest(x, axis)
+    exponent = np.where(largest > 0, 15 - np.frexp(largest)[1], 0)
+
+    def rounded(part: np.ndarray) -> np.ndarray:
+        scaled = np.ldexp(part.astype(np.float64), exponent).astype(np.float16)
+        return np.ldexp(scaled.astype(np.float64), -exponent)
+
+    with np.errstate(all="ignore"):
+        if x.dtype.kind != "c":
+            return rounded(x)
+        out = np.empty(x.shape, np.complex128)
+        out.real, out.imag = rounded(x.real), rounded(x.imag)
+    return out
+
+
+def round_both(a: Any, b: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the operands of a product as the mode sees them; in float64, whose range they need, where it scales."""
+    pair = [(np.asarray(a), -1), (np.asarray(b), -min(2, np.ndim(b)))]
+    x, y = (
+        _scaled_to_float16(x, axis)
+        if mode == "fp16" and x.dtype.name in ("float32", "complex64")
+        else round_to(x, mode)
+        for x, axis in pair
+    )
+    return x, y
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -212,32 +263,29 @@ def gamma(k: int, u: float) -> float:
     return k * u / (1 - k * u)
 
 
-def accumulation_bound(a: Any, b: Any, mode: str) -> np.ndarray:
+def accumulation_bound(a: Any, b: Any, mode: str, how: Arithmetic | None = None) -> np.ndarray:
     """Return the bound on the error of multiplying and summing operands that have been rounded already.
 
     A complex product is two real ones per part. Where the operands are float64, the float64 product
     that the result is compared with errs as much again.
     """
     a, b = np.asarray(a), np.asarray(b)
-    how = arithmetic(a, b, mode)
+    how = how or arithmetic(a, b, mode)
     terms = a.shape[-1] * how.parts * (2 if "c" in (a.dtype.kind, b.dtype.kind) else 1)
     with np.errstate(all="ignore"):
         bound = gamma(terms, how.u) * how.stretch * _times(magnitude(a), magnitude(b))
         # One loss per product and one per addition; both are nothing where there is nothing to sum.
         bound = bound + 2 * terms * how.lost
         if how.unseen:
-            bound = bound + 1.01 * _absolute(a, b, how.unseen)
+            bound = bound + 1.01 * _absolute(a, b, how.unseen, how.unseen)
         return bound * (2.0 if how is _DOUBLE else 1.0)
 
 
-def _absolute(a: Any, b: Any, loss: float) -> np.ndarray:
-    """Return what an absolute error t of each element does: ``t (|A| + |B|)`` along k, and ``k t^2``."""
+def _absolute(a: Any, b: Any, loss_a: Any, loss_b: Any) -> np.ndarray:
+    """Return what absolute errors of the elements do: ``|A| t_b + t_a |B| + t_a t_b``, summed along k."""
     size_a, size_b = magnitude(a), magnitude(b)
-    return (
-        _times(size_a, np.full_like(size_b, loss))
-        + _times(np.full_like(size_a, loss), size_b)
-        + size_a.shape[-1] * loss**2
-    )
+    lost_a, lost_b = size_a * 0 + loss_a, size_b * 0 + loss_b
+    return _times(size_a, lost_b) + _times(lost_a, size_b) + _times(lost_a, lost_b)
 
 
 def storage_bound(value: Any, dtype: str) -> np.ndarray:
@@ -258,12 +306,18 @@ def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
     u, tiny = MODES[mode]
     with np.errstate(all="ignore"):
         relative = (2 * u + u * u) * _times(magnitude(a), magnitude(b))
-        return relative + 1.01 * _absolute(a, b, tiny) + 1.01 * accumulation_bound(a, b, mode)
+        lost = (tiny, tiny)
+        if mode == "fp16":
+            lost = tuple(
+                tiny * _largest(np.asarray(x), axis)
+                for x, axis in ((a, -1), (b, -min(2, np.ndim(b))))
+            )
+        return relative + 1.01 * _absolute(a, b, *lost) + 1.01 * accumulation_bound(a, b, mode)
 
 
 def rounding_floor(a: Any, b: Any, mode: str) -> float:
     """Return the Frobenius norm of the error that rounding the operands causes, whatever multiplies them."""
-    return float(np.linalg.norm(product(round_to(a, mode), round_to(b, mode)) - product(a, b)))
+    return float(np.linalg.norm(product(*round_both(a, b, mode)) - product(a, b)))
 
 
 # -- assertions -----------------------------------------------------------------------------------
@@ -357,11 +411,11 @@ def assert_expression(
     (4.1 + 2) u`` of it, for which 8u stands.
     """
     result = np.asarray(result)
-    a, b = round_to(a, mode), round_to(b, mode)
     how = arithmetic(a, b, mode)
+    a, b = round_both(a, b, mode)
     value = then.alpha * product(a, b) if then.alpha != 1 else product(a, b)
     with np.errstate(all="ignore"):
-        allowed = 1.01 * abs(then.alpha) * accumulation_bound(a, b, mode)
+        allowed = 1.01 * abs(then.alpha) * accumulation_bound(a, b, mode, how)
         if then is not _NOTHING:
             size = abs(then.alpha) * _times(magnitude(a), magnitude(b))
             if then.beta:

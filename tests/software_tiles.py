@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 
@@ -9,9 +11,15 @@ import oracles
 from lowprec.arrays.view import memory_at
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.packed.packed_gemm import Operand
+from lowprec.backends.cpu.splitting import split
+from lowprec.modes import MathMode, row
+from lowprec.planning.schedule import make_schedule
 
 #: Operands in two parts: the kernel declines what is not finite.
 _TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}
+
+#: Modes that split the operands.
+_SPLITS = {"bf16x3", "bf16x6", "bf16x9", "tf32x3"}
 
 
 def _array(operand: Operand, rows: int, cols: int) -> np.ndarray:
@@ -28,7 +36,10 @@ def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
     assert kind != ("float32", "exact"), "float32 is always rounded"
     if x.dtype != np.int8:
         with np.errstate(invalid="ignore"):
-            x = oracles.round_to(x, rounding).astype(np.float32)
+            if kind == ("float32", "fp16"):
+                x = oracles.float16_digits(x)
+            else:
+                x = oracles.round_to(x, rounding).astype(np.float32)
     return None if kind in _TWO_PARTS and not np.isfinite(x).all() else x
 
 
@@ -50,8 +61,12 @@ def gemm(
     panels: None = None,
 ) -> bool:
     """Compute what :func:`lowprec.backends.cpu.packed.packed_gemm.gemm` computes; without panels."""
-    x, y = _packed(_array(a, m, k), rounding), _packed(_array(b, k, n), rounding)
-    target = _array(out, m, n)
+    left, right, target = _array(a, m, k), _array(b, k, n), _array(out, m, n)
+    if rounding in _SPLITS:
+        product = _sum_of_parts(left, right, rounding)
+        _write(product, target, alpha, beta, c, bias, activation)
+        return bool(np.isfinite(product).all())
+    x, y = _packed(left, rounding), _packed(right, rounding)
     if x is None or y is None:
         return False
     if target.dtype == np.int32:
@@ -59,7 +74,44 @@ def gemm(
         target[...] = x.astype(np.int32) @ y.astype(np.int32)
         return True
     with np.errstate(all="ignore"):
-        value = np.float32(alpha) * (x @ y)
+        product = x @ y
+    _write(product, target, alpha, beta, c, bias, activation)
+    return True
+
+
+def _sum_of_parts(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
+    """Return the sum of the products of parts in float32; an operand of 16 bits is one part."""
+    found, is_split = row(MathMode(mode)), [x.dtype == np.float32 for x in (a, b)]
+    with contextlib.ExitStack() as stack:
+        x, y = (
+            split(
+                side,
+                np.dtype(np.float32),
+                found,
+                found.operand_format,
+                found.parts if whole else 1,
+                None,
+                stack,
+            )
+            for side, whole in zip((a, b), is_split, strict=True)
+        )
+        with np.errstate(all="ignore"):
+            products = make_schedule(found, (is_split[0], is_split[1]), a.shape[1])
+            return sum(x.parts[p.a_part] @ y.parts[p.b_part] for p in products)
+
+
+def _write(
+    product: np.ndarray,
+    target: np.ndarray,
+    alpha: float,
+    beta: float,
+    c: Operand | None,
+    bias: tuple[int, str, int] | None,
+    activation: str | None,
+) -> None:
+    m, n = target.shape
+    with np.errstate(all="ignore"):
+        value = np.float32(alpha) * product
         if beta:
             assert c is not None
             value += np.float32(beta) * _array(c, m, n).astype(np.float32)
@@ -71,4 +123,3 @@ def gemm(
         elif activation == "gelu":
             value = oracles.gelu(value.astype(np.float64))
         target[...] = value.astype(np.float32)
-    return True

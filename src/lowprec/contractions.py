@@ -73,14 +73,9 @@ def tensordot(
     left = xp.arranged(a, (*free_a, *summed_a), (prod(a.shape[i] for i in free_a), k))
     right = yp.arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
     product = matmul(
-        left,
-        right,
-        out_dtype=out_dtype,
-        math_mode=math_mode,
-        rtol=rtol,
-        bound=bound,
-        k_chunk=k_chunk,
-    )
+        left, right,
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+    )  # fmt: skip
     return xp.reshaped(product, shape)
 
 
@@ -171,14 +166,9 @@ def vecdot(
     row = xp.reshaped(xp.conjugated(left), (*left.shape[:-1], 1, left.shape[-1]))
     column = yp.reshaped(right, (*right.shape, 1))
     product = matmul(
-        row,
-        column,
-        out_dtype=out_dtype,
-        math_mode=math_mode,
-        rtol=rtol,
-        bound=bound,
-        k_chunk=k_chunk,
-    )
+        row, column,
+        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+    )  # fmt: skip
     return product[..., 0, 0]
 
 

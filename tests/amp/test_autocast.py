@@ -14,7 +14,7 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
-from lowprec.amp import AutocastNamespace, Policy, autocast
+from lowprec.amp import AutocastNamespace, Policy, SettingError, autocast
 from lowprec.policy import environment
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -174,6 +174,18 @@ def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) 
         assert (found != lowprec.matmul(a, b, math_mode="fp32")).any()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_out_is_written_and_not_cast(dtype: Any, by_name: bool) -> None:
+    xp = autocast(np, "O1")
+    x, half = np.full((2, 2), 1.5, np.float32), np.full((2, 2), 1.5, np.float16)
+    for function, operands in ((xp.matmul, (x, x)), (xp.exp, (half,)), (xp.add, (x, half))):
+        out = np.zeros((2, 2), dtype)
+        found = function(*operands, out=out) if by_name else function(*operands, out)
+        assert found is out
+        np.testing.assert_allclose(out, function(*operands), rtol=2.0**-10)
+
+
 def test_linalg_products_are_lowprecs_too() -> None:
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     xp = autocast(np, "O1,compute=tf32")
@@ -304,5 +316,5 @@ def test_what_is_no_function_passes() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ArrayError, match="autocast takes a namespace of arrays, such as numpy"):
         autocast(math)
-    with pytest.raises(lowprec.UnsupportedError, match="a policy is a Policy or its text, got 3"):
+    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
         autocast(np, 3)  # type: ignore[arg-type]

@@ -113,6 +113,10 @@ def test_a_training_with_a_scaler_goes_on_from_a_checkpoint(xp: ArrayNamespace) 
 def test_a_damaged_checkpoint_changes_nothing() -> None:
     weights, scaler = MasterWeights([np.ones(2, np.float32)]), LossScaler()
     state = weights.state_dict(scaler)
+    with pytest.raises(SettingError, match="the checkpoint is a mapping, got None"):
+        weights.load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
+        MasterWeights([np.ones(2)], 3)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="the checkpoint lacks scaler"):
         weights.load_state_dict(weights.state_dict(), scaler)
     with pytest.raises(ShapeError, match=r"cannot become one of \(3,\)"):
@@ -171,6 +175,8 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
         PrecisionSchedule(["fp32"], at=[]).load_state_dict(whole.state_dict())
     with pytest.raises(SettingError, match="lacks steps, stage"):
         whole.load_state_dict({})
+    with pytest.raises(SettingError, match="stage is an integer from 0 on, got 'a'"):
+        whole.load_state_dict({**whole.state_dict(), "stage": "a"})
 
 
 @pytest.mark.parametrize(
@@ -180,9 +186,12 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
         ({"modes": ["bf16", "fp32"], "at": [1], "patience": 1}, "give one of the two"),
         ({"modes": ["bf16", "fp32"], "at": [1, 2]}, r"at holds 1 rising numbers of steps for 2"),
         ({"modes": ["bf16", "tf32", "fp32"], "at": [2, 2]}, "at holds 2 rising numbers"),
-        ({"modes": ["bf16"], "patience": 0}, "patience is a number of steps from 1 on, got 0"),
+        ({"modes": ["bf16"], "patience": 0}, "patience is an integer from 1 on, got 0"),
         ({"modes": ["bf16"], "patience": 1, "threshold": 1.0}, "threshold is a share"),
-        ({"modes": [], "at": []}, "at least one mode"),
+        ({"modes": ["bf16"], "patience": 1, "threshold": "a"}, "threshold is a share"),
+        ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at is an integer from 0 on, got 1.5"),
+        ({"modes": [], "at": []}, "a schedule takes a list of modes, got"),
+        ({"modes": "bf16", "at": []}, "a schedule takes a list of modes, got 'bf16'"),
     ],
 )
 def test_schedules_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -130,6 +130,15 @@ def test_other_mistakes() -> None:
         Policy().register("half")
     with pytest.raises(SettingError, match="takes a function and a list, got 3"):
         Policy().register(3, "deny")
+    with pytest.raises(SettingError, match="'a,b' is no name of a function"):
+        Policy().moved("deny", "a,b")
+    with pytest.raises(SettingError, match="moves are pairs of a function's name and a list"):
+        Policy(moves="tanh")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"a level is one of O0, O1, O2, O3, got \['O1'\]"):
+        Policy.preset(["O1"])  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
+        Policy.parse(3)  # type: ignore[arg-type]
+    assert Policy.parse(Policy()) == Policy()
 
 
 def test_no_function_is_on_two_lists() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -317,6 +319,16 @@ def test_every_element_is_divided_and_looked_at(dtype: str, n: int) -> None:
             np.testing.assert_array_equal(bad, expected)
 
 
+@pytest.mark.parametrize("n", [5, 300_003])
+def test_the_other_byte_order(n: int) -> None:
+    x = np.arange(n, dtype=np.float32)
+    found = LossScaler(4.0).unscale(x.astype(">f4"))
+    np.testing.assert_array_equal(found, x / 4)
+    scaler = LossScaler(4.0)
+    scaler.unscale(np.append(x, np.float32(np.inf)).astype(">f4"))
+    assert scaler.found_inf
+
+
 def test_every_nan_is_seen() -> None:
     bits = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF], np.uint32)
     for pattern in bits:
@@ -347,6 +359,7 @@ def test_a_numba_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.Monk
 
     casting.has_kernels.cache_clear()
     monkeypatch.setattr(numba_import, "fails", lambda: True)
+    monkeypatch.delitem(sys.modules, unscaling._KERNELS, raising=False)
     monkeypatch.setattr(unscaling, "_kernel", lambda dtype: pytest.fail("numba is needed for it"))
     found = LossScaler(2.0).unscale(np.ones(300_003, np.float32))
     assert (found == 0.5).all()
@@ -450,6 +463,18 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler.update()
 
 
+def test_one_array_in_two_places() -> None:
+    """The gradient of weights that are tied is divided once; two gradients need two arrays."""
+    torch = load_or_skip(Backend.TORCH).torch
+    for tied in (np.full(3, 8.0, np.float32), torch.full((3,), 8.0)):
+        LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
+        assert (tied == 2).all()
+        other = tied + 1
+        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+            LossScaler(4.0).unscale([tied, other], out=[tied, tied])
+        assert (tied == 2).all()
+
+
 def test_jax_has_no_out() -> None:
     jnp = load_or_skip(Backend.JAX).jax.numpy
     x = jnp.ones(2, jnp.float32)
@@ -463,7 +488,10 @@ def test_jax_has_no_out() -> None:
         ({"growth_factor": 1.0}, "growth_factor is above 1, got 1.0"),
         ({"growth_factor": float("nan")}, "growth_factor is above 1, got nan"),
         ({"backoff_factor": 1.0}, "backoff_factor is between 0 and 1, got 1.0"),
+        ({"growth_factor": "2"}, "growth_factor is above 1, got '2'"),
         ({"growth_interval": 0}, "growth_interval is an integer from 1 on, got 0"),
+        ({"growth_interval": 2.5}, "growth_interval is an integer from 1 on, got 2.5"),
+        ({"reduce": 3}, "reduce is a function of one bool, got 3"),
         ({"init_scale": 0.0}, "init_scale is a positive number that float32 holds, got 0.0"),
         ({"init_scale": 1e39}, "init_scale is a positive number"),
         ({"init_scale": "big"}, "init_scale is a positive number that float32 holds, got 'big'"),
@@ -481,8 +509,10 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
     ("change", "message"),
     [
         ({"scale": -1.0}, "scale is a positive number"),
-        ({"_growth_tracker": -1}, "counts steps from 0 on"),
+        ({"_growth_tracker": -1}, "_growth_tracker is an integer from 0 on"),
+        ({"_growth_tracker": 1.5}, "_growth_tracker is an integer from 0 on, got 1.5"),
         ({"growth_factor": 0.5}, "growth_factor is above 1"),
+        ({"growth_interval": "5"}, "growth_interval is an integer from 1 on, got '5'"),
     ],
 )
 def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
@@ -491,8 +521,10 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) 
     with pytest.raises(SettingError, match=message):
         scaler.load_state_dict({**before, "growth_interval": 5, **change})
     assert scaler.state_dict() == before
-    with pytest.raises(SettingError, match="is empty, as of a scaler that was not enabled"):
+    with pytest.raises(SettingError, match=r"lacks scale, .* of an enabled scaler"):
         scaler.load_state_dict({})
+    with pytest.raises(SettingError, match="the state dictionary is a mapping, got None"):
+        scaler.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="lacks scale, growth_factor"):
         scaler.load_state_dict({"growth_interval": 1, "_growth_tracker": 0})
 
@@ -601,6 +633,37 @@ def test_processes_agree_by_a_reduction() -> None:
     assert calls == [False, True], "asked once for each optimizer and update"
 
 
+def test_trainings_side_by_side_stay_together() -> None:
+    """Three of them meet at each step, as processes do in an all-reduce; each finds Inf at steps of its own."""
+    count, steps = 3, 40
+    finite = np.random.default_rng(8).random((steps, count)) < 0.8
+    barrier, told = threading.Barrier(count), [False] * count
+    histories: list[list[Any]] = [[] for _ in range(count)]
+
+    def work(rank: int) -> None:
+        def reduce(found: bool) -> bool:
+            told[rank] = found
+            barrier.wait(30)
+            any_found = any(told)
+            barrier.wait(30)
+            return any_found
+
+        scaler = LossScaler(2.0**10, growth_interval=3, reduce=reduce)
+        for step in range(steps):
+            scaler.unscale(np.float32([1.0 if finite[step, rank] else np.inf]))
+            stepped = scaler.step(lambda: "stepped")
+            scaler.update()
+            histories[rank].append((stepped, scaler.state_dict()))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert histories[0] == histories[1] == histories[2]
+    assert [s == "stepped" for s, _ in histories[0]] == finite.all(axis=1).tolist()
+
+
 def test_accumulation_and_clipping() -> None:
     scaler = LossScaler(16.0)
     x = [np.array([3.0, 4.0], np.float32), np.array([9.0, 12.0], np.float32)]
@@ -640,18 +703,27 @@ def test_it_is_shown_copied_and_pickled() -> None:
         assert twin.state_dict() == scaler.state_dict()
 
 
-@pytest.mark.parametrize("backend", [Backend.TORCH])
-def test_the_decision_is_asked_for_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flag is a wait for a GPU: one per step."""
-    torch = load_or_skip(backend).torch
-    asked = []
-    original = torch.Tensor.__bool__
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: asked.append(1) or original(x))
+@pytest.mark.parametrize("library", ["torch", "jax", "array_api_strict"])
+def test_the_decision_is_asked_for_once(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at a number is a wait for a GPU: one per step. CuPy's are counted where its kernels are tested."""
+    if library == "array_api_strict":
+        xp: Any = pytest.importorskip(library, reason=f"{library} is not installed")
+    else:
+        backend = load_or_skip(Backend(library))
+        xp = backend.torch if library == "torch" else backend.jax.numpy
+    grads = [xp.ones(i + 1, dtype=xp.float32) for i in range(20)]
+    kind, asked = type(grads[0]), []
+    for name in ("__bool__", "__float__", "__int__", "__array__", "item", "tolist"):
+        if original := getattr(kind, name, None):
+            told = functools.partialmethod(
+                lambda x, f, *args: asked.append(1) or f(x, *args), original
+            )
+            monkeypatch.setattr(kind, name, told)
     scaler = LossScaler()
-    grads = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16)]
-    scaler.unscale(grads)
-    assert not asked
-    scaler.step(lambda: None)
-    assert scaler.found_inf is False
-    scaler.update()
-    assert len(asked) == 1
+    for count in (1, 2, 3):
+        scaler.unscale(grads)
+        assert len(asked) == count - 1, "nobody has asked for a number yet"
+        scaler.step(lambda: None)
+        assert scaler.found_inf is False
+        scaler.update()
+        assert len(asked) == count

@@ -68,6 +68,23 @@ def numbers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> A
     return rng.standard_normal(shape).astype(dtype)
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_scaled_operands(order: Any, rng: np.random.Generator) -> None:
+    """One of them, the other or both; the one that is shared by a batch, too."""
+    near = numbers(rng, 5, 9, 21)
+    far = np.exp(10 * numbers(rng, 5, 9, 21))
+    far[1, 2], far[2, 3, 4], far[3, 1, 0], far[4] = 0, np.inf, np.nan, far[4] * np.float32(1e-30)
+    far[0, :, 1:] *= np.float32(1e-44)
+    c, bias = numbers(rng, 5, 9, 9), numbers(rng, 9)
+    for a, b in itertools.product((near, far), repeat=2):
+        b = np.asarray(b.swapaxes(-1, -2), order=order)
+        for right in (b, b[4], b[0]):
+            both(a, right, math_mode="fp16")
+            both(a, right, math_mode="fp16", alpha=0.5, beta=2.0, c=c, bias=bias, activation="relu")
+        for x, y in zip(a, b, strict=True):
+            both(x, y, math_mode="fp16")
+
+
 @pytest.mark.parametrize("mode", FORMATS)
 def test_sums_of_rounded_numbers(mode: str, rng: np.random.Generator) -> None:
     """The readable oracle: every operation of float32, in the order of k."""

@@ -134,8 +134,8 @@ def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
-#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads; through the macro-kernel.
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
+#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads; the macro-kernel, in parts too.
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "bf16x6"])
 def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b, want = operands(400)
@@ -157,7 +157,7 @@ def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyP
 
 
 @posix
-@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16x6"])
 def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b, want = operands(300)

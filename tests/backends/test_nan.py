@@ -227,6 +227,8 @@ def test_packing_loses_no_nan(
         else:
             assert not declined
             want = oracles.round_to(x, rounding).astype(np.float32)
+            if (dtype, rounding) == ("float32", "fp16"):
+                want = oracles.float16_digits(x)
             np.testing.assert_array_equal(parts[0] + parts[1], want)
 
 

@@ -19,6 +19,7 @@ import pytest
 import interrupts
 import lowprec
 import machines
+from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import casting, direct, fp32_units, splitting
 from lowprec.backends.cpu.packed import prepared_panels
@@ -377,15 +378,15 @@ def test_linear(rng: np.random.Generator) -> None:
 
 
 def test_what_it_tells(rng: np.random.Generator) -> None:
-    prepared = lowprec.prepare(numbers(rng, "float32", 128, 96).T, math_mode="bf16x6")
+    prepared = lowprec.prepare(numbers(rng, "float32", 128, 96).T, math_mode="fp16x3")
     assert (prepared.shape, prepared.dtype, prepared.device) == ((96, 128), "float32", "cpu")
-    assert (prepared.order, prepared.T.order, prepared.math_mode) == ("col", "row", "bf16x6")
+    assert (prepared.order, prepared.T.order, prepared.math_mode) == ("col", "row", "fp16x3")
     assert (prepared.nbytes, prepared.packed_bytes) == (4 * 96 * 128, 0)
-    lowprec.matmul(numbers(rng, "float32", 64, 96), prepared, math_mode="bf16x6")
-    assert prepared.packed_bytes == 3 * 4 * 96 * 128  # three parts, held in float32
-    assert prepared.nbytes == 4 * 4 * 96 * 128
+    lowprec.matmul(numbers(rng, "float32", 64, 96), prepared, math_mode="fp16x3")
+    assert prepared.packed_bytes == 2 * 4 * 96 * 128  # two parts, held in float32
+    assert prepared.nbytes == 3 * 4 * 96 * 128
     assert repr(prepared) == (
-        "PreparedOperand(float32 (96, 128), col, for bf16x6, on cpu, 147,456 bytes packed beside 49,152)"
+        "PreparedOperand(float32 (96, 128), col, for fp16x3, on cpu, 98,304 bytes packed beside 49,152)"
     )
     prepared.release()
     assert prepared.packed_bytes == 0
@@ -532,8 +533,26 @@ def test_a_product_that_cannot_be_split_keeps_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(splitting, "split", fail)
         patch.setattr(casting, "cast", fail)
+        patch.setattr(prepared_panels, "_pack", fail)
         with pytest.raises(MemoryError, match="none left"):
             lowprec.matmul(a, prepared, math_mode="bf16x3")
     assert prepared.packed_bytes == 0
     want = lowprec.matmul(a, b, math_mode="bf16x3")
     same(lowprec.matmul(a, prepared, math_mode="bf16x3"), want)
+
+
+@pytest.mark.parametrize("mode", ["bf16x3", "bf16x6", "bf16x9"])
+def test_parts_are_kept_as_they_are_packed(
+    rng: np.random.Generator, mode: str, machine: str
+) -> None:
+    """Strips of 32 columns in two bytes a part, where products of parts run in one pass; in float32 elsewhere."""
+    prepared = lowprec.prepare(numbers(rng, "float32", 256, 96), math_mode=mode)
+    a = numbers(rng, "float32", 100, 256)
+    plan = lowprec.plan(a, prepared, math_mode=mode)
+    lowprec.matmul(a, prepared, math_mode=mode)
+    parts = modes.row(modes.MathMode(mode)).parts
+    least = (2 if plan.kernel_row.sums_products else 4) * parts * 256 * 96
+    assert least <= prepared.packed_bytes < 1.2 * least
+    # What is computed from then on is computed from that.
+    spoil(prepared)
+    assert np.isfinite(lowprec.matmul(a, prepared, math_mode=mode, bias=a[0, :96])).all()

@@ -296,6 +296,19 @@ def test_integers_have_no_chunks():
         lowprec.matmul(a, a, k_chunk=2)
 
 
+@pytest.mark.parametrize("mode", ["fp16x3", "bf16x6", "tf32x3"])
+def test_the_chunk_keeps_data_of_one_sign_near_fp32(mode, rng):
+    """What Hopper's tensor cores cut adds up there; next to an FP32 sum of one product after the other."""
+    k = 8192
+    a, b = (rng.random(s, dtype=np.float32) for s in ((16, k), (k, 16)))
+    exact, single = a.astype(np.float64) @ b.astype(np.float64), np.zeros((16, 16), np.float32)
+    for i in range(k):
+        single += a[:, i, None] * b[i]
+    with lowprec.emulate("hopper"):
+        found = lowprec.matmul(a, b, math_mode=mode)
+    assert np.linalg.norm(found - exact) < 1.5 * np.linalg.norm(single - exact)
+
+
 # -- accuracy on demand ---------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lowprec import disk
-from lowprec.backends.cuda import compiling, libraries
+from lowprec.backends.cuda import compiling, libraries, unscaling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
@@ -170,6 +170,8 @@ def sources(core: Compiler) -> list[str]:
     for spec in EPILOGUES:
         for pointer in (1 << 12, 1 << 12 | 1):
             prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
+    for dtype in (D.FLOAT32, D.FLOAT64, D.BFLOAT16):
+        unscaling._launch(dtype, 1, 0)(1, 1 << 12, 1 << 12, 1.0)
     return [source for source, _ in core.compiled]
 
 

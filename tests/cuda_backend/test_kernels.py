@@ -38,8 +38,7 @@ from kernel_oracles import (
 )
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling, libraries, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.mending import prepare_mending
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_mending
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.cuda.staging import epilogue, packing
 from lowprec.errors import LowprecError

@@ -448,6 +448,31 @@ def test_float16_is_scaled_where_its_range_is_left(gpu: Gpu, rng: Any) -> None:
     assert np.all(np.abs(found - true) <= 2.5 * 2.0**-11 * magnitude)
 
 
+@pytest.mark.feature("mode fp16 beyond float16's range")
+@named("order", ["C", "F"])
+@named("size", [12, 64])
+def test_float16_is_rounded_alike_on_both_devices(
+    gpu: Gpu, rng: Any, order: Any, size: int
+) -> None:
+    """A permutation shows the rounded numbers, of rows of every exponent and spread, zeros, subnormals, Inf and NaN."""
+    m = 18
+    spread = np.where(np.arange(m) % 3 == 0, 0, rng.integers(-60, 1, (size, m))).T
+    x = np.ldexp(rng.standard_normal((m, size)), spread + rng.integers(-100, 100, (m, 1)))
+    x = np.array(x, np.float32, order=order)
+    x[0], x[1], x[2, 1:] = 0, x[1] * np.float32(1e-38), np.float32(1e-45)
+    x[3, 2], x[4, 5], x[5] = np.inf, np.nan, np.float32(3.4e38)
+    x[6, ::2] = np.ldexp(np.float32(1 + 2.0**-11), -np.arange(size)[::2])  # ties, ever less of them
+    p = np.eye(size, dtype=np.float32)[rng.permutation(size)] * rng.choice([-4, 0.25], size)
+    p = p.astype(np.float32)
+    for a, b in ((x, p), (p, x.T)):
+        found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="fp16"))
+        host = lowprec.matmul(a, b, math_mode="fp16")
+        np.testing.assert_array_equal(found, host)
+        with np.errstate(over="ignore"):
+            want = oracles.product(*oracles.round_both(a, b, "fp16")).astype(F32)
+        oracles.assert_equal(host, want)
+
+
 @pytest.mark.feature("Inf and NaN")
 def test_inf_and_nan_go_through_as_they_would(gpu: Gpu) -> None:
     a = np.array([[np.inf, 1.0, 2.0], [np.nan, 0.0, 1.0], [1e30, 1.0, -2.0]], np.float32)

@@ -356,6 +356,67 @@ def test_what_follows_the_product_is_checked_as_without_gradients(torch: Any) ->
         assert low.detach().tolist() == [[5.0, 5.0]] * 3
 
 
+#: Within it is FP64 alone, on every device: FP32's inputs are exact, and FP64's sums are rounded once.
+ONLY_FP64 = 1e-7
+
+
+@pytest.mark.parametrize("column", ["plain", "recorded", "vmap", "linear", "layer"])
+def test_rtol_chooses_the_mode_of_forward_and_backward(torch: Any, column: str) -> None:
+    import lowprec.torch as lt
+
+    x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=column != "plain")
+    layer = lt.Linear.sharing(torch.nn.Linear(64, 4), rtol=ONLY_FP64)
+    calls = {
+        "vmap": lambda: torch.vmap(lambda x: lowprec.matmul(x, y, rtol=ONLY_FP64))(x[:, None]),
+        "linear": lambda: lt.linear(x, y.mT, rtol=ONLY_FP64, bound="guaranteed"),
+        "layer": lambda: layer(x),
+    }
+    with lowprec.profile() as profile:
+        found = calls.get(column, lambda: lowprec.matmul(x, y, rtol=ONLY_FP64))()
+        if found.requires_grad:
+            found.sum().backward()
+    assert {record.mode for record in profile.records} == {"fp64"}
+    assert len(profile.records) == (1 if column == "plain" else 3)
+    with lowprec.fp32_guard(), lowprec.profile() as profile:
+        calls.get(column, lambda: lowprec.matmul(x, y, rtol=ONLY_FP64))()
+    assert [record.mode for record in profile.records] == ["fp32"]
+    assert "rtol=1e-07" in repr(layer)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(
+    torch: Any, counting: Any, dynamic: bool | None
+) -> None:
+    x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=False)
+    compiled = torch.compile(
+        lambda x, y: lowprec.matmul(x, y, rtol=ONLY_FP64),
+        fullgraph=True, backend=counting, dynamic=dynamic,
+    )  # fmt: skip
+    with lowprec.profile() as profile:
+        compiled(x, y)
+        with lowprec.fp32_guard():
+            compiled(x, y)
+        compiled(x, y)
+        compiled(x[:, :32], y[:32])
+    assert [record.mode for record in profile.records] == ["fp64", "fp32", "fp64", "fp64"]
+    assert len(counting.graphs) == 3
+
+
+def test_what_rtol_cannot_mean_is_refused_with_gradients(torch: Any) -> None:
+    import lowprec.torch as lt
+
+    for x in (torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)):
+        with pytest.raises(lowprec.ModeError, match="exclude each other"):
+            lt.matmul(x, x, rtol=1e-2, math_mode="bf16")
+        with pytest.raises(lowprec.ModeError, match="no math mode guarantees rtol = 1e-12"):
+            lowprec.matmul(x, x, rtol=1e-12)
+        with pytest.raises(lowprec.ModeError, match="says what rtol= is about"):
+            lowprec.matmul(x, x, bound="probable")
+        for wrong in ("close", (0.1,), -1.0, float("nan")):
+            with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
+                lt.linear(x, x, rtol=wrong)
+
+
 def test_wrong_operands_are_told_by_type(torch: Any) -> None:
     import lowprec.torch as lt
 
@@ -364,8 +425,20 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
         lt.matmul(torch.tensor(1.0), x)
     with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
         lowprec.matmul(x, torch.ones(3, 2))
-    with pytest.raises(lowprec.ArrayError, match="b is a ndarray beside tensors"):
-        lowprec.matmul(x, np.ones((2, 2), np.float32))
+    for name, wrong in (("ndarray", np.ones((2, 2), np.float32)), ("NoneType", None)):
+        with pytest.raises(lowprec.ArrayError, match=f"b is a {name} beside tensors"):
+            lowprec.matmul(x, wrong)
+    for name in ("alpha", "beta"):
+        with pytest.raises(lowprec.DTypeError, match=f"{name} must be a number, got str"):
+            lowprec.matmul(x, x, c=x, **{name: "1"})
+    with pytest.raises(lowprec.ShapeError, match="there is no c for it to multiply"):
+        lowprec.matmul(x, x, beta=1.0)
+    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(2,\); linear takes \(n, k\)"):
+        lt.linear(x, x[0])
+    with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
+        lt.Linear(2, 2, rtol=0)
+    with pytest.raises(lowprec.ModeError, match="bound"):
+        lt.Linear(2, 2, rtol=0.1, bound="likely")
     with pytest.raises(
         lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"
     ):

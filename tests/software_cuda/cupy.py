@@ -32,6 +32,8 @@ class Cupy(ModuleType):
         super().__init__("cupy")
         self.runtime = runtime
         self.local = threading.local()
+        #: How often a number was asked for, which waits.
+        self.waits = 0
         module = self
 
         class Array(_Array):
@@ -79,6 +81,20 @@ class Cupy(ModuleType):
         values = np.asarray(values)
         made = self.empty(values.shape, values.dtype)
         fill(self.runtime, self.current().stream, made.memory, values)
+        return made
+
+    def empty_like(self, array: _Array) -> _Array:
+        """Return a new array with the order of another one that has no gaps."""
+        order = sorted(range(array.memory.ndim), key=lambda axis: -array.strides[axis])
+        made = self.empty(tuple(array.shape[axis] for axis in order), array.dtype)
+        memory = made.memory.transpose(np.argsort(order))
+        return self.ndarray(memory, array.device.id)
+
+    def array(self, array: _Array, *, order: str) -> _Array:
+        """Return a row-major copy, in the order of the current stream."""
+        assert order == "C", "others are not modelled"
+        made = self.empty(array.shape, array.dtype)
+        made[...] = array
         return made
 
     def asnumpy(self, array: _Array) -> NDArray[Any]:
@@ -177,6 +193,35 @@ class _Array:
     @property
     def T(self) -> _Array:
         return type(self)(self.memory.T, self.device.id)
+
+    @property
+    def size(self) -> int:
+        return self.memory.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def flags(self) -> Any:
+        return self.memory.flags
+
+    def __bool__(self) -> bool:
+        """Wait for the current stream, as every look at a number does."""
+        self.cupy.waits += 1
+        return bool(self.cupy.asnumpy(self))
+
+    def __setitem__(self, index: Any, values: _Array) -> None:
+        """Queue a copy on the current stream."""
+        runtime, device = self.cupy.runtime, self.device.id
+        target, source = self.memory[index], values.memory
+
+        def write() -> None:
+            if target.size:
+                checked(runtime, target, device)[...] = checked(runtime, source, device)
+
+        with runtime.lock:
+            runtime.enqueue(self.cupy.current(device).stream, "copy", write, 0.01)
 
     def __getitem__(self, index: Any) -> _Array:
         return type(self)(self.memory[index], self.device.id)

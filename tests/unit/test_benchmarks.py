@@ -155,6 +155,45 @@ def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
     assert by_what["lowprec int8 over numpy float32, geometric mean"]["met"] is None
 
 
+def test_claims_about_schemes(load: Load) -> None:
+    bench = load("bench_gemm")
+    fast, slow = {"numpy_float32": 2.0}, {"numpy_float32": 1.0}
+    speeds = {
+        "bf16x3": fast,
+        "bf16x6": slow,
+        "fp32_emulated": {**fast, "lowprec_float32_fp32": 0.96},
+    }
+    rows = [
+        {
+            **_row(f"lowprec float32 {mode}", n, **speed),
+            "operands": "float32",
+            "relative_error": 2e-7,
+        }
+        for mode, speed in speeds.items()
+        for n in (1024, 2048)
+    ]
+    numpy = _row("numpy float32", 1024), _row("numpy float32", 2048)
+    errors = 4e-7, 1e-7
+    rows += [
+        {**row, "operands": "float32", "relative_error": e}
+        for row, e in zip(numpy, errors, strict=True)
+    ]
+    weight = _row("lowprec float32 bf16x3, prepared", 1024, **fast)
+    rows.append({**weight, "m": 256, "operands": bench.PREPARED, "relative_error": 1e-5})
+    everywhere = bench.scheme_claims(rows, False)
+    assert [(c["value"], c["met"]) for c in everywhere] == [(0.96, False)]
+    found = {c["what"]: (c["value"], c["met"]) for c in bench.scheme_claims(rows, True)}
+    assert list(found.values()) == [
+        (0.96, False),
+        (pytest.approx(2.0), False),  # bf16x3
+        (pytest.approx(1.0), False),  # bf16x6
+        (pytest.approx(2.0), True),  # fp32_emulated
+        (None, None),  # tf32x3
+        (pytest.approx(2.0), True),  # prepared
+        (pytest.approx(2.0), False),  # the larger of the ratios of errors
+    ]
+
+
 def test_share_of_the_peak(load: Load) -> None:
     bench = load("bench_gemm")
     rows = [{**_row(bench.FP32, n), "gflops": g} for n, g in ((1024, 80.0), (2048, 90.0))]
@@ -452,6 +491,22 @@ def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     assert ("| claim |" in printed) is has_claims
 
 
+def test_gemm_runs_schemes(tmp_path: Path) -> None:
+    _run("bench_gemm.py", tmp_path, "--schemes")
+    result = _result(tmp_path, "gemm-schemes")
+    rows = result["results"]
+    modes = {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"}
+    assert modes <= {r["mode"] for r in rows if r["m"] == r["k"] == 512}
+    (prepared,) = [r for r in rows if r["operands"] == "float32 prepared"]
+    assert (prepared["m"], prepared["k"], prepared["mode"]) == (32, 512, "bf16x3")
+    # What two bfloat16 parts of each operand leave, root-mean-square, and what three do.
+    errors = {r["mode"]: r["relative_error"] for r in rows if r["m"] == r["k"] == 512}
+    assert 2.0**-15 > errors["bf16x3"] > 2.0**-20 > errors["bf16x6"]
+    assert prepared["relative_error"] < 2.0**-15
+    (claim, *_) = result["claims"]
+    assert claim["limit"] == 0.97
+
+
 def test_gemm_runs_without_extras(tmp_path: Path) -> None:
     _run("bench_gemm.py", tmp_path, "--no-extras")
     result = _result(tmp_path, "gemm-no-extras")
@@ -486,6 +541,8 @@ def test_overhead_runs(tmp_path: Path) -> None:
     _run("bench_overhead.py", tmp_path)
     rows = _result(tmp_path, "overhead")["results"]
     assert {"numpy", "dlpack"} <= {r["library"] for r in rows if r["measured"] == "call"}
+    variants = {r["variant"] for r in rows if r["measured"] == "variant"}
+    assert {"bias=", "alpha=", "c=, beta=", "in bf16"} <= variants
     stations = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
     assert {"resolve the mode", "look up the plan", "execute", "all of it"} <= set(stations)
     assert max(stations, key=stations.__getitem__) == "all of it"

@@ -28,7 +28,15 @@ def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
 
 @pytest.mark.parametrize(
     ("rtol", "mode"),
-    [(1.0, MathMode.BF16), (1e-2, MathMode.BF16), (2e-3, MathMode.TF32), (1e-4, MathMode.FP32)],
+    [
+        (1.0, MathMode.BF16),
+        (1e-2, MathMode.BF16),
+        # Three products of bfloat16 parts, where a TF32 product is four of them.
+        (2e-3, MathMode.BF16X3),
+        (1e-4, MathMode.BF16X3),
+        (2e-5, MathMode.BF16X6),
+        (4e-6, MathMode.FP64),
+    ],
 )
 def test_the_cheapest_mode_within_rtol_is_taken(rtol, mode):
     selection = select_mode(square(DType.FLOAT32), AMX, rtol)
@@ -65,24 +73,24 @@ def test_every_mode_is_accounted_for_the_cheapest_first():
     by_mode = {c.mode: c for c in selection.candidates}
     # fp32_emulated is one of the others.
     assert set(by_mode) == set(available_modes()) - {MathMode.FP32_EMULATED}
-    assert [c.mode for c in selection.candidates if c.accepted] == [MathMode.TF32]
+    assert [c.mode for c in selection.candidates if c.accepted] == [MathMode.BF16X3]
     costs = [c.cost for c in selection.candidates]
     assert costs == sorted(costs)
     assert str(by_mode[MathMode.BF16].why) == "its bound exceeds rtol = 0.002"
-    assert str(by_mode[MathMode.FP32].why) == "no cheaper than tf32"
-    assert "65504" in str(by_mode[MathMode.FP16].why)
+    assert str(by_mode[MathMode.FP32].why) == "no cheaper than bf16x3"
+    assert str(by_mode[MathMode.FP16].why) == "no cheaper than bf16x3"
 
 
-def test_fp16_is_never_taken_because_its_bound_depends_on_the_data():
-    excluded = frozenset({MathMode.TF32, MathMode.BF16})
-    assert select_mode(square(DType.FLOAT32), AMX, 1.0, excluded).mode is MathMode.FP32
+def test_fp16_is_taken_where_nothing_else_is_cheaper():
+    excluded = frozenset(c for c in MathMode if c is not MathMode.FP16 and c is not MathMode.FP32)
+    assert select_mode(square(DType.FLOAT32), AMX, 2e-3, excluded).mode is MathMode.FP16
 
 
 def test_excluded_modes_are_passed_over():
-    selection = select_mode(square(DType.FLOAT32), AMX, 2e-3, frozenset({MathMode.TF32}))
-    assert selection.mode is MathMode.FP32
-    tf32 = next(c for c in selection.candidates if c.mode is MathMode.TF32)
-    assert str(tf32.why) == "excluded by the environment"
+    selection = select_mode(square(DType.FLOAT32), AMX, 2e-3, frozenset({MathMode.BF16X3}))
+    assert selection.mode is MathMode.TF32
+    bf16x3 = next(c for c in selection.candidates if c.mode is MathMode.BF16X3)
+    assert str(bf16x3.why) == "excluded by the environment"
 
 
 def test_no_mode_within_rtol_is_an_error_with_the_bounds():
@@ -109,7 +117,7 @@ def test_the_plans_candidates_print():
     plan = dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
     text = " ".join(str(plan).split())
     assert (
-        "tf32, bound 0.000985, cost 0.477, taken: the cheapest whose bound is within rtol" in text
+        "bf16x3, bound 3.74e-05, cost 0.46, taken: the cheapest whose bound is within rtol" in text
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowprec.amp.casts import cast, dtype_name, has_type, is_float, is_operand, widest
@@ -37,9 +37,13 @@ def by_list(
     """Return the operands as a list ("allow", "deny", "infer") wants them. float64, integers and complex numbers stay.
 
     ``compute`` is the policy's type of products; in ``fp32_guard``, and where ``LOWPREC_FORCE_MATH_MODE`` decides, it
-    is float32. Arrays, and lists and tuples of arrays, are looked at. Where the namespace ``xp`` has no such type, a
-    math mode takes its place.
+    is float32. Arrays, and lists and tuples of arrays, are looked at; ``out`` is not, since what is written to a cast
+    one would be lost. Where the namespace ``xp`` has no such type, a math mode takes its place.
     """
+    if "out" in kwargs:
+        own = {name: x for name, x in kwargs.items() if name != "out"}
+        found = by_list(compute, which, args, own, xp)
+        return replace(found, kwargs={**found.kwargs, "out": kwargs["out"]})
     if which == "infer":
         names = sorted({dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)})
         to = widest(names) if len(names) > 1 else None

@@ -18,7 +18,7 @@ from lowprec.amp.arguments import Operands, by_list
 from lowprec.amp.casts import has_type, is_operand
 from lowprec.amp.policy import Policy
 from lowprec.arrays import DLPackArray, library_name, library_of
-from lowprec.errors import ArrayError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, quoted
 from lowprec.tables import Table, html, plain_text
 
 _log = logging.getLogger("lowprec.amp")
@@ -191,7 +191,12 @@ class AutocastNamespace:
         if product is not None and not policy.functions and not has_type(whole, policy.compute):
             which = "allow"  # the model is in 16 bits, which these arrays have as a math mode alone
 
+        inputs = getattr(function, "nin", None)  # NumPy's functions take `out` without a name, too
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            if inputs is not None and len(args) > inputs:
+                args, outs = args[:inputs], args[inputs:]
+                kwargs["out"] = outs if len(outs) > 1 else outs[0]
             operands = Operands(args, kwargs)
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
@@ -266,8 +271,4 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     base = xp._base if isinstance(xp, AutocastNamespace) else xp
     if not hasattr(base, "matmul"):
         raise ArrayError(f"autocast takes a namespace of arrays, such as numpy, got {quoted(base)}")
-    if isinstance(policy, str):
-        policy = Policy.parse(policy)
-    if not isinstance(policy, Policy):
-        raise UnsupportedError(f"a policy is a Policy or its text, got {quoted(policy)}")
-    return AutocastNamespace(base, policy, _Record())
+    return AutocastNamespace(base, Policy.parse(policy), _Record())

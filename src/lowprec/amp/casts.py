@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -26,8 +27,15 @@ def dtype_name(array: Any) -> str:
     """
     if not hasattr(array, "dtype"):  # known only by DLPack
         return library_of(array).view(array).dtype.label
+    if isinstance(array.dtype, np.dtype):
+        return _numpy_name(array.dtype)
     name = getattr(array.dtype, "name", None) or str(array.dtype)
     return name.rpartition(".")[2]  # "torch.float16", "array_api_strict.float32"
+
+
+@functools.lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which NumPy makes up each time
 
 
 def shape_of(array: Any) -> tuple[int, ...]:

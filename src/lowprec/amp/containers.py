@@ -68,6 +68,8 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
     >>> mapped(lambda x: x * 2, {"w": np.ones(2), "b": None})
     {'w': array([2., 2.]), 'b': None}
     """
+    if hasattr(tree, "__dlpack__"):  # most are, so this comes first
+        return function(tree, *others)
     if tree is None:
         _check(all(other is None for other in others), tree, others)
         return None

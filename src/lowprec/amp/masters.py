@@ -11,8 +11,8 @@ from typing import Any
 
 from lowprec.amp.casts import cast, dtype_name, is_float, shape_of
 from lowprec.amp.containers import mapped
-from lowprec.amp.errors import SettingError
 from lowprec.amp.policy import Policy
+from lowprec.amp.rules import check_entries
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import array_module
 from lowprec.errors import ShapeError
@@ -46,7 +46,7 @@ class MasterWeights:
     """
 
     def __init__(self, params: Any, policy: Policy | str = "O2") -> None:
-        self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        self._policy = Policy.parse(policy)
         # One tuple, so that an interrupt never finds masters and copies of different steps.
         self._held = self._with_copies(mapped(_own, params))
 
@@ -115,11 +115,8 @@ class MasterWeights:
             If its masters have another structure or other shapes. Nothing has changed then.
         """
         wanted = ["masters", "policy", *(["scaler"] if scaler is not None else [])]
-        lacking = [name for name in wanted if name not in state]
-        if lacking:
-            raise SettingError(
-                f"the checkpoint lacks {', '.join(lacking)}; save it with state_dict(), which takes the scaler"
-            )
+        remedy = "save it with state_dict(), which takes the scaler"
+        check_entries("the checkpoint", state, wanted, remedy)
         policy = Policy.parse(state["policy"])
         mapped(_check, self.masters, state["masters"])
         masters = mapped(_own, state["masters"])

@@ -124,10 +124,18 @@ class Policy:
         scale = self._default_scale if self.loss_scale is None else self.loss_scale
         if scale != "dynamic":
             scale = check_scale('loss_scale, if it is not "dynamic",', scale)
-        for _, which in self.moves:
+        try:
+            moves = dict(self.moves)
+        except (TypeError, ValueError):
+            raise SettingError(
+                f"moves are pairs of a function's name and a list, got {quoted(self.moves)}"
+            ) from None
+        for name, which in moves.items():
             _check_list(which, "none")
+            if not (isinstance(name, str) and name.isidentifier()):
+                raise SettingError(f"{quoted(name)} is no name of a function")
         object.__setattr__(self, "loss_scale", scale)
-        object.__setattr__(self, "moves", tuple(sorted(dict(self.moves).items())))
+        object.__setattr__(self, "moves", tuple(sorted(moves.items())))
         object.__setattr__(self, "_lists", _list_table(self.moves))
 
     @property
@@ -188,21 +196,25 @@ class Policy:
         return ",".join(parts)
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
+    def parse(cls, text: str | Policy) -> Policy:
         """Return the policy of a text: a level, ``name=value`` pairs, or a level and pairs, between commas.
 
-        Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
+        A policy is returned as it is. Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
 
         Raises
         ------
         SettingError
-            If a part is neither.
+            If it is no text, or a part of it is neither.
 
         Examples
         --------
         >>> Policy.parse("O1,compute=bfloat16,deny=tanh").list_of("tanh")
         'deny'
         """
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise SettingError(f"a policy is a Policy or its text, got {quoted(text)}")
         level, *rest = (part.strip() for part in text.split(","))
         if "=" in level:
             level, rest = "", [level, *rest]
@@ -337,7 +349,7 @@ def _level(level: str, half: str) -> dict[str, Any]:
             "params": half, "compute": half, "output": half, "functions": False, "loss_scale": 1.0,
         },
     }  # fmt: skip
-    if level not in levels:
+    if level not in tuple(levels):  # not everything is hashable
         raise SettingError(f"a level is one of {', '.join(levels)}, got {quoted(level)}")
     return levels[level]
 

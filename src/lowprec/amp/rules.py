@@ -7,8 +7,9 @@ factor is rounded once, to float32); P. Micikevicius et al., "Mixed precision tr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import index
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,9 @@ class ScaleRule:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        _check_number("growth_factor", self.growth_factor, self.growth_factor > 1, "above 1")
-        shrinks = 0 < self.backoff_factor < 1
-        _check_number("backoff_factor", self.backoff_factor, shrinks, "between 0 and 1")
-        interval = self.growth_interval
-        is_count = not isinstance(interval, bool) and index(interval) >= 1
-        _check_number("growth_interval", interval, is_count, "an integer from 1 on")
+        check_number("growth_factor", self.growth_factor, lambda x: 1 < x < math.inf, "above 1")
+        check_number("backoff_factor", self.backoff_factor, lambda x: 0 < x < 1, "between 0 and 1")
+        check_count("growth_interval", self.growth_interval, 1)
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
             if limit is not None:
@@ -120,9 +118,25 @@ def _rounded(value: float) -> float:
         return float(np.float32(value))
 
 
-def _check_number(name: str, value: Any, legal: bool, words: str) -> None:
-    if not (legal and math.isfinite(value)):
+def check_number(name: str, value: Any, is_legal: Callable[[float], bool], words: str) -> None:
+    """Raise :class:`SettingError` if a value is no number, or not a legal one."""
+    if not (isinstance(value, Real) and is_legal(float(value))):
         raise SettingError(f"{name} is {words}, got {quoted(value)}")
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return an integer; raise :class:`SettingError` if it is none, or too small."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise SettingError(f"{name} is an integer from {least} on, got {quoted(value)}")
+    return int(value)
+
+
+def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> None:
+    """Raise :class:`SettingError` if a state is no mapping, or lacks an entry."""
+    if not isinstance(state, Mapping):
+        raise SettingError(f"{what} is a mapping, got {quoted(state)}; {remedy}")
+    if lacking := [name for name in names if name not in state]:
+        raise SettingError(f"{what} lacks {', '.join(lacking)}; {remedy}")
 
 
 def check_scale(name: str, value: Any) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
 from lowprec.amp.casts import cast, dtype_name
 from lowprec.amp.containers import mapped
 from lowprec.amp.errors import ScalerStateError, SettingError
-from lowprec.amp.rules import ScaleRule, check_scale
+from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
 from lowprec.amp.unscaling import unscale
 from lowprec.errors import quoted
 
@@ -90,6 +91,8 @@ class LossScaler:
         self._rule = ScaleRule(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic
         )
+        if reduce is not None and not callable(reduce):
+            raise SettingError(f"reduce is a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
         self._reduce = reduce
         # One tuple, so that an interrupt never finds an update half done.
@@ -284,29 +287,15 @@ class LossScaler:
         Raises
         ------
         SettingError
-            If it is empty, as that of a scaler that was not enabled, lacks an entry, or holds an illegal value.
+            If it lacks an entry, as the empty one of a scaler that was not enabled, or holds an illegal value.
         """
         if not self._enabled:
             return
-        lacking = [name for name in self.state_dict() if name not in state_dict]
-        if lacking:
-            what = f"lacks {', '.join(lacking)}"
-            if not state_dict:
-                what = "is empty, as of a scaler that was not enabled"
-            raise SettingError(
-                f"the state dictionary {what}; save it with state_dict() of an enabled scaler"
-            )
-        rule = ScaleRule(
-            float(state_dict["growth_factor"]),
-            float(state_dict["backoff_factor"]),
-            int(state_dict["growth_interval"]),
-            self._rule.min_scale,
-            self._rule.max_scale,
-            self._rule.dynamic,
-        )
-        tracker = int(state_dict["_growth_tracker"])
-        if tracker < 0:
-            raise SettingError(f"_growth_tracker counts steps from 0 on, got {quoted(tracker)}")
+        remedy = "save it with state_dict() of an enabled scaler"
+        check_entries("the state dictionary", state_dict, self.state_dict(), remedy)
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        rule = replace(self._rule, **{name: state_dict[name] for name in names})
+        tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], 0)
         scale = rule.limited(check_scale("scale", state_dict["scale"]))
         self._rule, self._state = rule, (scale, tracker, self._optimizers)
 

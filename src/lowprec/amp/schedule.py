@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any, NamedTuple
 
 from lowprec.amp.errors import SettingError
+from lowprec.amp.rules import check_count, check_entries, check_number
 from lowprec.errors import quoted
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import math_mode
@@ -65,12 +65,14 @@ class PrecisionSchedule:
         patience: int | None = None,
         threshold: float = 1e-4,
     ) -> None:
+        if isinstance(modes, str) or not modes:
+            raise SettingError(f"a schedule takes a list of modes, got {quoted(modes)}")
         self._modes = tuple(parse_mode(mode) for mode in modes)
-        if not self._modes:
-            raise SettingError("a schedule needs at least one mode, got none")
         if (at is None) is (patience is None):
             raise SettingError("a schedule is driven by at= or by patience=; give one of the two")
-        self._at = None if at is None else tuple(index(step) for step in at)
+        self._at = (
+            None if at is None else tuple(check_count("a step of at", step, 0) for step in at)
+        )
         if self._at is not None:
             rises = all(a < b for a, b in zip((0, *self._at), self._at, strict=False))
             if len(self._at) != len(self._modes) - 1 or not rises:
@@ -78,11 +80,8 @@ class PrecisionSchedule:
                     f"at holds {len(self._modes) - 1} rising numbers of steps for {len(self._modes)} modes, got "
                     f"{quoted(list(self._at))}"
                 )
-        self._patience = 0 if patience is None else index(patience)
-        if patience is not None and self._patience < 1:
-            raise SettingError(f"patience is a number of steps from 1 on, got {quoted(patience)}")
-        if not 0 <= threshold < 1:
-            raise SettingError(f"threshold is a share from 0 to 1, got {quoted(threshold)}")
+        self._patience = 0 if patience is None else check_count("patience", patience, 1)
+        check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
         self._threshold = threshold
         self._state = _State()
 
@@ -142,16 +141,14 @@ class PrecisionSchedule:
         SettingError
             If an entry is missing, or there is no such stage.
         """
-        lacking = [name for name in self.state_dict() if name not in state]
-        if lacking:
-            raise SettingError(
-                f"the state of a schedule lacks {', '.join(lacking)}; save it with state_dict()"
-            )
-        if not 0 <= state["stage"] < len(self._modes):
+        check_entries(
+            "the state of a schedule", state, self.state_dict(), "save it with state_dict()"
+        )
+        counts = {name: check_count(name, state[name], 0) for name in ("steps", "stage", "waited")}
+        if counts["stage"] >= len(self._modes):
             raise SettingError(
                 f"stage {quoted(state['stage'])} of a schedule of {len(self._modes)} modes; load it into one of the "
                 "same modes"
             )
         lowest = math.inf if state["lowest"] is None else float(state["lowest"])
-        steps, waited = int(state["steps"]), int(state["waited"])
-        self._state = _State(steps, int(state["stage"]), waited, lowest)
+        self._state = _State(**counts, lowest=lowest)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.errors import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import array_module
-from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import casting, threads
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 
 #: Element types of gradients.
@@ -28,7 +30,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 _BLOCK = 1 << 16
 
 #: Elements that a thread takes at a time, and below which there is one thread.
-_PIECE = 1 << 20
+_PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
 
 #: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
 _PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
@@ -56,16 +58,25 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
     targets = [None] * len(arrays) if out is None else _targets(grads, out)
-    for array, target in zip(arrays, targets, strict=True):
-        _check(array, target)
+    for x, target in zip(arrays, targets, strict=True):
+        _check(x, target)
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
-        groups.setdefault(_group(array), []).append(i)
+    names: dict[type, str] = {}
+    sources: dict[int, Any] = {}
+    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
+        if target is not None and id(target) in sources:
+            if sources[id(target)] is not x:
+                raise ArrayError("out holds one array for two gradients; give each its own")
+            continue  # the gradient of weights that are tied, in two places of the container
+        sources[id(target)] = x
+        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
+        groups.setdefault((name, device), []).append(i)
     results: list[Any] = [None] * len(arrays)
     flags = []
-    for (library, *_), members in groups.items():
+    for (library, _), members in groups.items():
         work = _WORK.get(library, _by_namespace)
         own = [targets[i] for i in members]
         found, flag = work([arrays[i] for i in members], own, inverse)
@@ -84,12 +95,11 @@ def _targets(grads: Any, out: Any) -> list[Any]:
     return found
 
 
-def _group(array: Any) -> tuple[str, str]:
-    """Return what makes gradients one group: their library, and for PyTorch and CuPy their device."""
+def _library(array: Any) -> str:
     library = library_name(array)
     if library == "dlpack" and hasattr(array, "__array_namespace__"):
         library = type(array).__module__.partition(".")[0]
-    return library, str(getattr(array, "device", "")) if library in ("torch", "cupy") else ""
+    return library
 
 
 def _check(array: Any, target: Any) -> None:
@@ -103,7 +113,7 @@ def _check(array: Any, target: Any) -> None:
         raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
     if getattr(array, "is_sparse", False):
         raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
-    if target is None:
+    if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
         raise DTypeError(
@@ -116,29 +126,44 @@ def _check(array: Any, target: Any) -> None:
         )
 
 
+def _new(
+    empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]
+) -> list[Any]:
+    """Return the targets, new arrays for those that are missing."""
+    pairs = zip(arrays, targets, strict=True)
+    return [empty_like(x) if out is None else out for x, out in pairs]
+
+
 # -- NumPy, and what is known only by DLPack ------------------------------------------------------
 
 
 def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    results = [
-        np.empty_like(x, subok=False) if out is None else out
-        for x, out in zip(arrays, targets, strict=True)
-    ]
+    results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
+    found: list[bool] = []
+    flat: dict[Any, list[_Pair]] = {}
     for out in results:
         if not out.flags.writeable:
             raise ArrayError("out is read-only; pass an array that may be written")
-    pairs = list(zip(arrays, results, strict=True))
-    found: list[bool] = [_strided(x, out, inverse) for x, out in pairs if not _is_flat(x, out)]
-    flat = [(x.ravel("K"), out.ravel("K")) for x, out in pairs if _is_flat(x, out)]
-    _run(flat, inverse, found)
+    for x, out in zip(arrays, results, strict=True):
+        first = data_pointer(x)
+        target = first if out is x else data_pointer(out)
+        if x.dtype.isnative and _is_flat(x, out, first, target):
+            flat.setdefault(x.dtype, []).append((x, out, first, target))
+        else:
+            found.append(_strided(x, out, inverse))
+    elements = sum(x.size for x in arrays)
+    found += [_run(pairs, inverse, elements) for pairs in flat.values()]
     return results, any(found)
 
 
-def _is_flat(x: Any, out: Any) -> bool:
+#: An array and its result, without gaps, and their addresses.
+_Pair: TypeAlias = tuple[Any, Any, int, int]
+
+
+def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
     """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
-    same = x.ctypes.data == out.ctypes.data
     one_run = x.flags.forc and x.strides == out.strides
-    return one_run and (same or not np.may_share_memory(x, out))
+    return one_run and (first == target or abs(first - target) >= x.nbytes)
 
 
 def _strided(x: Any, out: Any, inverse: Any) -> bool:
@@ -148,31 +173,18 @@ def _strided(x: Any, out: Any, inverse: Any) -> bool:
     return bool(found)
 
 
-def _run(flat: Sequence[tuple[Any, Any]], inverse: Any, found: list[bool]) -> None:
-    elements = sum(x.size for x, _ in flat)
+def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = (loaded or elements >= _PAYS_TO_IMPORT) and casting.can_compile()
-    # Compiled here, once, and not in each of the threads.
-    kernels = {x.dtype.name: _kernel(x.dtype.name) if compiled else None for x, _ in flat}
-    # Taking the next element of a list's iterator is atomic.
-    pieces = iter(
-        [
-            (x[first : first + _PIECE], out[first : first + _PIECE])
-            for x, out in flat
-            for first in range(0, x.size, _PIECE)
-        ]
+    compiled = casting.has_kernels() and (
+        loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
     )
-
-    def work() -> None:
-        # NumPy's error state belongs to the thread, so each worker silences its own.
-        with np.errstate(all="ignore"):
-            for x, out in pieces:
-                kernel = kernels[x.dtype.name]
-                step = functools.partial(_by_kernel, kernel) if kernel else _by_blocks
-                if step(x, out, inverse):
-                    found.append(True)
-
-    threads.run(work, threads.num_threads() if elements > _PIECE else 1)
+    # Compiled here, once, and not in each of the threads.
+    kernel = _kernel(dtype_name(pairs[0][0])) if compiled else None
+    make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
+    found: list[bool] = []
+    workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
+    threads.run(make(pairs, inverse, found), workers)
+    return any(found)
 
 
 @functools.cache
@@ -182,23 +194,51 @@ def _kernel(dtype: str) -> Any:
     return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.DTYPES else None
 
 
-def _by_kernel(kernel: Any, x: Any, out: Any, inverse: Any) -> bool:
-    factor = np.array(inverse, x.dtype)
-    with buffers.borrow(64) as scratch:
-        flag = kernel(x.ctypes.data, out.ctypes.data, x.size, factor.ctypes.data, scratch)
-    return bool(flag)
+def _by_kernel(
+    kernel: Any, pairs: Sequence[_Pair], inverse: Any, found: list[bool]
+) -> Callable[[], None]:
+    """Return the work of each thread, which takes pieces until none is left."""
+    job = array("q", [0])
+    for x, _, first, target in pairs:
+        size, nbytes = x.size, x.itemsize
+        for begin in range(0, size, _PIECE):
+            at = begin * nbytes
+            job.extend((first + at, target + at, min(_PIECE, size - begin)))
+    count = len(job) // 3
+    factor = np.array(inverse, pairs[0][0].dtype)
+
+    def work() -> None:
+        scratch = np.empty(64, np.uint8)
+        beyond = kernel(job.buffer_info()[0], count, data_pointer(factor), data_pointer(scratch))
+        found.append(bool(beyond))
+
+    return work
 
 
-def _by_blocks(x: Any, out: Any, inverse: Any) -> bool:
-    found = False
-    for first in range(0, x.size, _BLOCK):
-        piece = slice(first, first + _BLOCK)
-        found |= not np.isfinite(x[piece]).all()
-        if x.dtype.itemsize == 2:  # the product is rounded once, from float32
-            out[piece] = x[piece].astype(np.float32) * inverse
-        else:
-            np.multiply(x[piece], x.dtype.type(inverse), out=out[piece])
-    return found
+def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Callable[[], None]:
+    """Return the work of each thread, by NumPy."""
+    flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
+    # Taking the next element of a list's iterator is atomic.
+    blocks = iter(
+        [
+            (x[first : first + _BLOCK], out[first : first + _BLOCK])
+            for x, out in flat
+            for first in range(0, x.size, _BLOCK)
+        ]
+    )
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for x, out in blocks:
+                if not np.isfinite(x).all():
+                    found.append(True)
+                if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+                    out[...] = x.astype(np.float32) * inverse
+                else:
+                    np.multiply(x, x.dtype.type(inverse), out=out)
+
+    return work
 
 
 def _by_dlpack(
@@ -223,22 +263,47 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     device = arrays[0].device
     flag = torch.zeros((), dtype=torch.float32, device=device)
     factor = torch.full((), float(inverse), dtype=torch.float32, device=device)
-    results = []
     with torch.no_grad():
-        by_dtype: dict[Any, list[Any]] = {}
-        for x, out in zip(arrays, targets, strict=True):
-            if out is None:
-                result = x.detach().clone()
-            elif out is x:
-                result = out
-            else:
-                result = out.copy_(x)
-            results.append(result)
-            by_dtype.setdefault(result.dtype, []).append(result.detach())
-        # One kernel for all tensors of an element type.
-        for group in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        results = _new(torch.empty_like, arrays, targets)
+        for dtype in {x.dtype for x in arrays}:
+            # One kernel each for all tensors of an element type.
+            pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
+            apart = [(x.detach(), out.detach()) for x, out in pairs if out is not x]
+            if apart:
+                torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
+            own = [out.detach() for _, out in pairs]
+            torch._amp_foreach_non_finite_check_and_unscale_(own, flag, factor)
     return results, flag
+
+
+def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    """Queue one kernel for all arrays of an element type, on CuPy's current stream."""
+    from lowprec.backends.cuda import unscaling
+
+    cupy: Any = sys.modules["cupy"]
+    if cupy.cuda.runtime.is_hip or not unscaling.is_usable():
+        return _by_namespace(arrays, targets, inverse)
+    library = library_of(arrays[0])
+    device = library.view(arrays[0]).device
+    with cupy.cuda.Device(device.index):
+        results = _new(cupy.empty_like, arrays, targets)
+        # What has gaps, or overlaps, is copied before and after.
+        pairs = [
+            (x, out)
+            if _is_flat(x, out, x.data.ptr, out.data.ptr)
+            else (cupy.array(x, order="C"),) * 2
+            for x, out in zip(arrays, results, strict=True)
+        ]
+        runs: dict[Any, list[unscaling.Run]] = {}
+        for x, out in pairs:
+            run = unscaling.Run(x.data.ptr, out.data.ptr, x.size)
+            runs.setdefault(library.view(x).dtype, []).append(run)
+        stream = library.current_stream(device) or 0
+        table = unscaling.unscale(runs, float(inverse), device.index, stream, cupy.asarray)
+        for result, (_, out) in zip(results, pairs, strict=True):
+            if out is not result:
+                result[...] = out
+    return results, table[:1]
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
@@ -284,4 +349,10 @@ def _by_namespace(
     return results, flag
 
 
-_WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "jax": _by_jax}
+_WORK = {
+    "numpy": _by_numpy,
+    "dlpack": _by_dlpack,
+    "torch": _by_torch,
+    "cupy": _by_cupy,
+    "jax": _by_jax,
+}

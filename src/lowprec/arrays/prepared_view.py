@@ -29,17 +29,9 @@ class Form(NamedTuple):
 class PreparedView(ArrayView):
     """A view of memory that nobody writes, with the forms that kernels keep of it.
 
-    Parameters
-    ----------
-    view : ArrayView
-        Of the copy.
-    mode : str
-        In which products keep what they make of it.
-    forms : dict
-        By what they depend on. Without a lock, which a fork or a signal handler could find taken: threads that come
-        first together make a form each, and the dictionary keeps one.
-    whole : PreparedView, optional
-        Of the operand, where this is a matrix of its stack.
+    ``view`` is that of the copy, ``mode`` the one in which products keep what they make of it, and ``whole`` the view
+    of the operand where this is a matrix of its stack. ``forms`` has them by what they depend on, without a lock, which
+    a fork or a signal handler could find taken: threads that come first together make a form each, and one is kept.
     """
 
     __slots__ = ("_transposed", "_whole", "forms", "mode")

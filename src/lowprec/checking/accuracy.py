@@ -98,7 +98,7 @@ class Reference:
         return _ratio(math.sqrt(squares), self._norm_ab)
 
     def _may_overflow(self, plan: GemmPlan) -> bool:
-        """Whether an Inf is what the plan announces: float16 operands, or sums beyond the result's range."""
+        """Whether an Inf is what the plan announces: a format without the range, or sums beyond the result's."""
         out = plan.out_dtype.format or FLOAT32
         return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
 

@@ -120,7 +120,7 @@ def _widened(a: Any, b: Any, shape: Shape) -> Any:
 def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
     summed, exponents = shape.dimensions[0], None
     fp16 = found.operand_format is formats.FLOAT16
-    if fp16 and (on_gpu or found.parts > 1):
+    if fp16:
         (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), summed, strict=True))
         exponents = _outer_sum(of_a, of_b, shape)
     dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, shape)  # noqa: E731

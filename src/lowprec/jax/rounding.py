@@ -68,19 +68,9 @@ _ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def round_to(x: Any, to: NumberFormat) -> Any:
-    """Return float32 or complex64 numbers rounded to a format; the values stay in their type.
+    """Return float32 or complex64 numbers rounded to TF32 (ties away from zero), bfloat16 or float16 (ties to even).
 
-    Parameters
-    ----------
-    x : jax.Array
-        dtype float32 or complex64.
-    to : NumberFormat
-        TF32 (ties away from zero), bfloat16 or float16 (ties to even).
-
-    Returns
-    -------
-    jax.Array
-        Of the shape and dtype of ``x``.
+    The values stay in their type.
 
     Examples
     --------

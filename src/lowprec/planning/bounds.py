@@ -17,6 +17,12 @@ bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
 even number. Subnormal inputs and results count as zero here, too.
 
+*Products of parts in one pass* over packed operands (``KernelRow.sums_products``) share their sums, which begin anew
+with each chunk of k, of 2048 / parts at most, and are added in FP32. Tile units add all products of a step before the
+next step, so that a term meets the roundings of all of them over the chunk; vector units add one product over the
+whole chunk after the other, the smallest first, so that a term meets those of its own and of the larger ones. One more
+rounding for each further chunk.
+
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
 to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
 are normalised, a subnormal factor with the exponent of nu, the smallest normal number: what is cut is gamma_d of the
@@ -24,8 +30,8 @@ sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand an
 result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
 are cut, too.
 
-*Scaling* (``fp16`` on a GPU): rows of a and columns of b are scaled by powers of two so that the largest number of
-each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
+*Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
+of each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
 largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
 
 *Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
@@ -46,7 +52,7 @@ from math import expm1, frexp, log1p, sqrt
 from typing import NamedTuple
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
-from lowprec.modes import MathMode, row
+from lowprec.modes import MathMode, Pair, row
 from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.schedule import Product, make_schedule
 from lowprec.planning.split_bounds import (
@@ -55,6 +61,7 @@ from lowprec.planning.split_bounds import (
     RelativeError,
     confidence,
     depths,
+    in_one_pass,
     on_tensor_cores,
     split_error,
 )
@@ -62,8 +69,11 @@ from lowprec.planning.split_bounds import (
 #: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
 MAX_K_INT8 = 2**17 - 1
 
-#: Inner dimension of one tile instruction on bfloat16 data.
+#: Inner dimension of one tile instruction on bfloat16 data, and of a step of packed operands.
 TILE_K = 32
+
+#: Steps over which parts of split operands are summed in one piece, times the number of the parts.
+CHUNK_STEPS = 64
 
 # TF32 as it is where numbers may be cut instead of rounded: one bit less is guaranteed.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
@@ -96,7 +106,7 @@ class ErrorBound:
     #: What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
     absolute: str
     condition: str  # what the data must satisfy for the bound to hold
-    #: Whether ``relative`` alone describes the mode: false where the mode's own range (float16's) can be left.
+    #: Whether ``relative`` alone describes the mode: false where the mode's own range can be left.
     unconditional: bool
     #: What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a mean
     #: of zero.
@@ -169,13 +179,35 @@ def _summation(
     components: int,
     capability: tuple[int, int] | None,
 ) -> _Sum:
-    of_sum = _depth_of_sum(kernel, fmt, accumulator, components, capability)
-    depth, _ = depths(schedule, of_sum)[0, 0]
+    depth, _ = _depths(schedule, kernel, fmt, accumulator, components, capability)[0, 0]
     # A sum that is scaled, and one that is added, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule[1:])
-    terms += components * schedule[0].length * kernel.parts**2
+    terms += components * schedule[0].length
+    terms *= kernel.parts**2
     flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
     return _Sum(accumulator, depth, terms, components, flushes, cuts=depth.cut > 0)
+
+
+def _depths(
+    schedule: tuple[Product, ...],
+    kernel: KernelRow,
+    fmt: NumberFormat,
+    accumulator: NumberFormat,
+    components: int,
+    capability: tuple[int, int] | None,
+) -> dict[Pair, tuple[Depth, float]]:
+    """Return of each pair of parts the depth of its sums, and its factor."""
+    if not (kernel.sums_products and len(schedule) > 1):
+        return depths(schedule, _depth_of_sum(kernel, fmt, accumulator, components, capability))
+    parts = 1 + max(max(product.pairs[0]) for product in schedule)
+    chunk = TILE_K * (CHUNK_STEPS // (kernel.parts * parts))
+
+    def of_chunk(number: int, length: int) -> int:
+        if kernel.summation is Summation.PAIRS:  # one product after the other
+            return (len(schedule) - number) * 2 * -(-length // 2)
+        return _TILE_DEPTH + len(schedule) * kernel.parts**2 * -(-length // TILE_K)
+
+    return in_one_pass(schedule, of_chunk, chunk, components - 1)
 
 
 def _depth_of_sum(
@@ -224,10 +256,9 @@ class _Rounding(NamedTuple):
         return self.operand.unit_roundoff + _SCALED_LOSS * sqrt(self.scaled_over)
 
 
-def scales_rows(mode: MathMode, kernel: KernelRow) -> bool:
+def scales_rows(mode: MathMode) -> bool:
     """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
-    found = row(mode)
-    return found.operand_format is FLOAT16 and (kernel.scales_float16 or found.parts > 1)
+    return row(mode).operand_format is FLOAT16
 
 
 def error_bound(
@@ -264,7 +295,7 @@ def error_bound(
     rounds = fmt is not accumulator and acts
     rounded = (rounds and not a_exact, rounds and not b_exact)
     out = None if out_dtype.format is accumulator else out_dtype.format
-    scaled = k if acts and any(rounded) and scales_rows(mode, kernel) else 0
+    scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     how = _summation(schedule, kernel, fmt, accumulator, components, capability)
@@ -274,9 +305,9 @@ def error_bound(
     rounding = _Rounding(_TRUNCATED_TF32 if cuts else fmt, sum(rounded), out, scaled)
     size = confidence(max(elements, 1) * max(how.terms, 1))
     if is_split:
-        of_sum = _depth_of_sum(kernel, fmt, accumulator, components, capability)
         error = split_error(
-            row(mode), rounded, schedule, of_sum, accumulator,
+            row(mode), rounded,
+            _depths(schedule, kernel, fmt, accumulator, components, capability), accumulator,
             growth=how.growth, scaled_over=scaled, size=size,
         )  # fmt: skip
     else:

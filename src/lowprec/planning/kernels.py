@@ -61,12 +61,12 @@ class KernelRow:
     reads_any_strides: bool = False  # no operand is copied because of its strides
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
+    sums_products: bool = False  # runs products of parts only, all over the same k in one pass
     concatenates: bool = False  # products of parts run as one, the parts side by side
     matrix_vector: bool = False  # runs real products of a matrix and a vector only
     rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
-    scales_float16: bool = False  # by powers of two, before operands are rounded to float16
     keeps_b: bool = False  # what it makes of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
@@ -136,12 +136,14 @@ def choose_kernel(
     *,
     is_complex: bool = False,
     products: int = 1,
+    is_chunked: bool = False,
     is_plain: bool = False,
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
-    ``products`` is the length of the schedule, ``is_plain`` says whether one call of a BLAS is all there is to do.
+    ``products`` is the length of the schedule, ``is_chunked`` says whether some of them are over a piece of k, and
+    ``is_plain`` whether one call of a BLAS is all there is to do.
 
     Examples
     --------
@@ -162,11 +164,13 @@ def choose_kernel(
             continue
         if row.rewrites and (is_complex or is_plain):
             continue
+        if row.sums_products and products == 1:
+            continue
         if row.maximum_elements is not None and _elements(layout) > row.maximum_elements:
             continue
-        reason = _unsupported_reason(row, capabilities, layout, is_complex, products)
+        reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
         if reason is not None:
-            if chosen is None:
+            if chosen is None and reason not in passed_over:
                 passed_over.append(reason)
         elif chosen is not None:
             if not row.blas:
@@ -209,6 +213,7 @@ def _unsupported_reason(
     layout: GemmLayout,
     is_complex: bool,
     products: int,
+    is_chunked: bool,
 ) -> Reason | None:
     """Return why this kernel does not run the product, None if it does.
 
@@ -223,6 +228,8 @@ def _unsupported_reason(
         return Reason.of(Why.MEASURED_SLOWER, kernel=row.name, ratio=slower)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
+    if is_chunked and row.sums_products:
+        return Reason.of(Why.OWN_CHUNKS, kernel=row.name)
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:
         return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)

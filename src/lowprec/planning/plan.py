@@ -101,7 +101,7 @@ class GemmPlan:
     def scaled(self) -> tuple[bool, bool]:
         """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
         a, b = self.rounded
-        scales = scales_rows(self.scheme, self.kernel_row)
+        scales = scales_rows(self.scheme)
         return scales and a, scales and b
 
     @property

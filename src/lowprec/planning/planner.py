@@ -64,10 +64,12 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     a_exact, b_exact = _is_exact(problem.a, fmt), _is_exact(problem.b, fmt)
     has_effect = compute_dtype.is_single_precision
     rounded = (has_effect and not a_exact, has_effect and not b_exact)
+    products = make_schedule(row(mode), rounded, layout.k, problem.k_chunk)
     choice = choose_kernel(
         format_name(fmt), capabilities, layout,
         is_complex=compute_dtype.is_complex,
-        products=len(make_schedule(row(mode), rounded, layout.k, problem.k_chunk)),
+        products=len(products),
+        is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
         is_plain=_is_plain(problem, mode, compute_dtype, out_dtype, layout, rounded),
     )  # fmt: skip
     kernel = choice.kernel
@@ -76,23 +78,10 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         layout = _with_addend_in_reach(problem, layout)
     compute_type, multiplied = _compute(mode, compute_dtype)
     plan = GemmPlan(
-        problem=problem,
-        capabilities=capabilities,
-        mode=mode,
-        scheme=mode,
-        mode_has_effect=has_effect,
-        layout=layout,
-        compute_dtype=compute_dtype,
-        out_dtype=out_dtype,
-        out_shape=layout.out_shape,
-        operand_format=fmt,
-        rounded=rounded,
-        multiplied_dtype=multiplied,
-        cublas_compute_type=compute_type,
-        schedule=schedule,
-        kernel_row=kernel,
-        passed_over=choice.passed_over,
-        fallback=choice.fallback,
+        problem=problem, capabilities=capabilities, mode=mode, scheme=mode, mode_has_effect=has_effect,
+        layout=layout, compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
+        operand_format=fmt, rounded=rounded, multiplied_dtype=multiplied, cublas_compute_type=compute_type,
+        schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over, fallback=choice.fallback,
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
         bytes_moved=_bytes_moved(problem, out_dtype, layout),
@@ -147,15 +136,11 @@ def _advice(plan: GemmPlan, call: CublasLtCall | None) -> tuple[Reason, ...]:
     layout = plan.layout
     converts = any(plan.rounded) and (call is None or bool(call.pack_a or call.pack_b))
     return advise(
-        layout.m,
-        layout.n,
-        layout.k,
-        plan.operand_format,
-        plan.arithmetic_intensity,
-        plan.capabilities.flops_per_byte,
+        layout.m, layout.n, layout.k, plan.operand_format,
+        plan.arithmetic_intensity, plan.capabilities.flops_per_byte,
         plan.kernel_row.cost_per_element if converts else None,
         tensor_cores=plan.capabilities.compute_capability is not None,
-    )
+    )  # fmt: skip
 
 
 def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
@@ -184,8 +169,7 @@ def _schedule(
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
     found, capability = row(mode), _capability(kernel, capabilities)
     if k_chunk is None and capability and any(rounded) and found.parts > 1:
-        elements = layout.batch_count * layout.m * layout.n
-        k_chunk = chunk_for(layout.k, found.operand_format.name, capability, elements)
+        k_chunk = chunk_for(layout.k, found.operand_format.name, capability)
     return make_schedule(found, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
 
 

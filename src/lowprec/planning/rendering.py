@@ -297,7 +297,8 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     else:
         text = f"{dtype} values, unchanged"
     if kernel.parts > 1:
-        text += f", as the exact sum of {kernel.parts} bfloat16 parts"
+        each = "each " if kernel.sums_products else ""
+        text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
     elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
         text += f", held in {kernel.holds_in}"
     if plan.scaled[operand]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowprec.modes import MathMode, parse_mode
+from lowprec.planning import check_bound, check_rtol
 from lowprec.torch.product import linear
 
 
@@ -18,6 +19,8 @@ class Linear(torch.nn.Linear):
         As ``torch.nn.Linear`` takes them.
     math_mode : str or MathMode, optional
         Of the forward product; that in force by default.
+    rtol, bound
+        In the place of a mode: that of each forward product is the cheapest within ``rtol``.
     backward_mode : str or MathMode, optional
         Of the backward pass; the forward product's by default.
 
@@ -38,10 +41,14 @@ class Linear(torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         math_mode: str | MathMode | None = None,
+        rtol: float | None = None,
+        bound: str | None = None,
         backward_mode: str | MathMode | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.math_mode = None if math_mode is None else parse_mode(math_mode).value
+        self.rtol = None if rtol is None else check_rtol(rtol)
+        self.bound = None if bound is None else check_bound(bound).value
         self.backward_mode = None if backward_mode is None else parse_mode(backward_mode).value
 
     @classmethod
@@ -50,12 +57,14 @@ class Linear(torch.nn.Linear):
         layer: torch.nn.Linear,
         *,
         math_mode: str | MathMode | None = None,
+        rtol: float | None = None,
+        bound: str | None = None,
         backward_mode: str | MathMode | None = None,
     ) -> Linear:
         """Return a layer with the very parameters of another one: what trains one trains both."""
         made = cls(
             layer.in_features, layer.out_features, layer.bias is not None, "meta",
-            math_mode=math_mode, backward_mode=backward_mode,
+            math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
         )  # fmt: skip
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)
@@ -64,10 +73,11 @@ class Linear(torch.nn.Linear):
         """Return ``input @ weight.T + bias``."""
         return linear(
             input, self.weight, self.bias,
-            math_mode=self.math_mode, backward_mode=self.backward_mode,
+            math_mode=self.math_mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Return torch's words, and the modes that were chosen."""
-        modes = {"math_mode": self.math_mode, "backward_mode": self.backward_mode}
-        return ", ".join([super().extra_repr(), *(f"{n}={m}" for n, m in modes.items() if m)])
+        names = ("math_mode", "rtol", "bound", "backward_mode")
+        chosen = [(name, getattr(self, name)) for name in names]
+        return ", ".join([super().extra_repr(), *(f"{n}={x}" for n, x in chosen if x is not None)])

@@ -13,14 +13,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowprec import dispatch, policy
+from lowprec.arrays import CPU
+from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
-from lowprec.request import parse_dtype
+from lowprec.planning import OperandSpec
+from lowprec.request import Request, parse_dtype
+from lowprec.tolerance import mode_within
 from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
 
+_TORCH: Any = library_of(torch.empty(0, device="cpu"))
 _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
@@ -49,6 +55,8 @@ def matmul(
     activation: str | None = None,
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
     """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, with all that PyTorch does to a product.
@@ -60,8 +68,9 @@ def matmul(
     ----------
     a : Tensor, shape (..., m, k) or (k,)
     b : Tensor, shape (..., k, n) or (k,)
-    c, alpha, beta, bias, activation, out_dtype, math_mode
-        As :func:`lowprec.matmul` takes them.
+    c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
+        As :func:`lowprec.matmul` takes them. A graph in which ``rtol`` chooses a mode is for the shapes that it was
+        made for.
     backward_mode : str or MathMode, optional
         The mode of the two products of the backward pass; by default the one that the forward product had. A guard
         that is open during the backward pass stands above it.
@@ -85,6 +94,11 @@ def matmul(
             [1., 1.]])
     """
     _check_tensors(a=a, b=b, c=c, bias=bias)
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if type(factor) is not float and not isinstance(factor, Complex):
+            raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
+    if beta and c is None:
+        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
@@ -92,21 +106,23 @@ def matmul(
         raise ShapeError(
             f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    dtype, factor = "", 1.0
+    dtype, outer = "", 1.0
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
     if type(alpha) is not float and isinstance(alpha, Complex) and not isinstance(alpha, Real):
         # The operator's factor is real; this one autograd sees, which conjugates it.
-        factor, alpha = alpha, 1.0
+        outer, alpha = alpha, 1.0
         if not (x.is_complex() or y.is_complex()):
             raise DTypeError(f"alpha is complex, but the operands are {x.dtype} and {y.dtype}")
+    if rtol is not None or bound is not None:
+        math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
     out = _product(x, y, math_mode, backward_mode, alpha, dtype)
     if b.ndim == 1:
         out = out.squeeze(-1)
     if a.ndim == 1:
         out = out.squeeze(-1 if b.ndim == 1 else -2)
-    return out if plain else _with_epilogue(out, factor, c, beta, bias, activation)
+    return out if plain else _with_epilogue(out, outer, c, beta, bias, activation)
 
 
 def _with_epilogue(
@@ -163,6 +179,8 @@ def linear(
     bias: Tensor | None = None,
     *,
     math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
@@ -172,7 +190,7 @@ def linear(
     x : Tensor, shape (..., k)
     weight : Tensor, shape (n, k)
     bias : Tensor, shape (n,), optional
-    math_mode, backward_mode
+    math_mode, rtol, bound, backward_mode
         As :func:`matmul` takes them.
 
     Returns
@@ -186,12 +204,49 @@ def linear(
     tensor([3., 3.])
     """
     _check_tensors(weight=weight)
-    return matmul(x, weight.mT, bias=bias, math_mode=math_mode, backward_mode=backward_mode)
+    if weight.ndim < 2:
+        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear takes (n, k)")
+    return matmul(
+        x, weight.mT,
+        bias=bias, math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
+    )  # fmt: skip
+
+
+# -- the mode within a tolerance ------------------------------------------------------------------
+
+
+def _mode_within(
+    a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None
+) -> str:
+    """Return the mode that ``rtol`` chooses: in a graph, a constant for these shapes and for the mode in force."""
+    # In a graph numbers may be symbols, which int() and float() would leave as they are.
+    given = rtol.hex() if isinstance(rtol, float) else (rtol,)
+    x, y = [(x.dtype, _numbers(x.shape), _numbers(x.stride())) for x in (a, b)]
+    return _chosen(x, y, a.device, out_dtype, ambient_mode(), math_mode, given, bound)
+
+
+def _numbers(extents: Any) -> tuple[int, ...]:
+    return tuple([len(range(n)) for n in extents])
+
+
+def _chosen(
+    a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any
+) -> str:
+    rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
+    operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
+    request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
+    place = _TORCH.device_of(device) or CPU
+    able = backend_of(place).capabilities(place)
+    resolved, _candidates = mode_within(rtol, math_mode, request.problem(*operands), able, bound)
+    return resolved.mode.value
+
+
+_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
 
 
 def _check_tensors(**arguments: Any) -> None:
     for name, x in arguments.items():
-        if x is not None and not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) and (x is not None or name not in ("c", "bias")):
             refuse_prepared(**{name: x})
             raise ArrayError(
                 f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "

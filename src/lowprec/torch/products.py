@@ -53,73 +53,31 @@ _PRODUCTS: dict[str, Callable[..., Terms]] = {
 
 #: Operators that multiply inside and are left to PyTorch, by beginnings of their names.
 _OTHERS: dict[PassedBy, tuple[str, ...]] = {
-    PassedBy.ATTENTION: (
-        "_scaled_dot_product_",
-        "_flash_attention_",
-        "_efficient_attention_",
-        "_cudnn_attention_",
-        "_transformer_encoder_layer_fwd",
-        "_native_multi_head_attention",
-        "_triton_scaled_dot_attention",
-        "_triton_multi_head_attention",
-    ),
-    PassedBy.CONVOLUTION: (
-        "convolution",
-        "_convolution",
-        "cudnn_convolution",
-        "miopen_convolution",
-        "mkldnn_convolution",
-        "slow_conv",
-        "_slow_conv",
-        "thnn_conv",
-        "conv_depthwise",
-        "_conv_depthwise",
-    ),
-    PassedBy.RECURRENT: ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "lstm_mps", "_lstm_mps"),
-    PassedBy.FUSED: (
-        "_cdist_forward",
-        "_cdist_backward",
-        "_trilinear",
-        "addr",
-        "_addmm_activation",
-        "_scaled_mm",
-        "_scaled_grouped_mm",
-        "_grouped_mm",
-        "_int_mm",
-        "_weight_int",
-        "_dyn_quant_matmul",
-        "mkldnn_linear",
-        "_linear_pointwise",
-        "_mkl_linear",
-        "_sparse_semi_structured",
-        "_cslt_sparse_mm",
-        "sspaddmm",
-        "hspmm",
-        "_spdiags",
-    ),
-    PassedBy.LINEAR_ALGEBRA: (
-        "_linalg_det",
-        "_linalg_eigh",
-        "_linalg_slogdet",
-        "_linalg_solve",
-        "_linalg_svd",
-        "linalg_cholesky",
-        "linalg_eig",
-        "linalg_householder_product",
-        "linalg_inv",
-        "linalg_ldl",
-        "linalg_lstsq",
-        "linalg_lu",
-        "linalg_matrix_exp",
-        "linalg_pinv",
-        "linalg_qr",
-        "linalg_solve",
-        "cholesky",
-        "geqrf",
-        "lu_unpack",
-        "ormqr",
-        "triangular_solve",
-    ),
+    why: tuple(names.split())
+    for why, names in {
+        PassedBy.ATTENTION: (
+            "_scaled_dot_product_ _flash_attention_ _efficient_attention_ _cudnn_attention_ "
+            "_transformer_encoder_layer_fwd _native_multi_head_attention "
+            "_triton_scaled_dot_attention _triton_multi_head_attention"
+        ),
+        PassedBy.CONVOLUTION: (
+            "convolution _convolution cudnn_convolution miopen_convolution mkldnn_convolution "
+            "slow_conv _slow_conv thnn_conv conv_depthwise _conv_depthwise"
+        ),
+        PassedBy.RECURRENT: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn lstm_mps _lstm_mps",
+        PassedBy.FUSED: (
+            "_cdist_forward _cdist_backward _trilinear addr _addmm_activation _scaled_mm "
+            "_scaled_grouped_mm _grouped_mm _int_mm _weight_int _dyn_quant_matmul mkldnn_linear "
+            "_linear_pointwise _mkl_linear _sparse_semi_structured _cslt_sparse_mm sspaddmm "
+            "hspmm _spdiags"
+        ),
+        PassedBy.LINEAR_ALGEBRA: (
+            "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky "
+            "linalg_eig linalg_householder_product linalg_inv linalg_ldl linalg_lstsq linalg_lu "
+            "linalg_matrix_exp linalg_pinv linalg_qr linalg_solve cholesky geqrf lu_unpack "
+            "ormqr triangular_solve"
+        ),
+    }.items()
 }
 
 

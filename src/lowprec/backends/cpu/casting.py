@@ -18,6 +18,7 @@ import numpy as np
 from lowprec.backends.cpu import buffers, numba_import, threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
 from lowprec.policy import environment
@@ -71,8 +72,10 @@ def kernels() -> Any:
 def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
     """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
     stored = dtype_from_name(dtype).format
-    name = None if to is None or (stored and holds(to, stored)) else to.name
     casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
+    name = None if to is None else to.name
+    if to is not None and (dtype, name) not in casts and stored and holds(to, stored):
+        name = None
     return casts.index((dtype, name)) if (dtype, name) in casts else None
 
 
@@ -82,16 +85,18 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
     return None if index is None else kernels().cast_kernel(index)
 
 
-def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
-    """Write arrays as float32, rounded to TF32, bfloat16 or float16; None where numbers stay what they are.
+def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
+    """Write arrays as float32, rounded to TF32, bfloat16, float16 or its digits; None where numbers stay what they are.
 
     ``pairs`` are sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its
-    transpose is. Complex numbers are rounded by component, into complex numbers.
+    transpose is. Complex numbers are rounded by component, into complex numbers. Returned is for each pair whether the
+    numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
     pieces: list[tuple[Any, ...]] = []
-    for source, out in pairs:
+    extrema = [0] * len(pairs)
+    for number, (source, out) in enumerate(pairs):
         if not out.flags.c_contiguous:
             source, out = source.swapaxes(-1, -2), out.swapaxes(-1, -2)
         kernel = None
@@ -100,10 +105,28 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> None:
             if out.dtype == np.float32:
                 kernel = _cast_kernel(source.dtype.name, to)
         if kernel is None:
-            _cast_by_numpy(source, out, to)
+            extrema[number] = _cast_by_numpy(source, out, to)
         elif out.size:
-            pieces += [(kernel, *piece) for piece in _pieces(source, out)]
-    _run(pieces, elements)
+            pieces += [(number, kernel, *piece) for piece in _pieces(source, out)]
+    for number, found in _run(pieces, elements):
+        extrema[number] = merged(extrema[number], found)
+    return [lies_apart(found) for found in extrema]
+
+
+def lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether numbers in float32 arrays lie too far apart to be rounded to float16's digits, and must be scaled."""
+    pieces, extrema = [], 0
+    for x in arrays:
+        if not _pays(x.size, FLOAT16_DIGITS):
+            extrema = merged(extrema, extrema_of(np.ascontiguousarray(x)))
+            continue
+        if abs(x.strides[-2]) < abs(x.strides[-1]):
+            x = x.swapaxes(-1, -2)
+        kernel = kernels().extrema_kernel()
+        pieces += [(None, kernel, *piece) for piece in _pieces(x, x)]
+    for _, found in _run(pieces, sum([x.size for x in arrays])):
+        extrema = merged(extrema, found)
+    return lies_apart(extrema)
 
 
 def narrow(source: Any, out: Any) -> None:
@@ -119,7 +142,7 @@ def narrow(source: Any, out: Any) -> None:
     # The same cut as for a cast the other way, which names what is strided first.
     _run(
         [
-            (kernel, target, address, row_stride, col_stride, rows, cols)
+            (0, kernel, target, address, row_stride, col_stride, rows, cols)
             for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
         ],
         out.size,
@@ -143,16 +166,21 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
     return source.view(real), out.view(real)
 
 
-def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> None:
+def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> int:
+    """Return the extrema where numbers are rounded to float16's digits."""
+    if to is FLOAT16_DIGITS and source.dtype == np.float16:
+        to = None
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
         with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
             out[...] = source
         source = out
     if to is None:
-        return
+        return 0
     # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
     flat = [x.reshape(-1, copy=False).view(np.float32) for x in (source, out)]
+    extrema = extrema_of(flat[0]) if to is FLOAT16_DIGITS else 0
     round_float32(flat[0], to, flat[1])
+    return extrema
 
 
 def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
@@ -185,18 +213,21 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
             yield source[index], out[index]
 
 
-def _run(pieces: list[tuple[Any, ...]], elements: int) -> None:
+def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
+    """Call kernels; return what each returned, with the number before it."""
+    results: list[tuple[Any, int]] = []
     if not pieces:
-        return
+        return results
     queue = iter(pieces)
 
     def work() -> None:
         with buffers.borrow(SCRATCH_BYTES) as scratch:
             # Taking the next element of a list's iterator is atomic.
-            for kernel, *arguments in queue:
-                kernel(*arguments, scratch)
+            for number, kernel, *arguments in queue:
+                results.append((number, kernel(*arguments, scratch)))
 
     if elements < _PAYS_TO_SHARE:
         work()
     else:
         threads.run(work, min(threads.num_threads(), len(pieces)))
+    return results

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -30,18 +30,22 @@ from lowprec.backends.cpu.packed.native import (
     pointer,
     store,
 )
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
-#: What is read and how it is rounded, by the names of `lowprec.formats`; None where the format holds all that is
-#: stored. A kernel is made from the position here.
+DIGITS = FLOAT16_DIGITS.name
+
+#: What is read and how it is rounded, by the names of `lowprec.formats` (and `scaling.FLOAT16_DIGITS`); None where the
+#: format holds all that is stored. A kernel is made from the position here.
 CASTS = (
     ("float32", "tf32"),
     ("float32", "bfloat16"),
     ("float32", "float16"),
+    ("float32", DIGITS),
     ("float32", None),
     ("float16", None),
     ("float16", "bfloat16"),
     ("bfloat16", None),
-    ("bfloat16", "float16"),
+    ("bfloat16", DIGITS),
     ("int8", None),
 )
 
@@ -54,6 +58,9 @@ _ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
 _KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
 _INFINITY, _SIGN = 0x7F800000, 0x80000000
+
+#: Where in the scratch memory the extrema are: 16 largest magnitudes, 16 of the smallest less 1.
+_EXTREMA = 384
 
 # The cache on disk knows a kernel by its name and by what it closes over.
 FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
@@ -136,6 +143,8 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
         result = builder.and_(half, _splat(0xFFFFE000))
     elif rounding == "bfloat16":
         result = _nearest_even(builder, bits, 16)
+    elif rounding == DIGITS:
+        result = _nearest_even(builder, bits, 13)
     else:
         result = _rounded_float16(builder, bits)
     floats = _floats(builder, bits)
@@ -143,49 +152,130 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
     return builder.select(is_nan, bits, result)
 
 
-def _cast(builder: Any, index: int, address: Any) -> Any:
+def _cast(builder: Any, index: int, address: Any, extrema: _Extrema) -> Any:
+    """Cast 16 numbers in sequence; they count among the extrema where those are asked for."""
     storage, rounding = CASTS[index]
-    return _rounded(builder, rounding, _read(builder, storage, address))
+    bits = _read(builder, storage, address)
+    if rounding == DIGITS:
+        extrema.update(bits)
+    return _rounded(builder, rounding, bits)
+
+
+# --- extrema ----------------------------------------------------------------------------------
+
+
+class _Extrema:
+    """The largest and the smallest magnitudes that pass by in a loop, from and to the scratch memory.
+
+    Magnitudes are ordered as their bits are. Less 1, a zero is the largest of all, and so no smallest one.
+    """
+
+    def __init__(self, builder: Any, index: int, scratch: Any) -> None:
+        self.builder, self.found = builder, []
+        if CASTS[index][1] != DIGITS:
+            return
+        vector = ir.VectorType(I32, _LANES)
+        for offset in (0, 64):
+            place = builder.add(scratch, scratch.type(_EXTREMA + offset))
+            at, local = pointer(builder, place, vector), cgutils.alloca_once(builder, vector)
+            builder.store(builder.load(at, align=1), local)
+            self.found.append((at, local))
+
+    def update(self, bits: Any) -> None:
+        """Let 16 numbers count, given by their bits."""
+        builder = self.builder
+        magnitude = builder.and_(bits, _splat(_SIGN - 1))
+        less = builder.sub(magnitude, _splat(1))
+        for (_, local), x, order in zip(self.found, (magnitude, less), "><", strict=True):
+            before = builder.load(local)
+            beyond = builder.icmp_unsigned(order, x, before)
+            builder.store(builder.select(beyond, x, before), local)
+
+    def write(self) -> None:
+        for at, local in self.found:
+            self.builder.store(self.builder.load(local), at, align=1)
+
+
+@njit(inline="always")
+def _clear_extrema(scratch):
+    for i in range(_EXTREMA, _EXTREMA + 64, 8):
+        store(scratch + i, 0, "i64")
+        store(scratch + 64 + i, -1, "i64")
+
+
+@njit(inline="always")
+def _clear_run(scratch):
+    """Zeros, which are no extrema, behind the numbers at the end of a row."""
+    for i in range(0, 64, 8):
+        store(scratch + i, 0, "i64")
+
+
+@njit(inline="always")
+def _extrema(scratch):
+    """The largest magnitude, by its bits, times 2^32, and the smallest that is not zero, less 1."""
+    largest, least = 0, 0xFFFFFFFF
+    for i in range(_EXTREMA, _EXTREMA + 64, 4):
+        largest = max(largest, types.intp(load(scratch + i, "u32")))
+        least = min(least, types.intp(load(scratch + 64 + i, "u32")))
+    return (largest << 32) | least
 
 
 # --- writing them -----------------------------------------------------------------------------
 
 
 @intrinsic(prefer_literal=True)
-def _cast_run(typing_context, index, source, target):
-    """Cast 16 numbers in sequence."""
-    number = index.literal_value
+def _cast_runs(typing_context, index, count, writes, source, target, steps, scratch):
+    """Cast numbers in sequence, ``count`` times 16 at each step; or look at the extrema alone."""
+    number, vectors = index.literal_value, count.literal_value
+    is_written = bool(writes.literal_value)
+    item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        bits = _cast(builder, number, args[1])
-        builder.store(bits, pointer(builder, args[2], bits.type), align=1)
+        _, _, _, source, target, steps, scratch = args
+        word, extrema = source.type, _Extrema(builder, number, scratch)
+        with cgutils.for_range(builder, steps, intp=word) as loop:
+            first = builder.mul(loop.index, word(_LANES * vectors))
+            for i in range(vectors):
+                at = builder.add(first, word(_LANES * i))
+                from_ = builder.add(source, builder.mul(at, word(item)))
+                bits = _cast(builder, number, from_, extrema)
+                if is_written:
+                    to = builder.add(target, builder.mul(at, word(4)))
+                    builder.store(bits, pointer(builder, to, bits.type), align=1)
+        extrema.write()
         return context.get_dummy_value()
 
-    return types.void(index, types.intp, types.intp), generate
+    return types.void(index, count, writes, *[types.intp] * 4), generate
 
 
-def _cast_function(index: int) -> Any:
-    storage = CASTS[index][0]
+def _cast_function(index: int, writes: int = 1) -> Any:
+    storage, rounding = CASTS[index]
     kind = _KINDS[storage]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    is_scaled = rounding == DIGITS
     fingerprint = FINGERPRINT
 
     def cast(source, row_stride, col_stride, rows, cols, target, scratch):
+        if is_scaled:
+            _clear_extrema(scratch)
         for row in range(rows):
             from_, to = source + row * row_stride, target + row * cols * 4
             first = 0
             if col_stride == item:
-                first = cols - cols % 16
-                for col in range(0, first, 16):
-                    _cast_run(index, from_ + col * item, to + col * 4)
+                longs, first = cols // 64, cols - cols % 16
+                at = longs * 64
+                _cast_runs(index, 4, writes, from_, to, longs, scratch)
+                rest = (first - at) // 16
+                _cast_runs(index, 1, writes, from_ + at * item, to + at * 4, rest, scratch)
             for col in range(first, cols, 16):
                 count = min(16, cols - col)
+                _clear_run(scratch)
                 for i in range(count):
                     store(scratch + i * item, load(from_ + (col + i) * col_stride, kind), kind)
-                _cast_run(index, scratch, scratch + 64)
-                for i in range(count):
+                _cast_runs(index, 1, writes, scratch, scratch + 64, 1, scratch)
+                for i in range(count * writes):
                     store(to + (col + i) * 4, load(scratch + 64 + i * 4, "u32"), "u32")
-        return fingerprint & 0
+        return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
 
     return cast
 
@@ -201,9 +291,17 @@ def cast_kernel(index: int) -> Any:
     """Return the kernel of one of `CASTS`, to be called with seven integers.
 
     Address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a row-major
-    float32 matrix without gaps; the address of 512 bytes of scratch memory.
+    float32 matrix without gaps; the address of 512 bytes of scratch memory. It returns the extrema where it rounds to
+    float16's digits, else 0.
     """
     return native.callable_at(cast_address(index), 7)
+
+
+@cache
+def extrema_kernel() -> Any:
+    """Return the kernel that finds extrema of float32 numbers, to be called as one that casts; it writes nothing."""
+    index = CASTS.index(("float32", DIGITS))
+    return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
 
 
 # --- narrowing results ------------------------------------------------------------------------
@@ -303,13 +401,14 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing_context, index, count, source, steps, x, sums):
+def _dots(typing_context, index, count, source, steps, x, sums, scratch):
     """Add to 16 sums the products of a row with x, ``count`` times 16 numbers at each step."""
     number, vectors = index.literal_value, count.literal_value
     item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        _, _, source, steps, x, sums = args
+        _, _, source, steps, x, sums, scratch = args
+        extrema = _Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, _LANES), source.type
         place = pointer(builder, sums, vector)
         # One sum would wait for itself at each step.
@@ -326,25 +425,27 @@ def _dots(typing_context, index, count, source, steps, x, sums):
                 from_ = builder.add(source, builder.mul(number_at, word(item)))
                 if i * _LANES * item % 64 == 0:
                     _prefetch(builder, from_)
-                value = _floats(builder, _cast(builder, number, from_))
+                value = _floats(builder, _cast(builder, number, from_, extrema))
                 builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
+        extrema.write()
         result = builder.load(place, align=1)
         for total in totals:
             result = builder.fadd(result, builder.load(total))
         builder.store(result, place, align=1)
         return context.get_dummy_value()
 
-    return types.void(index, count, *[types.intp] * 4), generate
+    return types.void(index, count, *[types.intp] * 5), generate
 
 
 @intrinsic(prefer_literal=True)
-def _axpys(typing_context, index, cols, source, col_stride, steps, x, y):
+def _axpys(typing_context, index, cols, source, col_stride, steps, x, y, scratch):
     """Add to y the products of ``cols`` columns with as many numbers at x, 16 rows at each step."""
     number, count = index.literal_value, cols.literal_value
     item = {I32: 4, I16: 2, I8: 1}[_ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        _, _, source, col_stride, steps, x, y = args
+        _, _, source, col_stride, steps, x, y, scratch = args
+        extrema = _Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, _LANES), source.type
         factors = []
         for col in range(count):
@@ -358,20 +459,24 @@ def _axpys(typing_context, index, cols, source, col_stride, steps, x, y):
                 from_ = builder.add(source, builder.mul(col_stride, word(col)))
                 from_ = builder.add(from_, builder.mul(loop.index, word(_LANES * item)))
                 _prefetch(builder, from_)
-                value = _floats(builder, _cast(builder, number, from_))
+                value = _floats(builder, _cast(builder, number, from_, extrema))
                 total = _multiply_add(builder, value, factor, total)
             builder.store(total, place, align=1)
+        extrema.write()
         return context.get_dummy_value()
 
-    return types.void(index, cols, *[types.intp] * 5), generate
+    return types.void(index, cols, *[types.intp] * 6), generate
 
 
 def _gemv_function(index: int) -> Any:
-    kind = _KINDS[CASTS[index][0]]
+    storage, rounding = CASTS[index]
+    kind, is_scaled = _KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     fingerprint = FINGERPRINT
 
     def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
+        if is_scaled:
+            _clear_extrema(scratch)
         if col_stride == item:
             longs, rest = cols // 128, cols % 16
             shorts, at = (cols - longs * 128) // 16, longs * 128
@@ -379,8 +484,8 @@ def _gemv_function(index: int) -> Any:
                 from_ = source + row * row_stride
                 for i in range(0, 64, 4):
                     store(scratch + i, 0, "u32")
-                _dots(index, 8, from_, longs, x, scratch)
-                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch)
+                _dots(index, 8, from_, longs, x, scratch, scratch)
+                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch, scratch)
                 if rest:
                     # The numbers that a whole step lacks are zeros, as those behind x are.
                     for i in range(64, 128, 4):
@@ -388,12 +493,12 @@ def _gemv_function(index: int) -> Any:
                     for i in range(rest):
                         number = load(from_ + (cols - rest + i) * item, kind)
                         store(scratch + 64 + i * item, number, kind)
-                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch)
+                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch, scratch)
                 total = load(scratch, "f32")
                 for i in range(4, 64, 4):
                     total += load(scratch + i, "f32")
                 store(y + row * y_stride, total, "f32")
-            return fingerprint & 0
+            return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
         steps, rest = rows // 16, rows % 16
         for i in range(0, 4 * rows, 4):
             store(y + i, 0, "u32")
@@ -402,21 +507,22 @@ def _gemv_function(index: int) -> Any:
             count = 4 if col + 4 <= cols else 1
             from_, tail = source + col * col_stride, steps * 16
             if count == 4:
-                _axpys(index, 4, from_, col_stride, steps, x + col * 4, y)
+                _axpys(index, 4, from_, col_stride, steps, x + col * 4, y, scratch)
             else:
-                _axpys(index, 1, from_, col_stride, steps, x + col * 4, y)
+                _axpys(index, 1, from_, col_stride, steps, x + col * 4, y, scratch)
             if rest:
                 for i in range(rest):
                     store(scratch + 256 + 4 * i, load(y + 4 * (tail + i), "u32"), "u32")
                 for c in range(count):
                     at = from_ + c * col_stride + tail * item
+                    _clear_run(scratch)
                     for i in range(rest):
                         store(scratch + i * item, load(at + i * item, kind), kind)
-                    _axpys(index, 1, scratch, 0, 1, x + (col + c) * 4, scratch + 256)
+                    _axpys(index, 1, scratch, 0, 1, x + (col + c) * 4, scratch + 256, scratch)
                 for i in range(rest):
                     store(y + 4 * (tail + i), load(scratch + 256 + 4 * i, "u32"), "u32")
             col += count
-        return fingerprint & 0
+        return (fingerprint & 0) + (_extrema(scratch) if is_scaled else 0)
 
     return gemv
 
@@ -428,6 +534,6 @@ def gemv_kernel(index: int) -> Any:
     Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
     rows and columns; the address of a float32 vector that zeros fill up to a multiple of 16; address and stride in
     bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of 512 bytes of
-    scratch memory.
+    scratch memory. It returns what a cast does.
     """
     return native.callable_at(compile_kernel(_gemv_function(index), 9), 9)

@@ -7,6 +7,7 @@ imported it, or as much time went by without, NumPy computes the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import sys
@@ -19,7 +20,14 @@ import numpy as np
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
-from lowprec.backends.cpu import casting, direct_gelu, epilogue, numba_import, threads
+from lowprec.backends.cpu import (
+    casting,
+    direct_gelu,
+    epilogue,
+    numba_import,
+    splitting,
+    threads,
+)
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.direct_job import (
     A_K_STEP,
@@ -30,6 +38,7 @@ from lowprec.backends.cpu.direct_job import (
     AT_BIAS,
     AT_BLOCK,
     AT_C,
+    AT_EXPONENTS,
     BATCH_BIAS,
     BATCH_COUNT,
     BATCH_FACTORS,
@@ -45,6 +54,7 @@ from lowprec.backends.cpu.direct_job import (
     OUT_COL_STRIDE,
     OUT_ROW_STRIDE,
     RELU,
+    TO_FLOAT16,
     WORDS,
     A,
     B,
@@ -53,11 +63,13 @@ from lowprec.backends.cpu.direct_job import (
     M,
     N,
 )
-from lowprec.backends.cpu.fp32_units import rounding_format
+from lowprec.backends.cpu.fp32_units import rounding_format, whole_operands
 from lowprec.backends.cpu.kernel_rows import DIRECT
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
+from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.formats import DType, NumberFormat
+from lowprec.formats import FLOAT16, DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 from lowprec.planning.prepared import kept_modes
@@ -185,7 +197,7 @@ def _apply(product: Any, out: Any, activation: Activation | None) -> None:
 
 def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     """Return the words of a product."""
-    problem, to = plan.problem, rounding_format(plan)
+    problem, to = plan.problem, _rounding(plan)
     m, n, k, item = layout.m, layout.n, layout.k, plan.accumulator.itemsize
     # A is read number by number, so it may stay in columns.
     in_columns = abs(layout.a.row_stride) < abs(layout.a.col_stride)
@@ -206,10 +218,14 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
+    if to is FLOAT16_DIGITS:
+        words[TO_FLOAT16] = _cast_address(DType.FLOAT32, FLOAT16)
     place = CAST_SCRATCH
     if item == 8:
         place += 4 * max(m * k, k * n, m * n) + _PAD
-    for at, elements in ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n), (AT_BLOCK, 0)):
+    sizes = ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n))
+    exponents = 2 * (1 + m + n) if item == 4 else 0
+    for at, elements in (*sizes, (AT_EXPONENTS, exponents), (AT_BLOCK, 0)):
         words[at] = place
         place += elements * item + _PAD
     job = _Job()
@@ -218,18 +234,30 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
     return job
 
 
-def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, int, int, int, int]:
-    """Return how a matrix is read, from `ROWS` to `CAST`; one without gaps as a single row."""
+def _rounding(plan: GemmPlan) -> NumberFormat | None:
+    """Return the format to which operands are rounded that need not be scaled."""
+    return FLOAT16_DIGITS if any(plan.scaled) else rounding_format(plan)
+
+
+def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, ...]:
+    """Return how a matrix is read, from `ROWS` to `WIDEN`; one without gaps as a single row."""
     rows, cols, item = matrix.rows, matrix.cols, matrix.dtype.itemsize
     row_stride, col_stride = matrix.row_stride, matrix.col_stride
     if col_stride == 1 and row_stride == cols:
         rows, cols = 1, rows * cols
-    cast = 0
+    cast = widen = 0
     if matrix.dtype is not DType.FLOAT64:
-        index = casting.cast_index(matrix.dtype.label, to)
-        assert index is not None, "plans for this kernel multiply what it reads"
-        cast = casting.kernels().cast_address(index)
-    return rows, cols, row_stride * item, col_stride * item, cast
+        cast = _cast_address(matrix.dtype, to)
+    if to is FLOAT16_DIGITS:
+        widen = _cast_address(matrix.dtype, None)
+    return rows, cols, row_stride * item, col_stride * item, cast, widen
+
+
+def _cast_address(dtype: DType, to: NumberFormat | None) -> int:
+    index = casting.cast_index(dtype.label, to)
+    assert index is not None, "plans for this kernel multiply what it reads"
+    address: int = casting.kernels().cast_address(index)
+    return address
 
 
 def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
@@ -246,6 +274,8 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     def execute(arguments: Arguments) -> None:
         a, b, out, c, bias, alpha, beta = arguments[:7]
         factors = _Factors(alpha.real, beta.real) if has_factors else plain
+        # Kept by name: another thread may release the operand meanwhile.
+        _rows, address = kept(b) if type(b) is PreparedView else (None, 0)
         kernel(
             address_of(job),
             a.address,
@@ -254,7 +284,7 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
             c.address if has_beta else 0,  # type: ignore[union-attr]
             bias.address if has_bias else 0,  # type: ignore[union-attr]
             address_of(factors),
-            kept(b)[1] if type(b) is PreparedView else 0,
+            address,
             scratch.address,
         )
 
@@ -288,7 +318,7 @@ def _all(
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
         if type(arguments.b) is PreparedView:
-            batch[BATCH_KEPT_B] = kept(arguments.b)[1]
+            _rows, batch[BATCH_KEPT_B] = kept(arguments.b)  # as above
         address = ctypes.addressof(batch)
 
         def work() -> None:
@@ -301,7 +331,7 @@ def _all(
 
 def _kept_rows(plan: GemmPlan) -> Callable[[PreparedView], tuple[Any, int]]:
     """Return what finds the rows of a prepared ``b``, cast with the first product, and their address; 0 for none."""
-    modes, spec, to = kept_modes(plan), plan.problem.b, rounding_format(plan)
+    modes, spec, to = kept_modes(plan), plan.problem.b, _rounding(plan)
     dtype = NUMPY_DTYPES[plan.accumulator]
     key = ("rows", dtype, to, spec.shape, spec.strides)
 
@@ -310,19 +340,22 @@ def _kept_rows(plan: GemmPlan) -> Callable[[PreparedView], tuple[Any, int]]:
             return None, 0
         form = view.forms.get(key)
         rows = view.form(key, lambda: _rows_of(view, dtype, to)) if form is None else form.value
-        return rows, data_pointer(rows)
+        return rows, 0 if rows is None else data_pointer(rows)
 
     return find
 
 
 def _rows_of(view: PreparedView, dtype: np.dtype[Any], to: NumberFormat | None) -> Form:
-    """Return the one matrix of a prepared operand as `_cast` of the kernels writes it, and what they read behind it."""
+    """Return the one matrix of a prepared operand as `_cast` of the kernels writes it, and what they read behind it.
+
+    None where it must be scaled.
+    """
     x = view.ndarray()
     x = x[:, None] if x.ndim == 1 else x[(0,) * (x.ndim - 2)]
     memory = np.zeros(x.size + _PAD // dtype.itemsize, dtype)
     rows = memory[: x.size].reshape(x.shape)
-    casting.cast([(x, rows)], to)
-    return Form(rows, memory.nbytes)
+    (apart,) = casting.cast([(x, rows)], to)
+    return Form(None, 0) if apart else Form(rows, memory.nbytes)
 
 
 # --- without them -----------------------------------------------------------------------------
@@ -331,18 +364,18 @@ def _rows_of(view: PreparedView, dtype: np.dtype[Any], to: NumberFormat | None) 
 def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
     """Run a plan with the operations of the kernels, in their order."""
     stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
-    a, b = np.empty(stacks.a.shape, dtype), None
+    kept = None
     if type(arguments.b) is PreparedView:
-        b, _ = _kept_rows(plan)(arguments.b)
-    pairs = [(stacks.a, a)]
-    if b is None:
-        b = np.empty(stacks.b.shape, dtype)
-        pairs.append((stacks.b, b))
-    casting.cast(pairs, rounding_format(plan))
+        kept, _ = _kept_rows(plan)(arguments.b)
     product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
-    with np.errstate(all="ignore"):
+    with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
+        arrays = (stacks.a, stacks.b) if kept is None else (stacks.a,)
+        operands = whole_operands(plan, arrays, dtype, stack)
+        operands += [] if kept is None else [Split([kept])]
+        a, b = (x.parts[0] for x in operands)
         for i in range(plan.layout.k):
             product += a[..., i, None] * b[..., i, None, :]
+        splitting.unscale(product, *operands)
         epilogue.apply(
             product, product, alpha=arguments.alpha, beta=arguments.beta, c=stacks.c, bias=stacks.bias, activation=None
         )  # fmt: skip

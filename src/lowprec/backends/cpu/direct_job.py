@@ -6,9 +6,9 @@ from lowprec.backends.cpu import casting
 
 M, N, K = range(3)
 #: The first words of the matrices that are cast, and those that each has. `CAST` is the address of what casts, 0 for
-#: float64 that stays what it is.
-A, B, C, BIAS = range(3, 23, 5)
-ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
+#: float64 that stays what it is; `WIDEN` that of what casts and rounds nothing, where the matrix may have to be scaled.
+A, B, C, BIAS = range(3, 27, 6)
+ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST, WIDEN = range(6)
 (
     A_ROW_STEP,  # of A once cast
     A_K_STEP,
@@ -19,8 +19,10 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST = range(5)
     AT_B,
     AT_C,
     AT_BIAS,
+    AT_EXPONENTS,  # whether b is scaled, and the exponents of b and of a, 64 bits each
     AT_BLOCK,
-) = range(23, 33)
+    TO_FLOAT16,  # the address of what rounds scaled numbers
+) = range(27, 39)
 WORDS = 40
 
 #: As `ACTIVATION` says it. GELU of float64 is left to NumPy.

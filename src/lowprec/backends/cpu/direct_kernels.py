@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, direct_gelu
+from lowprec.backends.cpu import casting_kernels, direct_gelu, scaling
 from lowprec.backends.cpu import direct_job as D
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import (
@@ -44,9 +44,9 @@ _FLOATS = {4: F32, 8: F64}
 _WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
 # The cache on disk knows a kernel by its name and by what it closes over.
+_FILES = (__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
 _FINGERPRINT = (
-    zlib.crc32(b"".join(Path(x).read_bytes() for x in (__file__, D.__file__, direct_gelu.__file__)))
-    ^ casting_kernels.FINGERPRINT
+    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
 
 
@@ -73,7 +73,7 @@ def _widen_16(typing_context, source, target):
 
 @njit
 def _cast(job, first, source, target, scratch, item):
-    """Write a matrix, whose words begin at `first`, as rows without gaps."""
+    """Write a matrix, whose words begin at `first`, as rows without gaps; return whether it must be scaled."""
     rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
     row_stride = _field(job, first + D.ROW_STRIDE)
     col_stride = _field(job, first + D.COL_STRIDE)
@@ -83,13 +83,69 @@ def _cast(job, first, source, target, scratch, item):
             for j in range(cols):
                 word = load(source + i * row_stride + j * col_stride, "i64")
                 store(target + (i * cols + j) * 8, word, "i64")
-        return
+        return False
     floats = target if item == 4 else scratch + D.CAST_SCRATCH
-    call(cast, (source, row_stride, col_stride, rows, cols, floats, scratch))
+    extrema = call(cast, (source, row_stride, col_stride, rows, cols, floats, scratch))
     if item == 8:
         # All are read and written in whole vectors, for which there is room.
         for i in range(0, rows * cols, 16):
             _widen_16(floats + 4 * i, target + 8 * i)
+    return extrema != 0 and _lies_apart(extrema)
+
+
+# --- scaling, where numbers lie far apart -------------------------------------------------------
+
+_lies_apart = njit(scaling.lies_apart)
+
+
+@njit
+def _power_of_two(exponent, scratch):
+    store(scratch, (exponent + 1023) << 52, "i64")
+    return load(scratch, "f64")
+
+
+@njit
+def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, scratch):
+    """Write a matrix anew, each row of A or column of B scaled and rounded to float16, and the exponents."""
+    rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
+    row_stride = _field(job, first + D.ROW_STRIDE)
+    col_stride = _field(job, first + D.COL_STRIDE)
+    widen = _field(job, first + D.WIDEN)
+    call(widen, (source, row_stride, col_stride, rows, cols, target, scratch))
+    for lane in range(lanes):
+        at, largest = target + lane * lane_step, 0.0
+        for i in range(k):
+            magnitude = abs(types.float64(load(at + i * k_step, "f32")))
+            if magnitude < np.inf:
+                largest = max(largest, magnitude)
+        exponent = 0
+        if largest > 0:
+            store(scratch, largest, "f64")
+            exponent = scaling.TOP_EXPONENT + 1023 - (load(scratch, "i64") >> 52)
+        store(exponents + 8 * lane, exponent, "i64")
+        factor = _power_of_two(exponent, scratch)
+        for i in range(k):
+            # What is no float32 any more is far below float16's smallest number.
+            x = types.float32(load(at + i * k_step, "f32") * factor)
+            store(at + i * k_step, x, "f32")
+    call(_field(job, D.TO_FLOAT16), (target, 0, 4, 1, lanes * k, target, scratch))
+
+
+@njit
+def _no_exponents(exponents, lanes):
+    for lane in range(lanes):
+        store(exponents + 8 * lane, 0, "i64")
+
+
+@njit
+def _unscale(block, rows, columns, of_a, of_b, scratch):
+    """Take back what rows of A and columns of B were scaled by."""
+    for row in range(rows):
+        for col in range(columns):
+            at = block + (row * 16 + col) * 4
+            exponent = load(of_a + 8 * row, "i64") + load(of_b + 8 * col, "i64")
+            x = types.float64(load(at, "f32")) * _power_of_two(-exponent, scratch)
+            store(at, types.float32(x), "f32")
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -255,12 +311,21 @@ def _product_function(item: int, kind: int) -> Any:
     def product(job, a, b, out, c, bias, factors, has_b, scratch):
         m, n, k = _field(job, D.M), _field(job, D.N), _field(job, D.K)
         a_at, b_at = scratch + _field(job, D.AT_A), scratch + _field(job, D.AT_B)
+        row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
         c_at = bias_at = 0
-        _cast(job, D.A, a, a_at, scratch, item)
+        of_b = scratch + _field(job, D.AT_EXPONENTS) + 8
+        of_a = of_b + 8 * n
+        a_is_scaled = _cast(job, D.A, a, a_at, scratch, item)
+        if a_is_scaled:
+            _scale(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
         if has_b == 0:
-            _cast(job, D.B, b, b_at, scratch, item)
+            b_is_scaled = _cast(job, D.B, b, b_at, scratch, item)
+            if b_is_scaled:
+                _scale(job, D.B, b, b_at, n, k, item, n * item, of_b, scratch)
+            store(of_b - 8, int(b_is_scaled), "i64")
         elif has_b != 1:
             b_at = has_b
+            store(of_b - 8, 0, "i64")
         if has_b != 1 and bias != 0:
             _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
         if c != 0:
@@ -268,7 +333,11 @@ def _product_function(item: int, kind: int) -> Any:
             _cast(job, D.C, c, c_at, scratch, item)
         if bias != 0:
             bias_at = scratch + _field(job, D.AT_BIAS)
-        row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
+        b_is_scaled = load(of_b - 8, "i64") != 0
+        if a_is_scaled and not b_is_scaled:
+            _no_exponents(of_b, n)
+        elif b_is_scaled and not a_is_scaled:
+            _no_exponents(of_a, m)
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
         activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
         row_buffer = block + 8 * 16 * item
@@ -284,6 +353,8 @@ def _product_function(item: int, kind: int) -> Any:
                     item, a_at + i * row_step, rows - 1, row_step, k_step,
                     b_at + j * item, n * item, k, block,
                 )  # fmt: skip
+                if a_is_scaled or b_is_scaled:
+                    _unscale(block, rows, columns, of_a + 8 * i, of_b + 8 * j, scratch)
                 for row in range(rows):
                     to = out + (i + row) * row_stride + j * col_stride
                     in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)

@@ -117,14 +117,15 @@ def _sum_products(
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
         return
-    if len(plan.schedule) == 1 and plan.split == (1, 1) and not any(plan.scaled):
+    if len(plan.schedule) == 1 and plan.split == (1, 1) and not kernel.emulates:
         with contextlib.ExitStack() as stack:
             if kept is None:
-                x, y = splitting.rounded((a, b), out.dtype, rounding_format(plan), stack)
+                x, y = whole_operands(plan, (a, b), out.dtype, stack)
             else:
-                (x,) = splitting.rounded((a,), out.dtype, rounding_format(plan), stack)
-                (y,) = _kept_split(plan, b, out.dtype, kept).parts
-            multiply(x, y, out)
+                (x,) = whole_operands(plan, (a,), out.dtype, stack)
+                y = _kept_split(plan, b, out.dtype, kept)
+            multiply(x.parts[0], y.parts[0], out)
+            splitting.unscale(out, x, y)
         return
     with contextlib.ExitStack() as stack:
         split_a = _split(plan, a, 0, out.dtype, stack)
@@ -139,7 +140,20 @@ def _sum_products(
             _add_product(multiply, product, x, y, out)
         splitting.unscale(out, split_a, split_b)
     if max(plan.split) > 1:
-        _mend(multiply, a, b, out)
+        mend(kernel, a, b, out)
+
+
+def whole_operands(
+    plan: GemmPlan,
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    stack: contextlib.ExitStack,
+    first: int = 0,
+) -> list[Split]:
+    """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
+    if any(plan.scaled):
+        return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), stack, first)
+    return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), stack)]
 
 
 def _split(
@@ -153,12 +167,16 @@ def _split(
 
 def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
     """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
-    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], dtype)
+    emulates = plan.kernel_row.emulates
+    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
     key = (*how, b.ctypes.data, b.shape, b.strides)
 
     def make() -> Form:
         with contextlib.ExitStack() as stack:
-            parts, exponents = _split(plan, b, 1, dtype, stack)
+            if plan.split[1] > 1 or emulates:
+                parts, exponents = _split(plan, b, 1, dtype, stack)
+            else:
+                ((parts, exponents),) = whole_operands(plan, (b,), dtype, stack, first=1)
             made = Split([part.copy(order="K") for part in parts], exponents)
         return Form(made, sum(part.nbytes for part in made.parts))
 
@@ -166,15 +184,15 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     return found
 
 
-def _mend(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
-    """Put FP32's own NaN and infinities where the sum of the products is not finite."""
+def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+    """Put FP32's own NaN and infinities, by the BLAS of a kernel, where a sum of products of parts is not finite."""
     lost = ~np.isfinite(out)
     if not lost.any():
         return
     with contextlib.ExitStack() as stack:
         x, y = splitting.rounded((a, b), out.dtype, None, stack)
         product = stack.enter_context(scratch(out.shape, out.dtype))
-        multiply(x, y, product)
+        _blas(kernel).multiply(x, y, product)
         np.copyto(out, product, where=lost)
 
 

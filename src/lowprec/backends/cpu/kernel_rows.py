@@ -57,6 +57,27 @@ AMX_BF16_PAIR = replace(
     fallback=Why.NOT_FINITE_IN_TWO_PARTS,
 )
 
+#: All products of parts in one pass; a product costs as it does where there is one, which is an estimate.
+AMX_BF16_PARTS = replace(
+    AMX_BF16,
+    name="amx_bf16_parts",
+    units="bfloat16 tile units (AMX), all products of parts in one pass",
+    single_product=False,
+    sums_products=True,
+    minimum_elements=20_000,
+    fallback=Why.NOT_FINITE_IN_PARTS,
+)
+
+#: Of TF32 parts, each the exact sum of two.
+AMX_BF16_PAIR_PARTS = replace(
+    AMX_BF16_PARTS,
+    name="amx_bf16_pair_parts",
+    units="bfloat16 tile units (AMX), all products of parts, each the exact sum of two, in one pass",
+    formats=frozenset({"tf32"}),
+    cost_per_flop=AMX_BF16_PAIR.cost_per_flop,
+    parts=2,
+)
+
 AMX_INT8 = replace(
     _TILES,
     name="amx_int8",
@@ -84,6 +105,17 @@ AVX512_BF16 = replace(
     cost_per_flop=0.4,
     cost_per_element=40.0,
     summation=Summation.PAIRS,
+)
+
+#: Several products never pay next to one in FP32, but next to as many.
+AVX512_BF16_PARTS = replace(
+    AVX512_BF16,
+    name="avx512_bf16_parts",
+    units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
+    single_product=False,
+    sums_products=True,
+    minimum_elements=20_000,
+    fallback=Why.NOT_FINITE_IN_PARTS,
 )
 
 AVX512_VNNI = replace(
@@ -174,6 +206,6 @@ OPENBLAS = replace(
 )
 
 KERNELS = (
-    GEMV, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI, DIRECT, OPENBLAS,
-    NUMPY,
+    GEMV, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
+    AVX512_BF16, AVX512_VNNI, AVX_VNNI, DIRECT, OPENBLAS, NUMPY,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lowprec import modes
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.numpy_library import NUMPY as LIBRARY
 from lowprec.backends.cpu import backend, costs, device
@@ -23,6 +24,7 @@ from lowprec.backends.execution import Arguments
 from lowprec.formats import DType
 from lowprec.modes import MathMode
 from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm
+from lowprec.planning.costs import roundings
 
 #: Extents of the small and the large matrices, and of the matrix that meets a vector.
 SMALL, LARGE, MATRIX_VECTOR = 256, 1536, 3072
@@ -37,6 +39,11 @@ _CASES = {
     "tf32": (MathMode.TF32, DType.FLOAT32),
     "bfloat16": (MathMode.BF16, DType.FLOAT32),
     "int8": (MathMode.FP32, DType.INT8),
+}
+#: The same for kernels that sum products of parts.
+_CASES_OF_PARTS = {
+    "tf32": (MathMode.TF32X3, DType.FLOAT32),
+    "bfloat16": (MathMode.BF16X6, DType.FLOAT32),
 }
 
 #: The least cost of a flop that is believed; what the model leaves may be nothing, or less.
@@ -107,11 +114,14 @@ def _cases() -> Iterator[_Timed]:
     for sizes in (_SMALL_SIZES, _LARGE_SIZES, _VECTOR_SIZES):
         yield _timed(able, general, MathMode.FP32, DType.FLOAT32, sizes)
     for row in _measurable(able):
-        mode, dtype = _CASES[
-            next(name for name in _CASES if not row.formats or name in row.formats)
-        ]
+        mode, dtype = _case(row)
         for sizes in (_VECTOR_SIZES,) if row.matrix_vector else (_SMALL_SIZES, _LARGE_SIZES):
             yield _timed(able, row, mode, dtype, sizes)
+
+
+def _case(row: KernelRow) -> tuple[MathMode, DType]:
+    cases = _CASES_OF_PARTS if row.sums_products else _CASES
+    return next(case for name, case in cases.items() if not row.formats or name in row.formats)
 
 
 def _timed(
@@ -159,4 +169,5 @@ def _cost(row: KernelRow, best: dict[tuple[str, bool, _Sizes], float]) -> Cost:
         return costs.limited(1.0, max(large - 1, 0.0) * LARGE)
     per_element = max(small - large, 0.0) / (1 / SMALL - 1 / LARGE)
     per_flop = max(large - per_element / LARGE, _LEAST_PER_FLOP)
-    return costs.limited(per_flop, per_element)
+    mode = modes.row(_case(row)[0])
+    return costs.limited(per_flop / mode.products, per_element / roundings(row, mode.parts))

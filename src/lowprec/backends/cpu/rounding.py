@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lowprec import formats
 from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.formats import NumberFormat
 
 #: Elements per block: 64 Ki float32 are 256 KiB, source and result fit the second-level cache together.
@@ -71,13 +73,14 @@ def _round_tf32_block(source: Any, out: Any) -> None:
     np.bitwise_and(bits, np.uint32(0xFFFFE000), out=bits)
 
 
-def _round_bf16_block(source: Any, out: Any) -> None:
+def _round_even_block(dropped: int, source: Any, out: Any) -> None:
+    """Round away so many low bits, ties to even."""
     bits, result = source.view(np.uint32), out.view(np.uint32)
-    even = np.right_shift(bits, np.uint32(16))
+    even = np.right_shift(bits, np.uint32(dropped))
     np.bitwise_and(even, np.uint32(1), out=even)
-    np.add(even, np.uint32(0x7FFF), out=even)
+    np.add(even, np.uint32((1 << dropped - 1) - 1), out=even)
     np.add(bits, even, out=result)
-    np.bitwise_and(result, np.uint32(0xFFFF0000), out=result)
+    np.bitwise_and(result, np.uint32(-(1 << dropped) & 0xFFFFFFFF), out=result)
 
 
 def _round_fp16_block(source: Any, out: Any) -> None:
@@ -86,8 +89,9 @@ def _round_fp16_block(source: Any, out: Any) -> None:
 
 _BLOCK_ROUNDINGS: dict[str, Callable[[Any, Any], None]] = {
     formats.TF32.name: _round_tf32_block,
-    formats.BFLOAT16.name: _round_bf16_block,
+    formats.BFLOAT16.name: partial(_round_even_block, 16),
     formats.FLOAT16.name: _round_fp16_block,
+    FLOAT16_DIGITS.name: partial(_round_even_block, 13),
 }
 
 
@@ -107,7 +111,7 @@ def _round_rows(
 
 
 def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
-    """Round a float32 array to TF32, bfloat16 or float16, the values staying in float32.
+    """Round a float32 array to TF32, bfloat16, float16 or its digits, the values staying in float32.
 
     ``out`` is float32, too, of the shape of ``source``, and C-contiguous; it may be ``source`` itself, and else must
     not overlap it.

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu import casting
+from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
 from lowprec.backends.cpu.stacks import scratch
-from lowprec.formats import NumberFormat
+from lowprec.formats import FLOAT16, NumberFormat
 from lowprec.modes import ModeRow
 
-#: The largest magnitude of a scaled row lies in [2^14, 2^15): in the top binade but one of float16.
-_TOP_EXPONENT = 14
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+
+#: Numbers that are scaled at a time, and stay in the cache.
+_BLOCK = 1 << 16
 
 
 class Split(NamedTuple):
@@ -70,6 +73,18 @@ def rounded(
     stack: contextlib.ExitStack,
 ) -> list[Any]:
     """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    results, pairs = _targets(arrays, dtype, fmt, stack)
+    casting.cast(pairs, fmt)
+    return results
+
+
+def _targets(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    stack: contextlib.ExitStack,
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return where rounded arrays will be, and which are to be cast into which."""
     results, pairs = [], []
     for x in arrays:
         if x.dtype == dtype and fmt is None:
@@ -81,8 +96,27 @@ def rounded(
         out = stack.enter_context(scratch(shape, dtype))
         results.append(out.swapaxes(-1, -2) if turned else out)
         pairs.append((x, results[-1]))
-    casting.cast(pairs, fmt)
-    return results
+    return results, pairs
+
+
+def scaled_where_needed(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    row: ModeRow,
+    stack: contextlib.ExitStack,
+    first: int = 0,
+) -> list[Split]:
+    """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where it makes a difference."""
+    results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, stack)
+    apart = casting.cast(pairs, FLOAT16_DIGITS)
+    return [
+        split(x, dtype, row, row.operand_format, 1, -1 - operand, stack)
+        if is_apart
+        else Split([result])
+        for operand, (x, result, is_apart) in enumerate(
+            zip(arrays, results, apart, strict=True), first
+        )
+    ]
 
 
 def _components(x: Any) -> Any:
@@ -97,16 +131,43 @@ def _scaled(
 
     ``axis`` is that of the sum over k. What is not finite has no say in the exponent.
     """
-    out = stack.enter_context(scratch(x.shape, dtype))
-    out[...] = x
-    components = _components(out).reshape(*x.shape, dtype.itemsize // 4)
-    magnitudes = np.abs(components)
-    magnitudes[~np.isfinite(magnitudes)] = 0
-    largest = magnitudes.max(axis=-1).max(axis=axis, keepdims=True)
-    exponents = np.where(largest, _TOP_EXPONENT + 1 - np.frexp(largest)[1], 0).astype(np.int32)
-    with np.errstate(all="ignore"):
-        np.ldexp(components, exponents[..., None], out=components)
-    return out, exponents
+    (out,), pairs = _targets((x,), dtype, FLOAT16, stack)
+    casting.cast(pairs, None)
+    turned = not out.flags.c_contiguous
+    memory, along_rows = (out.swapaxes(-1, -2), axis == -2) if turned else (out, axis == -1)
+    *batch, rows, cols = memory.shape
+    numbers = _components(memory).reshape(-1, rows, cols, dtype.itemsize // 4)
+    height = max(1, _BLOCK // max(1, numbers[0, 0].size)) if numbers.size else 1
+    blocks = [(i, j) for i in range(len(numbers)) for j in range(0, rows, height)]
+    of_rows = np.zeros((len(numbers), rows), np.uint32)
+    of_columns = np.zeros((len(numbers), -(-rows // height), cols), np.uint32)
+
+    def seek(block: tuple[int, int]) -> None:
+        i, j = block
+        sizes = numbers[i, j : j + height].view(np.uint32) & np.uint32(_MAGNITUDE)
+        sizes *= sizes < _INFINITY
+        if along_rows:
+            of_rows[i, j : j + height] = sizes.max((-1, -2))
+        else:
+            of_columns[i, j // height] = sizes.max((0, -1))
+
+    threads.share(seek, blocks)
+    largest = of_rows[..., None] if along_rows else of_columns.max(1, keepdims=True)
+    exponents = TOP_EXPONENT + 1 - np.frexp(largest.view(np.float32))[1]
+    exponents[largest == 0] = 0
+    # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
+    halves = np.stack([exponents // 2, exponents - exponents // 2])
+    factors = np.ldexp(np.float32(1), halves)[..., None]
+
+    def scale(block: tuple[int, int]) -> None:
+        i, j = block
+        with np.errstate(all="ignore"):
+            for factor in factors[:, i]:
+                numbers[i, j : j + height] *= factor[j : j + height] if along_rows else factor
+
+    threads.share(scale, blocks)
+    exponents = exponents.reshape(*batch, *exponents.shape[-2:])
+    return out, exponents.swapaxes(-1, -2) if turned else exponents
 
 
 def unscale(out: Any, a: Split, b: Split) -> None:

@@ -86,10 +86,9 @@ def device_key() -> str:
     """Return the current device, the driver and cuBLAS, as one line."""
     found = runtime.properties(runtime.current_device())
     major, minor = found.capability
-    driver_major, driver_minor = runtime.driver_version()
     return (
         f"{found.name}, compute capability {major}.{minor}, {found.multiprocessors} multiprocessors, "
-        f"driver CUDA {driver_major}.{driver_minor}, cuBLAS {bindings.cublas_version()}"
+        f"driver CUDA {runtime.driver_version()}, cuBLAS {bindings.cublas_version()}"
     )
 
 

@@ -41,10 +41,9 @@ def info() -> dict[str, Any]:
     ``cuda`` is the newest that the driver serves.
     """
     libraries()
-    major, minor = runtime.driver_version()
     return {
         "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
-        "versions": {"cuda": f"{major}.{minor}", "cublas": bindings.cublas_version_text()},
+        "versions": {"cuda": runtime.driver_version(), "cublas": bindings.cublas_version_text()},
     }
 
 

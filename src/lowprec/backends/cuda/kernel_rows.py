@@ -21,7 +21,6 @@ CUBLASLT = KernelRow(
     keeps_b=True,
     is_cublaslt=True,
     cuts_tf32=True,
-    scales_float16=True,
 )
 
 KERNELS = (CUBLASLT,)

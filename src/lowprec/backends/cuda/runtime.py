@@ -87,10 +87,10 @@ def attribute(name: str, index: int) -> int:
     return int(call("cudaDeviceGetAttribute", wanted, index))
 
 
-def driver_version() -> tuple[int, int]:
-    """Return the newest version of CUDA that the driver serves, (major, minor)."""
+def driver_version() -> str:
+    """Return the newest version of CUDA that the driver serves."""
     version = int(call("cudaDriverGetVersion"))
-    return version // 1000, version % 1000 // 10
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def current_device() -> int:

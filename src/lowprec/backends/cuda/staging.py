@@ -7,8 +7,13 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.backends.cuda import memory, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, prepare_epilogue
-from lowprec.backends.cuda.mending import Mender, prepare_mending
+from lowprec.backends.cuda.epilogue import (
+    Epilogue,
+    EpilogueLauncher,
+    Mender,
+    prepare_epilogue,
+    prepare_mending,
+)
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
@@ -85,10 +90,8 @@ class Staging:
             spec = epilogue(plan, call)
             self._write = prepare_epilogue(spec, device)
             if max(plan.split) > 1:
-                leading = spec.leading_dimension
-                self._mend = prepare_mending(
-                    spec.product_dtype, leading, layout.a, layout.b, device
-                )
+                product = (spec.product_dtype, spec.leading_dimension)
+                self._mend = prepare_mending(*product, layout.a, layout.b, device)
 
     def _room(self, nbytes: int) -> int:
         """Return where in the block so many bytes lie."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowprec.backends.cpu.packed import job as J
 from lowprec.formats import dtype_from_name
+from lowprec.planning.bounds import CHUNK_STEPS
 
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.packed_gemm import Operand
@@ -33,8 +34,8 @@ class Cut:
 
 
 def _chunk_steps(steps: int, parts: int) -> int:
-    """Steps of k for which A is packed at a time: equal chunks of at most 2048 / parts elements."""
-    return _ceil_div(steps, _ceil_div(steps, 64 // parts))
+    """Steps of k for which A is packed at a time: equal chunks of at most 2048 / parts elements of 16 bits."""
+    return _ceil_div(steps, _ceil_div(steps, CHUNK_STEPS // parts))
 
 
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
@@ -78,8 +79,12 @@ def cut_of(
     block_bytes: int,
     inner_bytes: int,
     workers: int,
+    sums_chunks: bool = False,
 ) -> Cut:
-    """Return the sizes for a product of an (m, k) and a (k, n) matrix; packed B depends on k and n alone."""
+    """Return the sizes for a product of an (m, k) and a (k, n) matrix; packed B depends on k and n alone.
+
+    With ``sums_chunks`` each chunk of k is summed anew.
+    """
     from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
@@ -88,7 +93,7 @@ def cut_of(
     strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
     fitting = max(1, block_bytes // (chunk * 2048 * parts_a))
     task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
-    # With four products to a load the second-level cache is fast enough.
+    # With several products to a load the second-level cache is fast enough.
     inner = inner_bytes // 2048 if parts_a * parts_b == 1 else chunk
     acc_bytes = 4096 * task_m * (1 if chunk >= steps else task_n)
     acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
@@ -107,10 +112,13 @@ def cut_of(
         J.CHUNK_STEPS: chunk, J.INNER_STEPS: inner,
         J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: acc_offset + acc_bytes,
     }  # fmt: skip
+    if sums_chunks:
+        fields[J.CHUNK_OFFSET] = acc_offset + acc_bytes
+        fields[J.SCRATCH_OFFSET] += 4096
     return Cut(
         fields=tuple(fields.items()),
         packed_b_bytes=strips_n * strip_bytes_b,
-        scratch_bytes=acc_offset + acc_bytes + SCRATCH_BYTES,
+        scratch_bytes=fields[J.SCRATCH_OFFSET] + SCRATCH_BYTES,
         tasks=tasks_m * tasks_n,
         check_tasks=tasks_m,
     )

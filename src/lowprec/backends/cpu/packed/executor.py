@@ -3,6 +3,9 @@
 The kernel takes one product at a time, at any strides, and applies the epilogue as it writes. An Inf or NaN in an
 operand of two parts would meet the zero low part of the other and become NaN; the kernel sees that before it writes
 and leaves the product alone, which then runs on FP32 units with the same rounded operands.
+
+Where a mode splits the operands, the kernel forms all products of their parts in one pass, and tells where a sum is not
+finite. Such elements are computed again in FP32, from the operands as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu import casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.packed import launch, packed_gemm
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
@@ -39,6 +42,17 @@ from lowprec.planning.prepared import kept_modes
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 
 _last = threading.local()
+
+
+def _rounding(plan: GemmPlan) -> str:
+    """Return the kernel's word for what becomes of the operands."""
+    if _is_split(plan):
+        return str(plan.scheme)
+    return _ROUNDINGS[fp32_units.rounding_format(plan)]
+
+
+def _is_split(plan: GemmPlan) -> bool:
+    return plan.kernel_row.sums_products
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -64,8 +78,7 @@ def _launch(plan: GemmPlan) -> launch.Launch | None:
         return None
     if not is_available(micro_kernel):  # something stands in for it
         return None
-    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
-    found = launch.launch_of(micro_kernel, layout, rounding, problem)
+    found = launch.launch_of(micro_kernel, layout, _rounding(plan), problem)
     return found and found._replace(panels=_panels_for_launch(plan))
 
 
@@ -93,10 +106,12 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     fallen: list[Stacks] = []
 
     def run(single: Stacks) -> None:
-        of_single = arguments
+        of_single, product = arguments, one_product
         if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
             of_single = arguments._replace(b=arguments.b.matrix(single.b))
-        if not one_product(plan, of_single, single):
+        if any(plan.scaled) and _must_be_scaled(plan, of_single, single):
+            product = _scaled_product
+        if not product(plan, of_single, single):
             assert plan.fallback is not None, "only kernels with a fallback decline"
             fallen.append(single)
             fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
@@ -145,48 +160,81 @@ def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) 
 
 def _packing_of_b(plan: GemmPlan, out: str, component: int = 0) -> tuple[PackedAs, Convert]:
     """Return how ``b`` is packed, and what converts its matrices before."""
-    name = "float32" if plan.compute_dtype.is_complex else plan.compute_dtype.label
-    rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+    a, b = (_multiplied_dtype(plan, operand) for operand in (0, 1))
 
-    def convert(b: Any) -> contextlib.AbstractContextManager[Any]:
+    def convert(x: Any) -> contextlib.AbstractContextManager[Any]:
         if plan.compute_dtype.is_complex:
-            return _plane(b, component)
-        return contextlib.nullcontext(_in_compute_dtype(plan, b))
+            return _plane(x, component)
+        return contextlib.nullcontext(_as_multiplied(plan, x, 1))
 
-    return PackedAs(_micro_kernel(plan), name, name, out, rounding, component), convert
+    return PackedAs(_micro_kernel(plan), a, b, out, _rounding(plan), component), convert
 
 
-def _in_compute_dtype(plan: GemmPlan, x: Any) -> Any:
-    """Return ``x``, converted (exactly) where the other operand's dtype is wider."""
-    name = plan.compute_dtype.label
+def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
+    """Return in which element type the kernel gets ``a`` (0) or ``b`` (1): that of both, exact for the narrower.
+
+    What is one part of a product of parts is so in its own type.
+    """
+    if plan.compute_dtype.is_complex:
+        return "float32"
+    own = (plan.problem.a, plan.problem.b)[operand].dtype
+    is_whole = _is_split(plan) and not plan.rounded[operand]
+    return (own if is_whole else plan.compute_dtype).label
+
+
+def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
+    name = _multiplied_dtype(plan, operand)
     return x if x.dtype.name == name else x.astype(name)
 
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    fused = plan.problem.activation in ACTIVATIONS
-    out_dtype = single.out.dtype.name if fused else "float32"
-    panels = _panels(plan, arguments, out_dtype)
-    a, b = _in_compute_dtype(plan, single.a), single.b
+    # Elements of split operands' products may have to be computed again, before c is added.
+    fused = plan.problem.activation in ACTIVATIONS and not (
+        _is_split(plan) and single.c is not None
+    )
+    if fused and _fused_product(plan, arguments, single):
+        return True
+    if fused and not _is_split(plan):
+        return False
+    return _product_and_epilogue(plan, arguments, single)
+
+
+def _product_and_epilogue(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    """Compute a float32 product and let NumPy apply the epilogue."""
+    panels = _panels(plan, arguments, "float32")
+    a, b = _as_multiplied(plan, single.a, 0), single.b
     if panels is None:
-        b = _in_compute_dtype(plan, b)
-    micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
-    if not fused:
-        # NumPy applies it, on the float32 product.
-        with scratch(single.out.shape, np.dtype(np.float32)) as product:
-            done = _accumulate(micro_kernel, a, b, product, 1.0, 0.0, rounding, panels)
-            if done:
-                apply_epilogue(plan, arguments, product, single)
-            return done
+        b = _as_multiplied(plan, b, 1)
+    with scratch(single.out.shape, np.dtype(np.float32)) as product:
+        done = _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, _rounding(plan), panels)
+        if not done and _is_split(plan):
+            done = _mend(plan, single, product)
+        if done:
+            apply_epilogue(plan, arguments, product, single)
+        return done
+
+
+def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
+    assert plan.fallback is not None, "rows that sum products of parts have one"
+    fp32_units.mend(plan.fallback, single.a, single.b, product)
+    return True
+
+
+def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    panels = _panels(plan, arguments, single.out.dtype.name)
+    a, b = _as_multiplied(plan, single.a, 0), single.b
+    if panels is None:
+        b = _as_multiplied(plan, b, 1)
     bias = single.bias
     return packed_gemm.gemm(
-        micro_kernel,
+        _micro_kernel(plan),
         a.shape[0],
         b.shape[1],
         a.shape[1],
         _operand(a),
         _operand(b),
         _operand(single.out),
-        rounding=rounding,
+        rounding=_rounding(plan),
         alpha=float(arguments.alpha.real),
         beta=float(arguments.beta.real),
         c=None if single.c is None else _operand(single.c),
@@ -205,7 +253,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
     second one.
     """
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
-    micro_kernel, rounding = _micro_kernel(plan), _ROUNDINGS[fp32_units.rounding_format(plan)]
+    micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
     with contextlib.ExitStack() as stack:
         a = [stack.enter_context(_plane(single.a, i)) for i in range(2)]
         packed = [_panels(plan, arguments, "float32", i) for i in range(2)]
@@ -221,14 +269,15 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bo
             (0, 1, imag, 1.0, 0.0),
             (1, 0, imag, 1.0, 1.0),
         )
-        done = all(
-            _accumulate(micro_kernel, a[i], b[j], out, alpha, beta, rounding, packed[j])
-            for i, j, out, alpha, beta in terms
-        )
-        if not done:
-            return False
+        finite = True
+        for i, j, out, alpha, beta in terms:
+            finite &= _accumulate(micro_kernel, a[i], b[j], out, alpha, beta, rounding, packed[j])
+            if not (finite or _is_split(plan)):
+                return False
         product = stack.enter_context(scratch(shape, dtype))
         product.real, product.imag = real, imag
+        if not finite:
+            _mend(plan, single, product)
         apply_epilogue(plan, arguments, product, single)
     return True
 
@@ -266,6 +315,45 @@ def _accumulate(
         c=_operand(out) if beta else None,
         panels=panels,
     )
+
+
+def _must_be_scaled(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    a, b = plan.scaled
+    return (a and _lies_apart(single.a)) or (b and _b_lies_apart(plan, arguments, single.b))
+
+
+def _lies_apart(x: Any) -> bool:
+    # Both parts of a complex number have the same factor.
+    return casting.lie_apart((x.real, x.imag) if x.dtype.kind == "c" else (x,))
+
+
+def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
+    """Whether ``b`` must be scaled, which is looked at once where it is prepared."""
+    view = arguments.b
+    if type(view) is not PreparedView or view.mode not in kept_modes(plan):
+        return _lies_apart(b)
+    found: bool = view.form(
+        ("apart", b.ctypes.data, b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
+    )
+    return found
+
+
+def _scaled_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    """Compute a product of scaled operands."""
+    if plan.compute_dtype.is_complex:
+        return False
+    with contextlib.ExitStack() as stack:
+        operands = fp32_units.whole_operands(
+            plan, (single.a, single.b), np.dtype(np.float32), stack
+        )
+        product = stack.enter_context(scratch(single.out.shape, np.dtype(np.float32)))
+        a, b = (x.parts[0] for x in operands)
+        rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+        if not _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, rounding, None):
+            return False
+        splitting.unscale(product, *operands)
+        apply_epilogue(plan, arguments, product, single)
+    return True
 
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:

@@ -11,6 +11,7 @@ PACK_NEXT = 0  # the next task of the packing phase
 PACK_DONE = 8  # how many of those are complete
 TASK_NEXT = 16  # the next block of the result
 NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
+SUM_NOT_FINITE = 25  # set when a sum of split operands is one
 
 # --- set up once ---
 (
@@ -65,12 +66,16 @@ NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
     INNER_STEPS,
     ACC_OFFSET,
     SCRATCH_OFFSET,
-) = range(32, 32 + 51)
+    CHUNK_OFFSET,
+) = range(32, 32 + 52)
 
 WORDS = 96
 
 # STREAM: rows of blocks are written past the caches; then SHIFT columns of zeros stand before the
 # first, so that the blocks begin where cache lines of the result begin.
+
+# CHUNK_OFFSET: where operands are split, each chunk of k is summed anew, in a block of scratch here, and added to those
+# before it; then sums are looked at, too. Else it is 0.
 
 #: Codes of element types, as `C_KIND` and `BIAS_KIND` hold them.
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}

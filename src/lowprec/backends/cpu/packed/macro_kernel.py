@@ -11,7 +11,9 @@ The loops, from the inside:
 - `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (half of it) stay in the second-level cache
   while all of the task's strips of B run past.
 - chunks of k: accumulators wait in scratch memory as float32. Storing and loading them rounds
-  nothing, so how k is cut does not show in the result.
+  nothing, so how k is cut does not show in the result. Of operands that are split into parts, each
+  chunk is summed anew and added to those before it: a sum of several products of parts goes through
+  as many more roundings, and the length of the chunks keeps them below those of one in FP32.
 - tasks: rectangles of the result, taken by the threads from a shared counter. B is packed by all
   threads before the first of them; each task packs its own strips of A.
 
@@ -21,6 +23,7 @@ No task's result depends on which thread computes it or on how many there are.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
@@ -28,7 +31,11 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.native import (
+    F32,
     FINGERPRINT,
+    I16,
+    I32,
+    I64,
     atomic_add,
     atomic_load,
     atomic_store,
@@ -37,7 +44,9 @@ from lowprec.backends.cpu.packed.native import (
     inline_asm,
     load,
     pause,
+    pointer,
     store,
+    vector,
     yield_cpu,
 )
 
@@ -75,6 +84,45 @@ def _fence(typing_context):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+_BLOCK = ir.VectorType(F32, 16)
+
+
+def _vectors(builder: Any, address: Any) -> Any:
+    """Yield pointers to the 64 vectors of a block of accumulators."""
+    for offset in range(0, 4096, 64):
+        at = builder.add(address, ir.Constant(I64, offset))
+        yield pointer(builder, at, _BLOCK)
+
+
+@intrinsic
+def _add_block(typing_context, total, block):
+    def generate(context, builder, signature, args):
+        for to, from_ in zip(*(_vectors(builder, x) for x in args), strict=True):
+            term = builder.load(from_, align=64)
+            builder.store(builder.fadd(builder.load(to, align=64), term), to, align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+@intrinsic
+def _holds_nonfinite(typing_context, block):
+    """Whether an infinity or a NaN is among the accumulators of a block."""
+
+    def generate(context, builder, signature, args):
+        words = ir.VectorType(I32, 16)
+        largest = vector(I32, [0] * 16)
+        for at in _vectors(builder, args[0]):
+            bits = builder.bitcast(builder.load(at, align=64), words)
+            bits = builder.and_(bits, vector(I32, [0x7FFFFFFF] * 16))
+            is_larger = builder.icmp_unsigned(">", bits, largest)
+            largest = builder.select(is_larger, bits, largest)
+        found = builder.icmp_unsigned(">=", largest, vector(I32, [0x7F800000] * 16))
+        return builder.zext(builder.bitcast(found, I16), I64)
+
+    return types.intp(types.intp), generate
 
 
 # --- the loops around it ----------------------------------------------------------------------
@@ -174,9 +222,17 @@ def _packing_phase(job, scratch):
 
 
 @njit
+def _apply_epilogue(job, acc, strip_m, strip_n, to):
+    """Write a finished block."""
+    if _field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
+        atomic_store(job + 8 * J.SUM_NOT_FINITE, 1)
+    call(_field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32 - _field(job, J.SHIFT), to))
+
+
+@njit
 def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
     """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
-    micro, epilogue = _field(job, J.KERNEL), _field(job, J.EPILOGUE)
+    micro = _field(job, J.KERNEL)
     step_a, step_b = 2048 * _field(job, J.A_PARTS), 2048 * _field(job, J.B_PARTS)
     strip_bytes_a, strip_bytes_b = _field(job, J.A_STRIP_BYTES), _field(job, J.B_STRIP_BYTES)
     steps, inner = _field(job, J.STEPS), _field(job, J.INNER_STEPS)
@@ -185,8 +241,9 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
     acc_column = 0 if _field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
     # A block's epilogue waits until the next block has been multiplied: by then its accumulators
     # are in memory, and its instructions fill the time in which the other's last sums are made.
-    shift = _field(job, J.SHIFT)
     pending, pending_m, pending_n, to = 0, 0, 0, scratch + _field(job, J.SCRATCH_OFFSET)
+    # What is summed anew takes the whole chunk in one call.
+    anew = 0 if step == 0 else _field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
         b = _field(job, J.B_PACKED) + n * strip_bytes_b
         acc0 = accumulators + (n - strip_n) * acc_column
@@ -200,15 +257,20 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
                 if acc == pending:
-                    call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
+                    _apply_epilogue(job, pending, pending_m, pending_n, to)
                     pending = 0
-                call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
+                if anew != 0:
+                    chunk = scratch + anew
+                    call(micro, (a, b + s * step_b, chunk, count, 0, following + m * share))
+                    _add_block(acc, chunk)
+                else:
+                    call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
                 if s + count == steps:
                     if pending != 0:
-                        call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
+                        _apply_epilogue(job, pending, pending_m, pending_n, to)
                     pending, pending_m, pending_n = acc, strip_m + m, n
     if pending != 0:
-        call(epilogue, (pending, job, pending_m * 32, pending_n * 32 - shift, to))
+        _apply_epilogue(job, pending, pending_m, pending_n, to)
 
 
 @njit

@@ -5,7 +5,8 @@ the caller's choice (`rounding`); products of the rounded values are exact, sums
 (int32 for int8), and the result is rounded once to the type of `out`.
 
 A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so
-`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator.
+`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do all products of the
+parts into which a mode such as `bf16x6` splits the operands: three, six or nine, and four for each of TF32 parts.
 
 Numerics
 --------
@@ -23,7 +24,11 @@ processor's rounding mode says.
 The result does not depend on the number of threads, bit for bit.
 
 Infinities and NaN: in one part they behave as in any product. In two parts Inf * 0 would appear
-between the parts, so `gemm` finds them while packing and declines.
+between the parts, so `gemm` finds them while packing and declines. Of operands that are split, every element that such
+a value enters comes out NaN or infinite, and `gemm` tells that there is one.
+
+Split operands: each chunk of k, of 2048 / parts at most, is summed anew and added to those before; `planning.bounds`
+has the bound.
 """
 
 from __future__ import annotations
@@ -39,10 +44,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.cutting import STREAM_BYTES, Cut, cut_of, shift_of
-from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
 from lowprec.backends.execution import resolve
 from lowprec.errors import BackendError
-from lowprec.formats import dtype_from_name
+from lowprec.formats import TF32, dtype_from_name
+from lowprec.modes import MathMode, row
 
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.prepared_panels import Panels
@@ -76,6 +82,7 @@ class _Kernels:
     parts_b: int
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    is_split: bool = False
 
 
 # --- the product ------------------------------------------------------------------------------
@@ -95,19 +102,41 @@ def _tile_config() -> Any:
 _TILE_CONFIG = _tile_config()
 
 
-def _scheme(micro_kernel: MicroKernel, dtype: str, rounding: str, offset: int) -> Scheme:
+def _scheme(dtype: str, rounding: str, offset: int) -> Scheme:
     from lowprec.backends.cpu.packed.tile_rows import SCHEMES
 
     # 16-bit storage stays what it is, beside float32 in whatever mode.
     scheme = SCHEMES.get((dtype, rounding)) or SCHEMES.get((dtype, "exact"))
     if scheme is None:
         raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
-    if scheme.parts > micro_kernel.parts:
-        raise ValueError(
-            f"the micro-kernel {micro_kernel.name} multiplies one part, and {dtype} with rounding {rounding!r} has "
-            f"{scheme.parts}"
-        )
     return SCHEMES[dtype, "offset"] if offset else scheme
+
+
+def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
+    """Return which parts as they are packed are multiplied, the smallest products first."""
+    if not (a.is_split or b.is_split):
+        pairs = [(i, j) for i in range(a.parts) for j in range(b.parts)]
+        return tuple(sorted(pairs, key=sum, reverse=True))
+    found = row(MathMode(rounding))
+    # A part in TF32 is packed as the exact sum of two.
+    each = (1, 0) if found.operand_format is TF32 else (0,)
+    count = len(each)
+    return tuple(
+        (count * i + x, count * j + y)
+        for i, j in found.pairs
+        for x in each
+        for y in each
+        if count * i + x < a.parts and count * j + y < b.parts
+    )
+
+
+def _cut(
+    micro_kernel: MicroKernel, kernels: _Kernels, m: int, n: int, k: int, workers: int = 1
+) -> Cut:
+    return cut_of(
+        m, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
+        micro_kernel.block_bytes, micro_kernel.inner_bytes, workers, kernels.is_split,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -126,17 +155,18 @@ def _kernels(
         raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
     if integer != (micro_kernel.storage == "int8"):
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
-    a = _scheme(micro_kernel, a_dtype, rounding, micro_kernel.offset_a)
-    b = _scheme(micro_kernel, b_dtype, rounding, 0)
+    a = _scheme(a_dtype, rounding, micro_kernel.offset_a)
+    b = _scheme(b_dtype, rounding, 0)
     fields = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: resolve(micro_kernel.emit)(a.parts, b.parts),
+        J.KERNEL: resolve(micro_kernel.emit)(_products(a, b, rounding)),
         J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
-    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive)
+    is_split = a.is_split or b.is_split
+    return _Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
 
 
 def float_bits(value: float) -> int:
@@ -222,7 +252,7 @@ def _run(
                 drive(address, scratch)
 
         threads.run(work, workers)
-        return not job[J.NOT_FINITE]
+        return not (job[J.NOT_FINITE] or job[J.SUM_NOT_FINITE])
 
 
 class SingleThreadJob(NamedTuple):
@@ -263,10 +293,7 @@ def single_thread_job(
     if m * n * dtype_from_name(out.dtype).itemsize > STREAM_BYTES:
         return None
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
-    cut = cut_of(
-        m, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
-        micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
-    )  # fmt: skip
+    cut = _cut(micro_kernel, kernels, m, n, k)
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS]}
     fields |= _array_fields(a, b, out)
@@ -297,10 +324,7 @@ def packing_job(
 ) -> PackingJob:
     """Return the job that packs ``b`` as `gemm` reads it, for an ``a`` and a result of these types."""
     kernels = _kernels(micro_kernel, a_dtype, b_dtype, out_dtype, rounding)
-    cut = cut_of(
-        1, n, k, kernels.step, kernels.parts_a, kernels.parts_b,
-        micro_kernel.block_bytes, micro_kernel.inner_bytes, 1,
-    )  # fmt: skip
+    cut = _cut(micro_kernel, kernels, 1, n, k)
     fields = dict(kernels.fields + cut.fields)
     fields |= _operand_fields(b, J.B, J.B_ROW_STRIDE, J.B_COL_STRIDE)
     fields |= {J.N: n, J.PACK_TASKS: fields[J.PACK_B_TASKS], J.TASKS: 0}
@@ -337,9 +361,10 @@ def gemm(
     out : Operand
         m x n; float32, bfloat16 or float16, or int32 for int8 operands. It must not overlap `a` or
         `b`. It may be the same memory as `c`, element by element.
-    rounding : {"bf16", "tf32", "fp16", "exact"}
-        What float32 operands become: the nearest; ties go to even, in ``"tf32"`` away from zero.
-        Storage of 16 or 8 bits stays what it is; ``"exact"`` is for products that have no float32
+    rounding : {"bf16", "tf32", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "exact"}
+        What float32 operands become: the nearest, or parts of the mode of this name; ties go to even, in TF32 away
+        from zero. ``"fp16"`` means float16's digits: whoever calls has looked at the range. Storage of 16 or 8 bits
+        stays what it is; ``"exact"`` is for products that have no float32
         operand.
     alpha, beta : float
         Rounded to float32. `c` is not read if `beta` is 0. For int8 only the defaults.
@@ -350,7 +375,7 @@ def gemm(
     activation : {None, "relu", "gelu"}
         GELU in its tanh form.
     panels : Panels, optional
-        Of ``b``, which is of the type of `a` then, and is not looked at. The columns of `out` are not contiguous,
+        Of ``b``, which is not looked at then. The columns of `out` are not contiguous,
         unless its rows are, too.
 
     Returns
@@ -358,7 +383,8 @@ def gemm(
     bool
         True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not
         finite after rounding: then `c` is as it was, also where `out` is the same memory; without
-        `c` what `out` holds is undefined.
+        `c` what `out` holds is undefined. False, too, if operands were split and a sum is NaN or infinite: then all is
+        done, and such elements are NaN or infinite in what alpha, c, bias and activation were applied to.
 
     Raises
     ------
@@ -366,7 +392,7 @@ def gemm(
         If the types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
     """
     if panels is not None:
-        b = Operand(0, a.dtype, 0, 0)
+        b = Operand(0, panels.dtype, 0, 0)
     kernels = _kernels(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
     if beta == 0:
         c = None
@@ -384,10 +410,7 @@ def gemm(
     shift = shift_of(m, n, out)
     if panels is not None and shift:
         shift = None
-    cut = cut_of(
-        m, n + (shift or 0), k, kernels.step, kernels.parts_a, kernels.parts_b,
-        micro_kernel.block_bytes, micro_kernel.inner_bytes, workers,
-    )  # fmt: skip
+    cut = _cut(micro_kernel, kernels, m, n + (shift or 0), k, workers)
     fields = dict(kernels.fields + cut.fields)
     fields |= {J.N: n, J.SHIFT: shift or 0, J.STREAM: int(shift is not None)}
     fields |= _array_fields(a, b, out)
@@ -395,7 +418,8 @@ def gemm(
     if out.dtype == "int32" and not fields[J.PLAIN]:
         raise ValueError("int8 products take no alpha, beta, bias or activation")
     # A is packed while the result is written; where that would destroy `c` it is looked at before.
-    checks = cut.check_tasks if kernels.parts_a > 1 and c is not None else 0
+    declines = kernels.parts_a > 1 and not kernels.is_split
+    checks = cut.check_tasks if declines and c is not None else 0
     if panels is not None:
         fields[J.PACK_B_TASKS] = 0
     fields[J.PACK_TASKS] = fields[J.PACK_B_TASKS] + checks

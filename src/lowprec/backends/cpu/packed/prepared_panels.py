@@ -37,10 +37,13 @@ class Panels(NamedTuple):
         Of the first panel.
     finite : bool
         Whether no value became infinite or NaN; looked at where operands have two parts.
+    dtype : str
+        In which it was packed.
     """
 
     address: int
     finite: bool
+    dtype: str
 
 
 class PanelStack(NamedTuple):
@@ -55,6 +58,7 @@ class PanelStack(NamedTuple):
     offsets : numpy.ndarray
         By how many bytes each lies behind the first matrix of the operand, ascending.
     finite : tuple of bool
+    dtype : str
         See :class:`Panels`.
     """
 
@@ -63,11 +67,12 @@ class PanelStack(NamedTuple):
     step: int
     offsets: Any
     finite: tuple[bool, ...]
+    dtype: str
 
     def panels_at(self, offset: int) -> Panels:
         """Return the panels of the matrix that lies there."""
         index = int(np.searchsorted(self.offsets, offset))
-        return Panels(self.address + index * self.step, self.finite[index])
+        return Panels(self.address + index * self.step, self.finite[index], self.dtype)
 
     def addresses(self, offsets: Any) -> Any:
         """Return the addresses of the panels of matrices by their offsets."""
@@ -137,7 +142,9 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
             job.job[J.B_PACKED] = address + i * job.packed_b_bytes
             _drive(job, threads.num_threads() if k * n >= _SHARED_FROM else 1)
         finite.append(not job.job[J.NOT_FINITE])
-    return PanelStack(memory, address, job.packed_b_bytes, np.array(offsets), tuple(finite))
+    return PanelStack(
+        memory, address, job.packed_b_bytes, np.array(offsets), tuple(finite), packed_as.b_dtype
+    )
 
 
 def _drive(job: PackingJob, workers: int) -> None:

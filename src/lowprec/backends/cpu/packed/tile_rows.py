@@ -9,14 +9,20 @@ bfloat16           1      none
 float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
 float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
 float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
-float32, fp16      2      round to float16, subnormals and overflow included, then as float16
+float32, fp16      2      round to a 10-bit fraction, ties to even, then as float16
+float32, bf16x3    2      round to bfloat16; what that leaves, rounded, and so on
+float32, bf16x6    3      the same, exact
+float32, tf32x3    4      two TF32 parts in the same way, then each as float16
+float16, tf32x3    2      as float16
 int8               1      none
 int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
 =================  =====  ====================================================================
 
 The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
 infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
-and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding.
+and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
+rounding is a mode's name) makes NaN of every element of the result that such a value enters, and there it is found.
+Float16's range is the caller's business: see ``scaling``.
 """
 
 from __future__ import annotations
@@ -57,6 +63,11 @@ class Scheme:
         """Elements of k in four bytes of a tile."""
         return self.step // 16
 
+    @property
+    def is_split(self) -> bool:
+        """Whether each part is what those before leave, rounded."""
+        return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
+
 
 SCHEMES: dict[tuple[str, str], Scheme] = {
     (scheme.storage, scheme.rounding): scheme
@@ -68,26 +79,34 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
         Scheme(4, "float32", "fp16", 4, 2, 32),
         Scheme(5, "int8", "exact", 1, 1, 64),
         Scheme(6, "int8", "offset", 1, 1, 64),
+        Scheme(7, "float32", "bf16x3", 4, 2, 32),
+        Scheme(8, "float32", "bf16x6", 4, 3, 32),
+        Scheme(9, "float32", "tf32x3", 4, 4, 32),
+        Scheme(10, "float16", "tf32x3", 2, 2, 32),
     )
 }
 #: By the number that kernels know them by.
 BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
+SCHEMES["float32", "bf16x9"] = SCHEMES["float32", "bf16x6"]
 
 _EXPONENT = 0x7F800000
-# The least float32 that rounds to an infinity in TF32; every NaN compares above it as an integer.
-_TF32_OVERFLOW = 0x7F7FF000
+# The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
+_OVERFLOW = 0x7F7FF000
 
 
 def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
-def _rounded_tf32(builder: Any, x: Any) -> tuple[Any, Any]:
-    """Bits of 16 float32 rounded to TF32, and a mask of those that are not finite."""
-    rounded = builder.add(x, _splat(0x1000))  # half a unit: ties away, as cvt.rna.tf32.f32
+def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
+    """Bits of 16 float32 rounded to a 10-bit fraction, and a mask of those that are not finite then."""
+    half = _splat(0x1000)  # of a unit: ties away from zero, as cvt.rna.tf32.f32
+    if not ties_away:
+        odd = builder.and_(builder.lshr(x, _splat(13)), _splat(1))
+        half = builder.add(odd, _splat(0xFFF))
     magnitude = builder.and_(x, _splat(0x7FFFFFFF))
-    bad = builder.icmp_unsigned(">=", magnitude, _splat(_TF32_OVERFLOW))
-    return builder.and_(rounded, _splat(0xFFFFE000)), bad
+    bad = builder.icmp_unsigned(">=", magnitude, _splat(_OVERFLOW))
+    return builder.and_(builder.add(x, half), _splat(0xFFFFE000)), bad
 
 
 def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
@@ -120,40 +139,84 @@ def _words(interleave: bool, odd: bool) -> list[int]:
     return [word for pair in zip(a, b, strict=True) for word in pair] if interleave else a + b
 
 
+def _odd_words(builder: Any, runs: list[Any], interleave: bool) -> Any:
+    """A tile row of the high words of two runs of 32 bits."""
+    a, b = (builder.bitcast(bits, ir.VectorType(I16, 32)) for bits in runs)
+    return shuffle(builder, a, b, _words(interleave, odd=True))
+
+
+def _bfloat16_words(builder: Any, runs: list[Any]) -> Any:
+    """Two runs of 16 float32 as bfloat16, one after the other; the instruction takes them the other way round."""
+    text, words = "vcvtne2ps2bf16 $1, $2, $0", ir.VectorType(I16, 32)
+    return inline_asm(builder, text, "=v,v,v", words, runs)
+
+
+def _bfloat16_split_rows(builder: Any, parts: int, runs: list[Any], interleave: bool) -> list[Any]:
+    floats, dwords = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
+    order, rows = _words(interleave, odd=False), []
+    for _ in range(parts):
+        words = _bfloat16_words(builder, runs)
+        rows.append(shuffle(builder, words, words, order))
+        halves = [shuffle(builder, words, words, range(at, at + 16)) for at in (0, 16)]
+        wide = [builder.shl(builder.zext(half, dwords), _splat(16)) for half in halves]
+        runs = [
+            builder.fsub(run, builder.bitcast(bits, floats))
+            for run, bits in zip(runs, wide, strict=True)
+        ]
+    return rows
+
+
+def _tf32_split_rows(builder: Any, runs: list[Any], interleave: bool) -> list[Any]:
+    floats, rows = ir.VectorType(F32, 16), []
+    for _ in range(2):
+        wide = []
+        for run in runs:
+            rounded, _ = _rounded(builder, run, ties_away=True)
+            exponent = builder.and_(run, _splat(_EXPONENT))
+            is_special = builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
+            wide.append(builder.select(is_special, run, rounded))
+        rows.append(_odd_words(builder, wide, interleave))
+        rows.append(_odd_words(builder, [_low_part(builder, x) for x in wide], interleave))
+        runs = [
+            builder.bitcast(
+                builder.fsub(builder.bitcast(run, floats), builder.bitcast(bits, floats)), run.type
+            )
+            for run, bits in zip(runs, wide, strict=True)
+        ]
+    return rows
+
+
 def _two_part_rows(
     builder: Any, scheme: Scheme, runs: list[Any], interleave: bool
 ) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
-        if scheme.rounding == "tf32":
-            bits, mask = _rounded_tf32(builder, run)
+        if scheme.storage == "float32":
+            bits, mask = _rounded(builder, run, ties_away=scheme.rounding == "tf32")
         else:
-            if scheme.storage == "float32":
-                floats = builder.bitcast(run, ir.VectorType(F32, 16))
-                run = builder.fptrunc(floats, ir.VectorType(F16, 16))
             bits, mask = _widened_float16(builder, run)
         wide.append(bits)
         bad.append(mask)
-    words, mask = ir.VectorType(I16, 32), _words(interleave, odd=True)
-    rows = []
-    for pair in (wide, [_low_part(builder, bits) for bits in wide]):
-        a, b = (builder.bitcast(bits, words) for bits in pair)
-        rows.append(shuffle(builder, a, b, mask))
-    flags = builder.bitcast(builder.or_(*bad), I16)
-    return rows, flags
+    low = [_low_part(builder, bits) for bits in wide]
+    rows = [_odd_words(builder, bits, interleave) for bits in (wide, low)]
+    if scheme.is_split:
+        return rows, ir.Constant(I16, 0)
+    return rows, builder.bitcast(builder.or_(*bad), I16)
 
 
 def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
     """One tile row for each part from `per_dword` runs of 16 elements; and flags of non-finites."""
     none = ir.Constant(I16, 0)
+    if scheme.storage == "float32" and scheme.is_split:
+        if scheme.rounding == "tf32x3":
+            return _tf32_split_rows(builder, runs, interleave), none
+        return _bfloat16_split_rows(builder, scheme.parts, runs, interleave), none
     if scheme.parts == 2:
         return _two_part_rows(builder, scheme, runs, interleave)
     if scheme.storage == "bfloat16":
         return [shuffle(builder, runs[0], runs[1], _words(interleave, odd=False))], none
     if scheme.storage == "float32":
-        # The instruction puts the conversion of its last operand into the low half.
-        text, words = "vcvtne2ps2bf16 $1, $2, $0", ir.VectorType(I16, 32)
-        row = inline_asm(builder, text, "=v,v,v", words, runs)
+        row = _bfloat16_words(builder, runs)
         return [shuffle(builder, row, row, _words(interleave, odd=False))], none
     a = shuffle(builder, runs[0], runs[1], range(32))
     b = shuffle(builder, runs[2], runs[3], range(32))
@@ -176,8 +239,9 @@ def pack_row(typing_context, index, interleave, source, run_stride, target, part
 
     def generate(context, builder, signature, args):
         _, _, source, run_stride, target, part_stride = args
-        # TF32 rounds bits; bfloat16 and float16 conversions want floats of the same 16 lanes.
-        element = _ELEMENT.get(scheme.storage, I32 if scheme.parts == 2 else F32)
+        # TF32 rounds bits; bfloat16 conversions want floats of the same 16 lanes.
+        by_bits = scheme.rounding in ("tf32", "fp16", "tf32x3")
+        element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
         runs = []
         for _ in range(scheme.per_dword):
             runs.append(_load_run(builder, source, element, 16))

@@ -19,6 +19,19 @@ from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
+#: Which part of A is multiplied with which part of B, in the order in which the products are summed.
+Pairs = tuple[tuple[int, int], ...]
+
+
+def format_pairs(pairs: Pairs) -> str:
+    """Return pairs as a text, which a kernel's code can hold as a constant."""
+    return " ".join(f"{i}{j}" for i, j in pairs)
+
+
+def parse_pairs(text: str) -> Pairs:
+    """Return the pairs of a text."""
+    return tuple((int(pair[0]), int(pair[1])) for pair in text.split())
+
 
 @dataclass(frozen=True, slots=True)
 class MicroKernel:
@@ -34,10 +47,8 @@ class MicroKernel:
         As the system calls them; packing and epilogue need theirs as well.
     storage : str
         What is multiplied: ``"bfloat16"`` or ``"int8"``.
-    parts : int
-        The most parts of which an operand may be the sum.
     emit : str
-        Function from the parts of A and of B to the address of the micro-kernel, as ``"module:function"``.
+        Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
     block_bytes : int
         Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
         a Zen 5), three quarters of that of others.
@@ -57,7 +68,6 @@ class MicroKernel:
     cpu_flags: frozenset[str]
     storage: str
     emit: str
-    parts: int = 1
     block_bytes: int = 1 << 20
     inner_bytes: int = 32 << 10
     shared_from: int = 1 << 27
@@ -70,7 +80,7 @@ _AMX = "tile units (AMX)"
 _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}) | _AVX512
 
 AMX_BF16 = MicroKernel(
-    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", parts=2, has_tiles=True
+    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", has_tiles=True
 )
 AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", f"{_HERE}.amx:int8", has_tiles=True)
 

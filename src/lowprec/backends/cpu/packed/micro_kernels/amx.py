@@ -1,15 +1,14 @@
 """The AMX micro-kernel: ``TDPBF16PS`` and ``TDPBSSD`` on 16 x 16 tiles.
 
 It is assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
-B. All products go to the same four accumulator tiles, in the order of the list, and a tile is
-loaded anew only where the part changes. With four products on two parts, 10 tile loads feed 16
-multiplications. A is loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B
-in the first-level cache; this is worth 35 % where one product is made of each pair of tiles.
+B. All products go to the same four accumulator tiles, step by step, and a tile is loaded anew only where the part
+changes: four products on two parts take 10 tile loads for 16 multiplications, six on three parts 14 for 24. A is
+loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B in the first-level cache;
+this is worth 35 % where one product is made of each pair of tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 from llvmlite import ir
@@ -17,21 +16,31 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
+from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
 from lowprec.backends.cpu.packed.native import FINGERPRINT, compile_kernel, inline_asm
 
-#: Products by number of parts of A and of B, smallest first: the small ones are not lost in the sum.
-PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
-    (1, 1): ((0, 0),),
-    (1, 2): ((0, 1), (0, 0)),
-    (2, 1): ((1, 0), (0, 0)),
-    (2, 2): ((1, 1), (1, 0), (0, 0), (0, 1)),
-}
+
+def in_tile_order(products: Pairs) -> Pairs:
+    """Return products of parts so that each has a part of the one before, where it can; small parts of A first.
+
+    Examples
+    --------
+    >>> in_tile_order(((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)))
+    ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0))
+    """
+    ordered: list[tuple[int, int]] = []
+    for part in sorted({i for i, _ in products}, reverse=True):
+        loaded = ordered[-1][1] if ordered else None
+        with_part = (pair for pair in products if pair[0] == part)
+        ordered += sorted(with_part, key=lambda pair: (pair[1] != loaded, -pair[1]))
+    return tuple(ordered)
+
 
 # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B, %r11 bytes per tile row.
 _A_TILES, _B_TILES = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
 
 
-def _step_text(multiply: str, products: Sequence[tuple[int, int]], at: int) -> list[str]:
+def _step_text(multiply: str, products: Pairs, at: int) -> list[str]:
     """One step of k; `at` counts steps from where the registers point."""
     parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
     lines, loaded = [], [-1, -1]
@@ -53,7 +62,7 @@ def _step_text(multiply: str, products: Sequence[tuple[int, int]], at: int) -> l
     return lines
 
 
-def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
+def _advance_text(products: Pairs, steps: int) -> list[str]:
     parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
     return [
         f"addq $${2048 * parts_a * steps}, %rax",
@@ -62,7 +71,7 @@ def _advance_text(products: Sequence[tuple[int, int]], steps: int) -> list[str]:
     ]
 
 
-def micro_kernel_text(multiply: str, products: Sequence[tuple[int, int]]) -> str:
+def micro_kernel_text(multiply: str, products: Pairs) -> str:
     """Assembly of a micro-kernel.
 
     Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
@@ -85,34 +94,32 @@ _CLOBBERS = "~{rax},~{rcx},~{rdx},~{r8},~{r9},~{r11},~{memory},~{flags},~{dirfla
 
 
 @intrinsic(prefer_literal=True)
-def _micro(typing_context, parts_a, parts_b, integer, a, b, acc, steps, add, following):
-    products = PRODUCTS[parts_a.literal_value, parts_b.literal_value]
-    text = micro_kernel_text("tdpbssd" if integer.literal_value else "tdpbf16ps", products)
+def _micro(typing_context, multiply, products, a, b, acc, steps, add, following):
+    text = micro_kernel_text(multiply.literal_value, parse_pairs(products.literal_value))
 
     def generate(context, builder, signature, args):
-        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[3:])
+        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[2:])
         return context.get_dummy_value()
 
-    return types.void(parts_a, parts_b, integer, *[types.intp] * 6), generate
+    return types.void(multiply, products, *[types.intp] * 6), generate
 
 
 @cache
-def _micro_kernel(parts_a: int, parts_b: int, integer: bool) -> int:
-    """Address of the micro-kernel for operands in so many parts; int8 operands if `integer`."""
-    is_integer, fingerprint = int(integer), FINGERPRINT
+def _micro_kernel(multiply: str, products: str) -> int:
+    fingerprint = FINGERPRINT
 
     def micro(a, b, acc, steps, add, following):
-        _micro(parts_a, parts_b, is_integer, a, b, acc, steps, add, following)
+        _micro(multiply, products, a, b, acc, steps, add, following)
         return fingerprint & 0
 
     return compile_kernel(micro, MICRO_ARITY)
 
 
-def bfloat16(parts_a: int, parts_b: int) -> int:
-    """Address of the micro-kernel for bfloat16 operands in so many parts."""
-    return _micro_kernel(parts_a, parts_b, False)
+def bfloat16(products: Pairs) -> int:
+    """Address of the micro-kernel for these products of bfloat16 parts."""
+    return _micro_kernel("tdpbf16ps", format_pairs(in_tile_order(products)))
 
 
-def int8(parts_a: int, parts_b: int) -> int:
+def int8(products: Pairs) -> int:
     """Address of the micro-kernel for int8 operands."""
-    return _micro_kernel(parts_a, parts_b, True)
+    return _micro_kernel("tdpbssd", format_pairs(products))

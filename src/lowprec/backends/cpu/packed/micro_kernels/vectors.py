@@ -3,7 +3,8 @@
 An instruction multiplies dwords, pairs of bfloat16 or fours of int8, lane by lane, and adds the products to 32-bit
 lanes. A row of a tile of B is a dword of k for 16 columns; a tile of A has the dwords of one of its rows beside each
 other, and each is broadcast. A block of 32 x 32 is treated in groups of a few rows and two registers of columns, whose
-accumulators stay in registers for all steps of a call.
+accumulators stay in registers for all steps of a call. Products of parts are summed one after the other, each over all
+steps, in the order of the list: the small ones come first.
 
 *int8*: the instruction multiplies an unsigned by a signed number, so A is packed as a + 128, and 128 times the sums of
 the columns of B is taken off. The first group of rows sums them on the way, with two more multiplications for each row
@@ -22,6 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed.job import PREFETCH_LINES
+from lowprec.backends.cpu.packed.micro_kernels import Pairs, parse_pairs
 from lowprec.backends.cpu.packed.native import inline_asm
 
 
@@ -82,13 +84,13 @@ class _Group:
             for t in range(2)
         ]
 
-    def step(self) -> list[str]:
+    def step(self, prefetches: bool) -> list[str]:
         """One step of k: 16 dwords."""
         r, lines = self.registers, []
         b, sums = [r[x] for x in r.b], [r[x] for x in r.sums]
         for dword in range(16):
             lines += [f"{r.move} {self.columns[t] + 64 * dword}(%rcx), {b[t]}" for t in range(2)]
-            if self.prefetches and dword % (16 // PREFETCH_LINES) == 0:
+            if prefetches and dword % (16 // PREFETCH_LINES) == 0:
                 lines.append(f"prefetcht1 {64 * (dword * PREFETCH_LINES // 16)}(%rdx)")
             if self.sums_columns:
                 lines += [f"{self.multiply} {b[t]}, {r[r.offset]}, {sums[t]}" for t in range(2)]
@@ -100,13 +102,22 @@ class _Group:
                 ]
         return lines
 
-    @property
-    def prefetches(self) -> bool:
-        return self.first == 0 and self.columns[0] == 0
+    def product(self, i: int, j: int, parts: tuple[int, int], prefetches: bool) -> list[str]:
+        """All steps of the product of two parts."""
+        lines = ["movq $0, %rax", "movq $1, %rcx", "movq $3, %r9"]
+        lines += [f"addq $${2048 * part}, %r{x}x" for x, part in (("a", i), ("c", j)) if part]
+        lines += ["4:", *self.step(prefetches)]
+        lines += [f"addq $${2048 * parts[0]}, %rax", f"addq $${2048 * parts[1]}, %rcx"]
+        if prefetches:
+            lines.append(f"addq $${64 * PREFETCH_LINES}, %rdx")
+        return [*lines, "subq $$1, %r9", "jnz 4b"]
 
-    def text(self) -> list[str]:
-        r = self.registers
-        lines = ["movq $1, %rcx", "movq $3, %r9", "testq $4, $4", "jz 2f"]
+    def text(self, products: Pairs) -> list[str]:
+        r, parts = (
+            self.registers,
+            (1 + max(i for i, _ in products), 1 + max(j for _, j in products)),
+        )
+        lines = ["testq $4, $4", "jz 2f"]
         lines += [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
         lines += ["jmp 3f", "2:"]
         lines += [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
@@ -119,16 +130,18 @@ class _Group:
             lines += [f"{r.zero} {x}, {x}, {x}" for x in sums]
         elif self.offset:
             lines += take_off
-        lines += ["movq $0, %rax", "4:", *self.step(), "addq $$2048, %rax", "addq $$2048, %rcx"]
-        if self.prefetches:
-            lines.append(f"addq $${64 * PREFETCH_LINES}, %rdx")
-        lines += ["subq $$1, %r9", "jnz 4b"]
+        is_first = self.first == 0 and self.columns[0] == 0
+        for number, (i, j) in enumerate(products):
+            # Each takes a part of B's share.
+            lines += self.product(i, j, parts, is_first and number < parts[1])
         if self.sums_columns:
             lines += take_off
         return lines + [f"{r.move} {register}, {memory}" for register, memory in self.accumulators]
 
 
-def micro_kernel_text(registers: Registers, multiply: str, *, offset: int = 0) -> str:
+def micro_kernel_text(
+    registers: Registers, multiply: str, products: Pairs = ((0, 0),), *, offset: int = 0
+) -> str:
     """Assembly of a micro-kernel.
 
     Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
@@ -140,7 +153,7 @@ def micro_kernel_text(registers: Registers, multiply: str, *, offset: int = 0) -
         first = 0
         for rows in registers.rows:
             group = _Group(registers, multiply, offset, first, first + rows, columns)
-            lines += group.text()
+            lines += group.text(products)
             first += rows
     return "\n".join([*lines, "vzeroupper"])
 
@@ -153,15 +166,17 @@ def _emit(builder: Any, registers: Registers, text: str, args: Sequence[Any]) ->
 
 
 def micro_kernel_intrinsic(registers: Registers, multiply: str, *, offset: int = 0) -> Any:
-    """Return the micro-kernel as a function for numba."""
-    text = micro_kernel_text(registers, multiply, offset=offset)
+    """Return the micro-kernel as a function for numba; its first argument are the products of parts, as a text."""
 
-    @intrinsic
-    def micro(typing_context, a, b, acc, steps, add, following):
+    @intrinsic(prefer_literal=True)
+    def micro(typing_context, products, a, b, acc, steps, add, following):
+        pairs = parse_pairs(products.literal_value)
+        text = micro_kernel_text(registers, multiply, pairs, offset=offset)
+
         def generate(context, builder, signature, args):
-            _emit(builder, registers, text, args)
+            _emit(builder, registers, text, args[1:])
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), generate
+        return types.void(products, *[types.intp] * 6), generate
 
     return micro

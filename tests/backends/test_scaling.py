@@ -1,0 +1,185 @@
+"""Mode ``fp16`` on the CPU: rows and columns scaled by powers of two, alike on every road that a product may take."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from lowprec.backends.cpu import casting, scaling
+from lowprec.backends.cpu.casting import cast
+from lowprec.modes import MathMode, row
+from machines import MACHINES, SOFTWARE_TILES, on
+
+#: m, k, n by the road that they take: direct, BLAS, a matrix and a vector of either side.
+SHAPES = {
+    "direct": (9, 21, 17),
+    "blas": (150, 260, 140),
+    "A @ v": (190, 170, 1),
+    "v @ A": (1, 180, 170),
+}
+
+
+def tall(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return rng.standard_normal(shape) * 1e30
+
+
+def small(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return rng.standard_normal(shape) * 1e-30
+
+
+def near(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return rng.standard_normal(shape)
+
+
+def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return np.exp(10 * rng.standard_normal(shape))
+
+
+def special(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    x = rng.standard_normal(shape)
+    x[..., 0, 0], x[..., -1, 0] = 1e-45, np.inf
+    x[..., 0, -1] = np.nan
+    return x
+
+
+def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    x = rng.standard_normal(shape) * 1e25
+    x[..., 0, :] = x[..., 0] = 0
+    return x
+
+
+KINDS = {x.__name__: x for x in (near, tall, small, spread, special, zeros)}
+PAIRS = (
+    [("near", x) for x in KINDS]
+    + [(x, "near") for x in KINDS]
+    + [("tall", "small"), ("spread", "spread")]
+)
+
+
+@pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
+def machine(request: pytest.FixtureRequest) -> Any:
+    with on(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_any_size(
+    kinds: tuple[str, str], shape: str, machine: str, rng: np.random.Generator
+) -> None:
+    m, k, n = SHAPES[shape]
+    a, b = (
+        KINDS[x](rng, s).astype(np.float32) for x, s in zip(kinds, ((m, k), (k, n)), strict=True)
+    )
+    for left, right in itertools.product(
+        (a, np.asfortranarray(a)), (b, b[::-1][::-1, ::-1][:, ::-1])
+    ):
+        oracles.assert_within_bound(lowprec.matmul(left, right, math_mode="fp16"), a, b, "fp16")
+
+
+@pytest.mark.parametrize("kinds", [("spread", "near"), ("near", "tall")], ids="-".join)
+@pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16"])
+def test_other_operands_beside_float32(
+    kinds: tuple[str, str], dtype: str, machine: str, rng: np.random.Generator
+) -> None:
+    """A float16 operand is what it is; a bfloat16 one is scaled, since float16 has not its range."""
+    a, b = (KINDS[x](rng, s) for x, s in zip(kinds, ((19, 23), (23, 18)), strict=True))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    if dtype == "complex64":
+        b = (b * (1 + 1e-9j)).astype(np.complex64)
+        a = (a * (1j + 2.0**-40)).astype(np.complex64)
+        oracles.assert_within_bound(lowprec.matmul(a, b, math_mode="fp16"), a, b, "fp16")
+        return
+    other = (KINDS["near"](rng, (18, 19)) * 2.0**-10).astype(getattr(ml_dtypes, dtype, dtype))
+    found = lowprec.matmul(other, a, math_mode="fp16")
+    exact = other.astype(np.float32)
+    x = oracles.round_to(exact, "fp16", -1) if dtype == "bfloat16" else exact
+    assert lowprec.plan(other, a, math_mode="fp16").scaled == (dtype == "bfloat16", True)
+    y = oracles.round_both(a.T, a, "fp16")[1]
+    how = oracles.arithmetic(a, a, "fp16")
+    allowed = 1.01 * oracles.accumulation_bound(x, y, "fp16", how)
+    want = oracles.product(x, y)
+    oracles.assert_close(found, want, allowed + oracles.storage_bound(want, "float32"))
+
+
+@pytest.mark.parametrize("shape", [(7, 9, 8), (60, 70, 50)], ids=str)
+def test_batches_prepared_operands_and_what_follows(
+    shape: tuple[int, int, int], machine: str, rng: np.random.Generator
+) -> None:
+    m, k, n = shape
+    a, b = near(rng, (5, m, k)).astype(np.float32), near(rng, (k, n)).astype(np.float32)
+    a[1], a[3, 2:4] = spread(rng, (m, k)), small(rng, (2, k))
+    b[:, 1::2] *= np.float32(1e15)
+    c, bias = near(rng, (5, m, n)).astype(np.float32), near(rng, (n,)).astype(np.float32)
+    then = oracles.Epilogue(alpha=0.5, beta=-2.0, c=c, bias=bias, activation="relu")
+    words = {"alpha": 0.5, "beta": -2.0, "c": c, "bias": bias, "activation": "relu"}
+    for right in (b, lowprec.prepare(b, math_mode="fp16"), np.broadcast_to(b, (5, k, n))):
+        for _ in range(2):
+            found = lowprec.matmul(a, right, math_mode="fp16", **words)
+            oracles.assert_expression(found, a, np.broadcast_to(b, (5, k, n)), "fp16", then)
+        for i in range(5):
+            found = lowprec.matmul(a[i], b, math_mode="fp16")
+            oracles.assert_within_bound(found, a[i], b, "fp16")
+
+
+@pytest.mark.parametrize("numba", [True, False])
+def test_what_needs_no_factors_is_what_scaling_gives(
+    numba: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across the limits: 28 binades, exponents -53 and 40, by one number in any place."""
+    if numba and not casting.has_kernels():
+        pytest.skip("numba is not installed, or switched off")
+    monkeypatch.setattr(casting, "_pays", lambda elements, to: numba)
+    below = np.nextafter(np.float32(1), np.float32(0))
+    cases = [
+        ([2.0**20, 2.0**-8], False),
+        ([2.0**20, 2.0**-8 * below], True),
+        ([-(2.0**21) * below, -(2.0**-8)], False),
+        ([2.0**21, 2.0**-8], True),
+        ([2.0**41 * below, 0], False),
+        ([2.0**41, 0], True),
+        ([2.0**-53, -0.0], False),
+        ([2.0**-53 * below, 0], True),
+        ([1e-45, 0], True),
+        ([np.inf, 1], True),
+        ([np.nan, 1], True),
+        ([0, -0.0], False),
+    ]
+    for values, apart in cases:
+        for shape in ((1, 2), (3, 17), (40, 33)):
+            fill = next((v for v in values if np.isfinite(v) and v), 0)
+            x = np.full(shape, fill, np.float32)
+            x[0, 0] = values[0]
+            x.reshape(-1)[rng.integers(1, x.size)] = values[1]
+            for source in (x, np.asfortranarray(x), np.repeat(x, 2, 1)[:, ::2]):
+                out = np.empty_like(x)
+                assert cast([(source, out)], scaling.FLOAT16_DIGITS) == [apart], values
+                assert casting.lie_apart([source]) is apart
+                if not apart:
+                    oracles.assert_equal(out, oracles.round_to(x, "fp16", -1))
+                    oracles.assert_equal(out, oracles.round_to(x, "fp16", -2))
+
+
+def test_tensor_cores_are_given_scaled_numbers(rng: np.random.Generator) -> None:
+    """Their arithmetic treats float16's subnormal numbers in its own way, so that factors matter."""
+    from lowprec.emulation import mma
+
+    a, b = near(rng, (6, 40)).astype(np.float32), near(rng, (40, 5)).astype(np.float32)
+    a *= np.float32(2.0**-20)
+    with lowprec.emulate("hopper"):
+        found = lowprec.matmul(a, b, math_mode="fp16")
+    exponents, parts = [], []
+    for x, axis in ((a, -1), (b, -2)):
+        e = 15 - np.frexp(np.abs(x).max(axis, keepdims=True))[1]
+        exponents.append(e)
+        parts.append(np.ldexp(x, e).astype(np.float16).astype(np.float32))
+    zero = np.zeros((6, 5), np.float32)
+    want = np.ldexp(mma(*parts, zero, arch="hopper", format="fp16"), -sum(exponents))
+    np.testing.assert_array_equal(found, want)
+    assert row(MathMode.FP16).parts == 1

@@ -1,0 +1,125 @@
+"""Gradients on a GPU divided by a loss scale: one kernel for each element type, and one wait in each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from device_fixture import SoftwareGpu
+from device_libraries import StreamedLibrary, Torch
+from lowprec import amp
+from lowprec.backends.cuda import libraries, unscaling
+from lowprec.errors import BackendError
+from software_cuda.cupy import Cupy
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TYPES = (np.dtype(np.float32), np.dtype(np.float64), BF16)
+
+
+def drawn(rng: np.random.Generator, n: int, dtype: Any) -> np.ndarray[Any, Any]:
+    return (1000 * rng.standard_normal(n)).astype(dtype)
+
+
+def divided(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """By 3: multiplied by the reciprocal in float32, in the wider of the types, and rounded once."""
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    return (x.astype(wide) * wide(np.float32(1 / 3))).astype(x.dtype)
+
+
+@pytest.mark.feature("gradients of a scaled loss, `LossScaler`")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("bad", [None, "inf", "nan"])
+def test_every_element_is_divided_and_looked_at(
+    library: StreamedLibrary, bad: str | None, in_place: bool
+) -> None:
+    # PyTorch takes no bfloat16 of NumPy's.
+    types = TYPES[:2] if isinstance(library, Torch) else TYPES
+    rng = np.random.default_rng(3)
+    # Around a block's share, none, one, and several of it.
+    sizes = (1, 0, 1000, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 70_001)
+    host = [drawn(rng, n, dtype) for dtype in types for n in sizes]
+    if bad is not None:
+        host[-1][-1] = float(bad)
+    with library.stream():
+        grads = [library.late(x) for x in host]
+        scaler = amp.LossScaler(3.0)
+        found = scaler.unscale(grads, out=grads if in_place else None)
+        assert scaler.found_inf is (bad is not None)
+        for x, y, before in zip(host, found, grads, strict=True):
+            # As float64, in which NaN equals NaN.
+            np.testing.assert_array_equal(library.get(y).astype(float), divided(x).astype(float))
+            if not in_place:
+                np.testing.assert_array_equal(library.get(before).astype(float), x.astype(float))
+
+
+def test_each_place_is_looked_at(cupy: Cupy) -> None:
+    n = (1 << 14) + 300
+    for place in (0, 255, 256, (1 << 14) - 1, 1 << 14, n - 1):
+        for value in (np.inf, -np.inf, np.nan):
+            host = np.ones(n, np.float32)
+            host[place] = value
+            scaler = amp.LossScaler(2.0)
+            scaler.unscale([cupy.asarray(np.ones(5, np.float32)), cupy.asarray(host)])
+            assert scaler.found_inf, place
+
+
+def test_one_kernel_for_a_type_and_one_wait_for_a_step(software: SoftwareGpu, cupy: Cupy) -> None:
+    rng = np.random.default_rng(4)
+    grads = {str(i): cupy.asarray(drawn(rng, 10 + i, TYPES[i % 3])) for i in range(300)}
+    scaler = amp.LossScaler()
+    for _ in range(3):
+        before, waits = software.calls_made(), cupy.waits
+        scaler.unscale(grads, out=grads)
+        calls = Counter(x.partition(".")[2] for x in software.software.calls[before:])
+        assert calls["cuLaunchKernel"] == 3
+        assert not any("Synchronize" in name for name in calls)
+        assert cupy.waits == waits, "nothing has asked yet"
+        assert scaler.step(lambda: "stepped") == "stepped"
+        assert not scaler.found_inf
+        scaler.update()
+        assert cupy.waits == waits + 1
+
+
+@pytest.mark.parametrize("view", ["column-major", "strided", "reversed", "onto another order"])
+def test_arrays_with_gaps_and_other_orders(cupy: Cupy, view: str) -> None:
+    whole = np.arange(1.0, 41.0, dtype=np.float32).reshape(8, 5)
+    base = cupy.asarray(whole)
+    x, host = {
+        "column-major": (base.T, whole.T),
+        "strided": (base[::2, 1:4], whole[::2, 1:4]),
+        "reversed": (base[::-1], whole[::-1]),
+        "onto another order": (base, whole),
+    }[view]
+    np.testing.assert_array_equal(cupy.asnumpy(amp.LossScaler(3.0).unscale(x)), divided(host))
+    out = cupy.empty(x.shape[::-1], np.float32).T if view == "onto another order" else x
+    assert amp.LossScaler(3.0).unscale(x, out=out) is out
+    np.testing.assert_array_equal(cupy.asnumpy(out), divided(host))
+
+
+def test_an_out_that_overlaps_partly(cupy: Cupy) -> None:
+    host = np.arange(40_000, dtype=np.float32)
+    x = cupy.asarray(host)
+    amp.LossScaler(3.0).unscale(x[:-1], out=x[1:])
+    np.testing.assert_array_equal(cupy.asnumpy(x[1:]), divided(host[:-1]))
+
+
+def test_cupy_without_the_packages_that_launch_kernels(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own functions take over; here it is enough that they are asked."""
+    from lowprec.amp import unscaling as by_library
+
+    def missing() -> None:
+        raise BackendError("nvmath-python is missing")
+
+    monkeypatch.setattr(unscaling, "libraries", missing)
+    monkeypatch.setattr(by_library, "_by_namespace", lambda arrays, *_: (arrays, True))
+    scaler = amp.LossScaler()
+    scaler.unscale(cupy.asarray(np.ones(3, np.float32)))
+    assert scaler.found_inf
+    monkeypatch.undo()
+    assert libraries.loaded() is not None
