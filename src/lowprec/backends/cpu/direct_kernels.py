@@ -303,6 +303,21 @@ def _finish_row(typing_context, item, kind, block, factors, c, bias, activation,
     return types.void(item, kind, *[types.intp] * 6), generate
 
 
+@njit
+def _cast_b(job, b, kept, target, of_b, bias, scratch, item):
+    """Cast b, where its rows are not kept, and the bias; return where the rows of b lie."""
+    n, k = _field(job, D.N), _field(job, D.K)
+    b_is_scaled = False
+    if kept == 0:
+        b_is_scaled = _cast(job, D.B, b, target, scratch, item)
+        if b_is_scaled:
+            _scale(job, D.B, b, target, n, k, item, n * item, of_b, scratch)
+    store(of_b - 8, int(b_is_scaled), "i64")
+    if bias != 0:
+        _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
+    return target if kept == 0 else kept
+
+
 def _product_function(item: int, kind: int) -> Any:
     width = D.OUT_BYTES[kind]
     word = _WORDS[width]
@@ -318,16 +333,8 @@ def _product_function(item: int, kind: int) -> Any:
         a_is_scaled = _cast(job, D.A, a, a_at, scratch, item)
         if a_is_scaled:
             _scale(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
-        if has_b == 0:
-            b_is_scaled = _cast(job, D.B, b, b_at, scratch, item)
-            if b_is_scaled:
-                _scale(job, D.B, b, b_at, n, k, item, n * item, of_b, scratch)
-            store(of_b - 8, int(b_is_scaled), "i64")
-        elif has_b != 1:
-            b_at = has_b
-            store(of_b - 8, 0, "i64")
-        if has_b != 1 and bias != 0:
-            _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
+        if has_b != 1:
+            b_at = _cast_b(job, b, has_b, b_at, of_b, bias, scratch, item)
         if c != 0:
             c_at = scratch + _field(job, D.AT_C)
             _cast(job, D.C, c, c_at, scratch, item)
