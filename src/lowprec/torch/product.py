@@ -26,7 +26,6 @@ from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
 
-_TORCH: Any = library_of(torch.empty(0, device="cpu"))
 _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
@@ -235,7 +234,8 @@ def _chosen(
     rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
     operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
     request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
-    place = _TORCH.device_of(device) or CPU
+    library: Any = library_of(torch.empty(0, device="cpu"))
+    place = library.device_of(device) or CPU
     able = backend_of(place).capabilities(place)
     resolved, _candidates = mode_within(rtol, math_mode, request.problem(*operands), able, bound)
     return resolved.mode.value
