@@ -109,6 +109,7 @@ KERNELS = (
     "pack_maxima",
     "pack_rows",
     "pack_tiles",
+    "unscale",
 )
 
 
