@@ -8,7 +8,7 @@ everywhere in lowprec. What is traced or differentiated by the library stays so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from operator import index
 from typing import Any
@@ -106,13 +106,21 @@ def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[lis
 
 
 def _axes(axes: Any, shape: tuple[int, ...], name: str) -> list[int]:
-    found = [index(axes)] if hasattr(axes, "__index__") else [index(axis) for axis in axes]
+    given = [axes] if not isinstance(axes, Iterable) else axes
+    found = [_axis(axis, "tensordot") for axis in given]
     if any(not -len(shape) <= axis < len(shape) for axis in found):
         raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {found}")
     found = [axis % len(shape) for axis in found]
     if len(set(found)) < len(found):
         raise ShapeError(f"tensordot: axes {found} of {name} name an axis twice")
     return found
+
+
+def _axis(axis: Any, function: str) -> int:
+    try:
+        return index(axis)
+    except TypeError:
+        raise ShapeError(f"{function}: axes are integers, got {quoted(axis)}") from None
 
 
 def vecdot(
@@ -155,7 +163,7 @@ def vecdot(
     array([21., 43.])
     """
     xp, yp = namespace_of(a), namespace_of(b)
-    axis = index(axis)
+    axis = _axis(axis, "vecdot")
     least = min(len(a.shape), len(b.shape))
     if not -least <= axis <= -1 and not (axis >= 0 and axis < len(a.shape) == len(b.shape)):
         raise ShapeError(
@@ -175,8 +183,8 @@ def vecdot(
 def linear(
     x: Any,
     weight: Any,
-    bias: Any = None,
     /,
+    bias: Any = None,
     *,
     activation: str | None = None,
     out_dtype: Any = None,
@@ -275,7 +283,12 @@ def einsum(
     for operand in operands:
         namespace_of(operand)  # refuses what is no array
     shapes = tuple(tuple(operand.shape) for operand in operands)
-    order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
+    try:
+        order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
+    except TypeError:
+        raise ShapeError(
+            f"einsum: optimize is a name of opt_einsum's, a bool or a sequence of pairs, got {quoted(optimize)}"
+        ) from None
     multiply = functools.partial(
         matmul, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk
     )

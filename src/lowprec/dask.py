@@ -19,6 +19,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from lowprec import dispatch, explain
+from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, ModeError, ShapeError
@@ -50,7 +51,7 @@ def matmul(
     a : dask.array.Array, shape (..., m, k) or (k,)
         Chunks of any library that :func:`lowprec.matmul` takes. A NumPy array is taken as one chunk.
     b : dask.array.Array, shape (..., k, n) or (k,)
-        Chunked along k as ``a`` is, else it is rechunked.
+        Chunked along k as ``a`` is, else it is rechunked; an ``a`` in one piece along k is cut as ``b`` is.
     out_dtype, math_mode, rtol, bound
         As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k, the sums over its chunks
         included.
@@ -115,7 +116,7 @@ def _plan(
         return explain.plan(x, y, out_dtype=out_dtype, k_chunk=k_chunk, **keywords)
 
     made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
-    links = a.numblocks[-1] if a.ndim and b.ndim else 1
+    links = a.numblocks[-1] if a.numblocks[-1] > 1 else b.numblocks[-2:][0]
     summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
     if rtol is None or links == 1 or not made.candidates or summed is None:
         return made
@@ -139,9 +140,13 @@ def _plan(
 def _dask_array(x: Any, name: str) -> da.Array:
     if not isinstance(x, da.Array):
         refuse_prepared(**{name: x})
-        if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")):
-            raise ArrayError(f"{name} is no array, but {type(x).__qualname__}; pass a Dask array")
+        if not isinstance(getattr(x, "dtype", None), np.dtype):
+            raise ArrayError(
+                f"{name} is no array that Dask can cut up, but {type(x).__qualname__}; pass a Dask or NumPy array"
+            )
         x = da.from_array(x, chunks=-1)
+    if isinstance(x._meta, np.ndarray):
+        library_of(x._meta)  # refuses masks and the like here, not in the workers
     if any(math.isnan(n) for n in x.shape):
         raise ShapeError(
             f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
@@ -189,6 +194,8 @@ def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tupl
     axes = [*range(count), "m", "k", "n"]
     names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]
     names_b = [*axes[count - (b.ndim - 2) : count], "k", "n"]
+    if a.numblocks[-1] == 1:  # else every task would need the whole of k
+        a = a.rechunk({a.ndim - 1: b.chunks[-2]})
     if b.chunks[-2] != a.chunks[-1]:
         b = b.rechunk({b.ndim - 2: a.chunks[-1]})
     chunks, (a, b) = da.core.unify_chunks(a, names_a, b, names_b)

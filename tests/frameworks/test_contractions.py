@@ -143,6 +143,12 @@ def test_einsum_wants_subscripts_first() -> None:
         lowprec.einsum("ab->a")
 
 
+@pytest.mark.parametrize("optimize", [3, None, [3], ("greedy", 1000), [(0, 5)], [(0, "x")]])
+def test_einsum_refuses_an_order_that_is_none(optimize: Any) -> None:
+    with pytest.raises(lowprec.ShapeError, match="einsum: "):
+        lowprec.einsum("ij,jk->ik", np.ones((2, 3)), np.ones((3, 2)), optimize=optimize)
+
+
 def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
@@ -206,6 +212,9 @@ def test_tensordot(xp: ArrayNamespace, a: Any, b: Any, axes: Any) -> None:
         (((0,), (1,)), "lengths"),
         ((1, 2, 3), "a number or a pair"),
         ("x", "a number or a pair"),
+        ((("a",), (0,)), "axes are integers, got 'a'"),
+        (((0,), (0.0,)), "axes are integers, got 0.0"),
+        (((0,), None), "axes are integers, got None"),
     ],
 )
 def test_tensordot_refuses(axes: Any, match: str) -> None:
@@ -237,11 +246,21 @@ def test_vecdot_refuses(axis: int) -> None:
         lowprec.vecdot(np.ones((2, 3)), np.ones((2, 3)), axis=axis)
 
 
+def test_vecdot_refuses_what_is_no_axis() -> None:
+    for axis in (1.0, "x", None, (0,)):
+        with pytest.raises(lowprec.ShapeError, match="vecdot: axes are integers, got"):
+            lowprec.vecdot(np.ones((2, 3)), np.ones((2, 3)), axis=axis)  # type: ignore[arg-type]
+    with pytest.raises(lowprec.ShapeError, match=r"no axis -1 in shapes \(\) and \(3,\)"):
+        lowprec.vecdot(np.ones(()), np.ones(3))
+
+
 @with_namespace
 def test_linear(xp: ArrayNamespace) -> None:
     x, weight, bias = draw(0, 2, 3, 4), draw(1, 5, 4), draw(2, 5)
     found = lowprec.linear(*map(xp.asarray, (x, weight, bias)), activation="relu", math_mode="bf16")
     np.testing.assert_array_equal(xp.to_numpy(found), np.maximum(x @ weight.T + bias, 0))
+    found = lowprec.linear(xp.asarray(x), xp.asarray(weight), bias=xp.asarray(bias))
+    np.testing.assert_array_equal(xp.to_numpy(found), x @ weight.T + bias)
 
 
 def test_linear_refuses_a_stack_of_weights() -> None:

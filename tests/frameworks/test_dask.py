@@ -237,9 +237,34 @@ def test_what_is_refused() -> None:
         matmul(x, x, math_mode="bf17")
     with pytest.raises(lowprec.ShapeError, match="compute_chunk_sizes"):
         matmul(x[x[:, 0] > 0], x)
-    with pytest.raises(lowprec.ArrayError, match="a is no array, but list"):
+    with pytest.raises(lowprec.ArrayError, match="a is no array that Dask can cut up, but list"):
         matmul([1.0], x)
+    masked = np.ma.masked_array(np.ones((4, 4), np.float32), mask=True)
+    for given in (masked, da.from_array(masked, chunks=2)):
+        with pytest.raises(lowprec.ArrayError, match="cannot carry its mask"):
+            matmul(x, given)
     with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a Dask array"):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))
+
+
+def test_a_tensor_beside_a_dask_array_is_refused_by_type() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
+    for a, b in ((x, tensor), (tensor, x)):
+        with pytest.raises(lowprec.ArrayError, match="Dask can cut up, but Tensor"):
+            lowprec.matmul(a, b)
+
+
+@pytest.mark.parametrize(("a", "b"), [((4, 10), (10, 4)), ((10,), (10, 4)), ((4, 10), (10,))])
+def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a: Any, b: Any) -> None:
+    """Were it one chunk, each task would need the whole of k of the other."""
+    x, y = draw(0, *a), draw(1, *b)
+    for found in (
+        matmul(x, da.from_array(y, chunks=3)),
+        matmul(da.from_array(x, chunks=3), y),
+    ):
+        products = (len(v) for k, v in found.dask.layers.items() if k.startswith("lowprec-matmul"))
+        assert sum(products) == 4 * found.npartitions
+        np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)
