@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 import lowprec
+import machines
 from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.machine import conditions, describe
-from lowprec.planning import KernelRow
+from lowprec.formats import DType
+from lowprec.modes import MathMode
+from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
 
@@ -147,6 +151,26 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
         "by": "",
     }
     assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    "able", [machines.AVX512, machines.OPENBLAS], ids=["vector units", "FP32 units"]
+)
+def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
+    able: Capabilities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a plan gives vector units for bfloat16, and no others."""
+    monkeypatch.setattr(
+        cpu_module,
+        "obstacle",
+        lambda unit: "" if unit.name in able.features else f"{unit.name} is missing",
+    )
+    x = OperandSpec.contiguous(DType.FLOAT32, (1024, 1024))
+    plans = [plan_gemm(GemmProblem(x, x), able, mode) for mode in MathMode]
+    there = [str(p.mode) for p in plans if "avx512_bf16" in p.kernel]
+    (warning,) = [w for w in info()["warnings"] if "multiply in FP32" in w]
+    found = re.search("modes other than (.*) round", warning)
+    assert (found[1].split(", ") if found else []) == there
 
 
 def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,9 @@ from lowprec.backends.cpu.packed.micro_kernels import (
     obstacle,
 )
 from lowprec.errors import EnvironmentVariableError
+from lowprec.formats import BFLOAT16
+from lowprec.modes import MathMode
+from lowprec.modes import row as mode_row
 from lowprec.policy import environment
 
 
@@ -39,7 +42,8 @@ def info() -> dict[str, Any]:
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = []
     if no_tiles:
-        modes = "modes" if obstacle(AVX512_BF16) else "modes other than bf16"
+        on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
+        modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
         warnings.append(
             f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32"
         )
