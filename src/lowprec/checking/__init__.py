@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import index
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from lowprec.arrays import library_of
 from lowprec.checking.accuracy import SINGLE, Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
-from lowprec.errors import DTypeError, UnsupportedError
+from lowprec.errors import DTypeError, ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, parse_mode
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
@@ -70,16 +70,16 @@ def check(
     (['fp32', 'bf16'], True)
     """
     before = load()
-    if isinstance(rounds, bool) or index(rounds) < 1:
-        raise UnsupportedError(f"rounds must be at least 1, got {rounds!r}")
-    if not 0 <= budget < math.inf:
+    if isinstance(rounds, bool) or not isinstance(rounds, Integral) or rounds < 1:
+        raise UnsupportedError(f"rounds must be an integer of at least 1, got {rounds!r}")
+    if not isinstance(budget, Real) or not 0 <= budget < math.inf:
         raise UnsupportedError(f"budget must be a number of seconds, got {budget!r}")
     named = [modes] if isinstance(modes, str) else modes
+    if not isinstance(named, Iterable | None):
+        raise ModeError(f"modes must be a sequence of math modes, got {quoted(modes)}")
     chosen = None if named is None else [parse_mode(mode) for mode in named]
     case = Case.of("check", "", _host(a), _host(b))
-    return compare(
-        case, variants_of(case, chosen), rounds=index(rounds), budget=budget, load=before
-    )
+    return compare(case, variants_of(case, chosen), rounds=int(rounds), budget=budget, load=before)
 
 
 def _host(x: Any) -> Array:
