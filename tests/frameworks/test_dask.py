@@ -201,6 +201,8 @@ def test_a_chain_that_no_mode_keeps_within_rtol_is_refused() -> None:
     assert matmul(x, x.T, rtol=1e-3, **whole).dtype == np.float32
     with pytest.raises(lowprec.ModeError, match="products of 1024 chunks along k are added up"):
         matmul(x, x.T, rtol=6.2e-5, **whole)
+    with pytest.raises(lowprec.ModeError, match="products of 1024 chunks along k are added up"):
+        matmul(np.ones((1, 1024), np.float16), x.T, rtol=6.2e-5, **whole)
     with lowprec.fp32_guard():
         assert matmul(x.astype("float32"), x.T, rtol=1e-2).dtype == np.float32
 
