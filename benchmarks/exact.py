@@ -15,8 +15,8 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[An
 
     ``a`` has 13 significant bits, an odd multiple of 2^-12 times a power of two per row; ``b`` is 1 or 2 with a sign.
     A sum of k products spans 14 + log2(k) bits, and so do the sums of the rounded numbers: within FP32's 24 for k up to
-    1024. TF32 keeps 11 of the 13 bits, bfloat16 8; float16 keeps 11 in the even rows and 5 in the odd ones, which are
-    scaled into its subnormal numbers.
+    1024. TF32 keeps 11 of the 13 bits, bfloat16 8; float16 keeps 11 in the even rows and 5 in the odd ones: these begin
+    with a number, which meets a zero, that is so large that the others become subnormal when the row is scaled.
     """
     if k > 1024:
         raise ValueError(f"k is {k}, but sums of more than 1024 products are not exact in FP32")
@@ -24,6 +24,8 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[An
     scales = np.where(np.arange(m) % 2, 2.0**-20, 1.0)[:, np.newaxis]
     a = (mantissas * rng.choice([-1, 1], (m, k)) * scales).astype(np.float32)
     b = rng.choice(np.array([-2, -1, 1, 2], np.float32), (k, n))
+    if k > 1:
+        a[1::2, 0], b[0] = 2.0**13, 0
     return a, b
 
 
@@ -32,12 +34,17 @@ def _tf32(x: Any) -> Any:
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+def _fp16(x: Any) -> Any:
+    _, exponents = np.frexp(np.abs(x).max(-1, keepdims=True))  # the largest number of a row becomes 2^14 or more
+    return np.ldexp(np.ldexp(x, 15 - exponents).astype(np.float16).astype(np.float64), exponents - 15)
+
+
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {
     "fp32": lambda x: x,
     "fp32_pedantic": lambda x: x,
     "tf32": _tf32,
     "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
-    "fp16": lambda x: x.astype(np.float16),
+    "fp16": _fp16,
 }
 
 

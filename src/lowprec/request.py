@@ -222,7 +222,8 @@ def _scalar(name: str, value: Any) -> complex:
     if type(value) is float:
         return value
     if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":
-        value = value.item()  # as JAX's functions return numbers
+        with suppress(NotImplementedError):  # a key of its random numbers
+            value = value.item()  # as JAX's functions return numbers
     if not isinstance(value, numbers.Complex):
         raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
     number: complex = inf

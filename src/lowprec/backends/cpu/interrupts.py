@@ -25,4 +25,5 @@ def raised_in(error: BaseException, *modules: str) -> bool:
     if traceback is None:
         return False
     name = traceback.tb_frame.f_globals.get("__name__", "")
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    packages = tuple([f"{module}." for module in modules])
+    return name in modules or name.startswith(packages)
