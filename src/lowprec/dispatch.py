@@ -120,9 +120,10 @@ def matmul(
         if not plain:
             given |= {"out": out, "c": c, "bias": bias, "activation": activation}
             given |= {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
+        given = {name: x for name, x in given.items() if x is not None}
         if not factors:
             given |= {"alpha": alpha, "beta": beta}
-        return _elsewhere(elsewhere, a, b, {n: x for n, x in given.items() if x is not None})
+        return _elsewhere(elsewhere, a, b, given)
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
@@ -163,14 +164,19 @@ def _road(name: str) -> tuple[Any, frozenset[str]]:
     return road, frozenset(inspect.signature(road).parameters)
 
 
+#: Arguments that nothing can make up for once the product is there.
+_OF_THE_PRODUCT = {"out", "rtol", "bound", "k_chunk"}
+
+
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
     refuse_prepared(a=a, **given, b=b)
     road, takes = _road(found.road)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
+        way_out = "leave it away" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
         raise UnsupportedError(
-            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; apply it to the result"
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}"
         )
     return road(a, b, **given)
 

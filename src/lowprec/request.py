@@ -218,9 +218,12 @@ def _length(name: str, value: Any) -> int:
 
 
 def _scalar(name: str, value: Any) -> complex:
-    """Return a factor as a Python number."""
+    """Return a factor as a Python number; raise ElsewhereError where it is one that JAX traces."""
     if type(value) is float:
         return value
+    if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":
+        with suppress(NotImplementedError):  # a key of its random numbers
+            value = value.item()  # as JAX's functions return numbers
     if not isinstance(value, numbers.Complex):
         raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
     number: complex = inf

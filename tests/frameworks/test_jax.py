@@ -373,6 +373,8 @@ def test_int8(jax: Any) -> None:
     np.testing.assert_array_equal(found, np.clip(true + bias.astype(np.int64), 0, 2**31 - 1))
     with pytest.raises(lowprec.UnsupportedError, match="alpha cannot be used with int8"):
         jax.jit(lambda a: lowprec.matmul(a, a, alpha=2.0))(a)
+    with pytest.raises(lowprec.UnsupportedError, match="alpha cannot be used with int8"):
+        jax.jit(lambda a, s: lowprec.matmul(a, a, alpha=s))(a, 0.5)
 
 
 # -- rounding, bit for bit ------------------------------------------------------------------------
@@ -498,6 +500,51 @@ def test_what_follows_is_computed_in_float32_and_rounded_once(jax: Any, dtype: s
     found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=bias, alpha=3.0, c=b, beta=-3.0))(a, b)
     assert found.dtype == kind
     assert found[0, 0] == bias[0]
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_complex_factor_of_real_operands_is_refused_where_it_is_traced(
+    jax: Any, name: str
+) -> None:
+    x = np.eye(3, dtype=np.float32)
+    with pytest.raises(lowprec.DTypeError, match=f"{name} is complex, but the operands are"):
+        jax.jit(lambda x, s: lowprec.matmul(x, x, c=x, **{name: s}))(x, 1j)
+
+
+def test_factors_are_arrays_of_no_axes_in_and_out_of_traces(jax: Any) -> None:
+    """Also where nothing but the factor is traced."""
+    x = jax.numpy.asarray(operands((3, 4), (4, 2), "float32")[0])
+    true = np.asarray(x, np.float64) @ np.asarray(x, np.float64).T
+
+    def scaled(s: Any) -> Any:
+        return lowprec.matmul(x, x.T, alpha=s, c=jax.numpy.ones((3, 3), "float32"), beta=2 * s)
+
+    def off(s: float, found: Any) -> Any:
+        return np.abs(np.asarray(found) - (s * true + 2 * s)).max()
+
+    # |x_ij| < 4: sums of 4 products below 16, then two factors up to 3 and a sum, each rounded once.
+    bound = 3 * 7 * 2.0**-24 * 66
+    for s in (jax.numpy.float32(3), jax.numpy.asarray(3), jax.numpy.bfloat16(3)):
+        assert off(3, scaled(s)) <= bound
+        assert off(3, jax.jit(scaled)(s)) <= bound
+    for s, found in enumerate(jax.vmap(scaled)(jax.numpy.arange(3.0, dtype="float32"))):
+        assert off(s, found) <= bound
+    slope = jax.grad(lambda s: scaled(s).sum())(jax.numpy.float32(1))
+    assert abs(slope - (true + 2).sum()) <= 9 * bound
+    with pytest.raises(lowprec.DTypeError, match="alpha must be a number, got ArrayImpl"):
+        lowprec.matmul(x, x.T, alpha=jax.numpy.ones(3))
+    with pytest.raises(lowprec.DTypeError, match="alpha must be a number, got PRNGKeyArray"):
+        lowprec.matmul(x, x.T, alpha=jax.random.key(0))
+    with pytest.raises(lowprec.DTypeError, match="alpha must be a number, got DynamicJaxprTracer"):
+        jax.jit(scaled)(jax.numpy.ones(3))
+
+
+def test_where_jax_refuses_to_add_axes_by_itself(jax: Any) -> None:
+    a, b = operands((2, 3, 4), (4, 2))
+    with jax.numpy_rank_promotion("raise"):
+        found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=b[0], c=b[1], beta=2.0))(a, b)
+        jax.jit(lambda a: lowprec.matmul(a, a[0].T, math_mode="fp16x3"))(a.astype(np.float32))
+    close(found, a @ b + 2 * b[1] + b[0])
 
 
 def test_c_is_not_read_where_beta_is_zero(jax: Any) -> None:
@@ -725,12 +772,13 @@ def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
     ("keywords", "error", "match"),
     [
         ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a JAX tracer"),
-        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here"),
+        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; leave it away"),
         ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
         ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
         ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not possible"),
         ({"alpha": 1j}, lowprec.DTypeError, "alpha is complex"),
         ({"alpha": "2"}, lowprec.DTypeError, "alpha must be a number"),
+        ({"alpha": None}, lowprec.DTypeError, "alpha must be a number, got NoneType"),
         ({"beta": 2.0}, lowprec.ShapeError, "there is no c"),
         ({"c": np.ones((2, 3, 3), np.float32)}, lowprec.ShapeError, "does not broadcast"),
         ({"c": np.ones((3, 3))}, lowprec.DTypeError, "c has dtype float64"),
@@ -765,9 +813,33 @@ def test_operands_that_do_not_fit(jax: Any, a: Any, b: Any, error: Any, match: s
         jax.jit(lowprec.jax.matmul)(a, b)
 
 
+@pytest.mark.parametrize(
+    ("b", "error", "match"),
+    [
+        (None, lowprec.ArrayError, "b is a NoneType, no array of JAX's or NumPy's"),
+        (np.ones((2, 2), object), lowprec.DTypeError, "dtype 'object' is not supported"),
+        (np.ones((2, 2), np.longdouble), lowprec.DTypeError, "is not supported"),
+        (np.ma.ones((2, 2)), lowprec.ArrayError, "MaskedArray is not accepted"),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_constants_that_have_no_place_in_a_product(
+    jax: Any, traced: bool, b: Any, error: type[Exception], match: str
+) -> None:
+    x = jax.numpy.ones((2, 2), "float32")
+    product = lowprec.matmul if traced else lowprec.jax.matmul
+    with pytest.raises(error, match=match):
+        (jax.jit if traced else lambda f: f)(lambda x: product(x, b))(x)
+
+
+def test_constants_in_the_other_byte_order(jax: Any) -> None:
+    a, b = operands((3, 4), (4, 2))
+    close(jax.jit(lambda a: lowprec.matmul(a, b.astype(">f8")))(a), a @ b)
+
+
 def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: Any) -> None:
     x = np.eye(3, dtype=np.float32)
-    with pytest.raises(lowprec.ArrayError, match=r"b is a list beside arrays that JAX traces"):
+    with pytest.raises(lowprec.ArrayError, match=r"b is a list, no array of JAX's"):
         jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
     f = Counted(jax)
     assert f.mode() == "fp32"

@@ -439,13 +439,12 @@ def test_accuracy_chart_tells_its_modes_apart(load: Load) -> None:
 # -- the scripts ----------------------------------------------------------------------------------
 
 
-def _run(script: str, output: Path, *options: str) -> str:
+def _run(script: str, output: Path | None, *options: str) -> str:
     command = [
         sys.executable,
         str(BENCHMARKS / script),
         "--quick",
-        "--output",
-        str(output),
+        *(() if output is None else ("--output", str(output))),
         *options,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -539,6 +538,12 @@ def test_digits_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [0.05] * 5
     assert "| numpy | tiny: FP16 with scaling |" in printed
     assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run begins anew"
+
+
+def test_jax_runs() -> None:
+    pytest.importorskip("jax", reason="JAX is not installed")
+    rows = _run("bench_jax.py", None).splitlines()
+    assert [row.split()[:2] for row in rows] == [["8", "fp32"], ["8", "bf16"]]
 
 
 def test_dask_runs(tmp_path: Path) -> None:

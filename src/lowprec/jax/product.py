@@ -86,7 +86,7 @@ def matmul(
     backward = mode if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
     chosen = _kernels(kernels)
     arrays = {"a": a, "b": b, "c": c, "bias": bias}
-    arrays = {name: _array(name, x) for name, x in arrays.items() if x is not None}
+    arrays = {n: _array(n, x) for n, x in arrays.items() if x is not None or n in ("a", "b")}
     plan = _checked(arrays, alpha, beta, activation, out_dtype)
     x, y = (arrays[name].astype(plan.compute_dtype.label) for name in "ab")
     plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0
@@ -121,8 +121,10 @@ def _array(name: str, x: Any) -> jax.Array:
     if not isinstance(x, np.ndarray):
         refuse_prepared(**{name: x})
         raise ArrayError(
-            f"{name} is a {type(x).__qualname__} beside arrays that JAX traces; pass jax.numpy.asarray({name})"
+            f"{name} is a {type(x).__qualname__}, no array of JAX's or NumPy's; pass jax.numpy.asarray({name})"
         )
+    view_of(x)  # raises where it has no place in a product
+    x = np.asarray(x, x.dtype.newbyteorder("="))  # JAX has no other order of bytes
     found: jax.Array = jnp.asarray(x)
     if found.dtype != x.dtype:
         raise DTypeError(
@@ -144,8 +146,11 @@ def _checked(
         )
 
     described = {name: ShapeDtype(tuple(map(size, x.shape)), x.dtype) for name, x in arrays.items()}
-    # A traced number is checked as the number one, which needs what any other factor does.
-    factors = [1.0 if isinstance(x, jax.Array) and x.ndim == 0 else x for x in (alpha, beta)]
+    # A traced number is checked as another that is not one, which needs what any factor of its type does.
+    factors = [
+        (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x
+        for x in (alpha, beta)
+    ]
     request = bind(
         None, described.get("c"), factors[0], factors[1], described.get("bias"), activation, out_dtype, None, None,
         describing=True,
@@ -179,12 +184,18 @@ def _followed(
     """Return ``activation(alpha * out + beta * c + bias)``."""
     out = out if type(alpha) is float and alpha == 1.0 else (alpha * out).astype(out.dtype)
     if "c" in arrays and not (isinstance(beta, (int, float, complex)) and beta == 0):
-        out = out + (beta * arrays["c"].astype(out.dtype)).astype(out.dtype)
+        c = _aligned(arrays["c"], out)
+        out = out + (beta * c).astype(out.dtype)
     if "bias" in arrays:
-        out = _plus(out, arrays["bias"].astype(out.dtype))
+        out = _plus(out, _aligned(arrays["bias"], out))
     if activation is Activation.RELU:
         return jax.nn.relu(out)
     return out if activation is None else jax.nn.gelu(out, approximate=True)
+
+
+def _aligned(x: Any, out: Any) -> Any:
+    """Return an addend in the product's type and with its number of axes, which JAX may be told not to add."""
+    return jax.lax.expand_dims(x.astype(out.dtype), range(out.ndim - x.ndim))
 
 
 def _plus(out: Any, bias: Any) -> Any:
