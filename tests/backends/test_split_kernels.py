@@ -21,7 +21,7 @@ from lowprec.backends.cpu import device, splitting
 from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
-from lowprec.modes import MathMode, row
+from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 
 pytest.importorskip("numba")
@@ -32,6 +32,17 @@ TOP = np.float32(3.4028235e38)
 kernels = pytest.mark.parametrize(
     "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in (AMX_BF16, AVX512_BF16)]
 )
+
+
+def test_a_mode_is_packed_as_another_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = [replace(row(MathMode(name)), mode=MathMode.FP32_EMULATED) for name in MODES]
+    for like, made in zip(("bf16x3", "bf16x6", "bf16x6", "tf32x3"), new, strict=True):
+        # Wherever it stands in the table.
+        kept = (r for r in TABLE if r.mode is not MathMode.FP32_EMULATED)
+        monkeypatch.setattr(packed_gemm, "TABLE", (made, *kept))
+        found = packed_gemm._scheme("float32", "fp32_emulated", 0)
+        assert found is packed_gemm._scheme("float32", like, 0)
+    assert packed_gemm._scheme("float32", "tf32", 0).parts == 2
 
 
 def gemm(kernel: MicroKernel, a: np.ndarray, b: np.ndarray, mode: str, **given: Any) -> Any:

@@ -48,7 +48,7 @@ from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
 from lowprec.backends.execution import resolve
 from lowprec.errors import BackendError
 from lowprec.formats import TF32, dtype_from_name
-from lowprec.modes import MathMode, row
+from lowprec.modes import TABLE, MathMode, row
 
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.prepared_panels import Panels
@@ -102,11 +102,18 @@ def _tile_config() -> Any:
 _TILE_CONFIG = _tile_config()
 
 
+def _alike(rounding: str) -> list[str]:
+    """Return a rounding and, where it is a mode's name, the modes that make the same parts of an operand."""
+    made = {r.mode.value: (r.operand_format, r.parts) for r in TABLE}
+    return [rounding, *(mode for mode, parts in made.items() if parts == made.get(rounding))]
+
+
 def _scheme(dtype: str, rounding: str, offset: int) -> Scheme:
     from lowprec.backends.cpu.packed.tile_rows import SCHEMES
 
     # 16-bit storage stays what it is, beside float32 in whatever mode.
-    scheme = SCHEMES.get((dtype, rounding)) or SCHEMES.get((dtype, "exact"))
+    found = (SCHEMES.get((dtype, name)) for name in (*_alike(rounding), "exact"))
+    scheme = next(filter(None, found), None)
     if scheme is None:
         raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
     return SCHEMES[dtype, "offset"] if offset else scheme

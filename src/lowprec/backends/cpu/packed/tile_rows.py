@@ -87,7 +87,6 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
 }
 #: By the number that kernels know them by.
 BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
-SCHEMES["float32", "bf16x9"] = SCHEMES["float32", "bf16x6"]
 
 _EXPONENT = 0x7F800000
 # The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
