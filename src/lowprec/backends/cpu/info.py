@@ -123,10 +123,10 @@ def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
         else:
             is_it = library.core_type == core_type
             yield name, is_it, f"OpenBLAS, kernels for {core_type}" if is_it else ""
-    yield "avx512_fp16", False, ""
     found = features()
     here = [row for row in KERNELS if row.requires in found]
-    for name in dict.fromkeys(name for row in KERNELS for name in row.instruction_sets):
+    named = (name for row in KERNELS for name in row.instruction_sets)
+    for name in dict.fromkeys(("avx512_fp16", *named)):
         users = ", ".join(row.name for row in here if name in row.instruction_sets)
         yield name, bool(users), f"lowprec's kernels {users}" if users else ""
 
