@@ -16,8 +16,9 @@ import pytest
 import interrupts
 import lowprec
 from lowprec import executors, formats
-from lowprec.backends.cpu import batches, casting, direct, threads
+from lowprec.backends.cpu import batches, casting, direct, epilogue, threads
 from lowprec.backends.cpu.rounding import round_scalar
+from lowprec.planning import Activation
 
 pytestmark = pytest.mark.skipif(
     not casting.has_kernels(), reason="numba is not installed, or switched off"
@@ -353,6 +354,18 @@ def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(
         found, np.array([[np.nan, np.inf, 0, 0, 0, 0, 0, 1e30]], np.float32)
     )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+def test_an_activation_that_the_kernels_lack_is_numpys(
+    dtype: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(direct._ACTIVATIONS, Activation.RELU)
+    monkeypatch.setitem(epilogue._ACTIVATIONS, Activation.RELU, lambda x: np.negative(x, out=x))
+    a, b = (rng.integers(-3, 4, (8, 8)).astype(dtype) for _ in "ab")  # so that sums are exact
+    bias = np.arange(8).astype(dtype)
+    found = matmul(a, b, bias=bias, activation="relu")
+    assert_same(found, -(a.astype(np.float32) @ b + bias).astype(dtype))
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 16, 17, 31, 33])

@@ -188,9 +188,9 @@ def _followed(
         out = out + (beta * c).astype(out.dtype)
     if "bias" in arrays:
         out = _plus(out, _aligned(arrays["bias"], out))
-    if activation is Activation.RELU:
-        return jax.nn.relu(out)
-    return out if activation is None else jax.nn.gelu(out, approximate=True)
+    if activation is Activation.GELU:
+        return jax.nn.gelu(out, approximate=True)
+    return out if activation is None else getattr(jax.nn, activation.value)(out)
 
 
 def _aligned(x: Any, out: Any) -> Any:

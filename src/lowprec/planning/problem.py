@@ -102,7 +102,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         refused = {
             "alpha": problem.has_alpha,
             "beta and c": problem.has_beta or problem.c is not None,
-            f"activation {Activation.GELU}": problem.activation is Activation.GELU,
+            f"activation {problem.activation}": problem.activation not in (None, Activation.RELU),
         }
         for name, present in refused.items():
             if present:

@@ -19,7 +19,7 @@ from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
-from lowprec.planning import OperandSpec
+from lowprec.planning import Activation, OperandSpec
 from lowprec.request import Request, parse_dtype
 from lowprec.tolerance import mode_within
 from lowprec.torch import sharding
@@ -37,8 +37,8 @@ _JVP = torch._C._functorch.TransformType.Jvp
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 _ACTIVATIONS = {
-    "relu": torch.nn.functional.relu,
-    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    **{name.value: getattr(torch.nn.functional, name.value) for name in Activation},
+    Activation.GELU.value: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
 

@@ -159,9 +159,10 @@ def _has_kernels() -> bool:
 def _native(plan: GemmPlan) -> Executor:
     """Return what calls the kernels for a plan."""
     problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
-    # GELU of float64 is NumPy's, on numbers that are not yet rounded to the result's type.
-    is_gelu = problem.activation is Activation.GELU and wide
-    staged = is_gelu and plan.out_dtype is not plan.accumulator
+    # Without the kernels' own, and for GELU of float64, it is NumPy's, on numbers not yet rounded to the result's type.
+    activation = problem.activation
+    is_apart = activation not in _ACTIVATIONS or (activation is Activation.GELU and wide)
+    staged = is_apart and plan.out_dtype is not plan.accumulator
     dtype = plan.accumulator if staged else plan.out_dtype
     layout = stacked_layout(problem.a, problem.b, None if staged else problem.out, dtype)
     c = None
@@ -174,7 +175,7 @@ def _native(plan: GemmPlan) -> Executor:
     multiply = (
         _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
     )
-    if not is_gelu:
+    if not is_apart:
         return multiply
 
     def execute(arguments: Arguments) -> None:
@@ -185,7 +186,7 @@ def _native(plan: GemmPlan) -> Executor:
         else:
             numbers = out
             multiply(arguments)
-        _apply(numbers, out, Activation.GELU)
+        _apply(numbers, out, activation)
 
     return execute
 
@@ -214,7 +215,7 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
         A_K_STEP: m * item if in_columns else item,
         OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
         OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
-        ACTIVATION: _ACTIVATIONS[problem.activation],
+        ACTIVATION: _ACTIVATIONS.get(problem.activation, 0),
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
@@ -381,6 +382,7 @@ def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
         )  # fmt: skip
         if activation is Activation.RELU:
             product[product < 0] = 0
+            activation = None
         elif activation is Activation.GELU and dtype == np.float32:
             product, activation = direct_gelu.gelu(product, direct_gelu.NUMPY), None
-    _apply(product, stacks.out, activation if activation is Activation.GELU else None)
+    _apply(product, stacks.out, activation)
