@@ -84,6 +84,7 @@ def _run(isa: str, program: str, **variables: str) -> subprocess.CompletedProces
         for isa in ALLOWED
     ],
 )
+@pytest.mark.sampled(2)
 def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
     # A cache of its own, so that what is looked at was compiled here.
     done = _run(isa, _PRODUCTS, LOWPREC_CACHE_DIR=str(tmp_path))

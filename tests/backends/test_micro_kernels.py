@@ -831,6 +831,7 @@ print("done")
 
 
 @needs(AVX_VNNI)
+@pytest.mark.sweep
 def test_avx_vnni_without_avx512(tmp_path: Path) -> None:
     """What packs and writes is compiled for a processor that has AVX2 at most."""
     features = "+avx,+avx2,+fma,+avxvnni,+bmi,+bmi2,+popcnt,+lzcnt,+f16c,+sse4.2,+movbe"

@@ -190,6 +190,7 @@ def nvrtc(core: Compiler) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled(6)
 def test_nvrtc_compiles_the_kernels(architecture: str, nvrtc: Any, core: Compiler) -> None:
     found = sources(core)
     assert len(found) > 15

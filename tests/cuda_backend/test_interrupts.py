@@ -79,6 +79,7 @@ def test_a_handler_that_multiplies_in_the_middle(
 
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 3), ("bf16", 17), ("fp16", 41)])
 @pytest.mark.sampled(3)
+@pytest.mark.sweep
 def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
     software: SoftwareGpu, mode: str, step: int
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
 @pytest.mark.sampled(3)
+@pytest.mark.sweep
 def test_after_an_interrupt_the_next_product_is_right(
     interrupted_gpu: SoftwareGpu, mode: str, step: int
 ) -> None:

@@ -169,6 +169,7 @@ def test_processes_get_the_mode_and_the_same_bits() -> None:
 @pytest.mark.parametrize("bound", ["guaranteed", "probable"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("chunk", [1, 8, 512])
+@pytest.mark.sampled(3)
 def test_the_sums_over_chunks_are_within_rtol(chunk: int, dtype: Any, bound: str) -> None:
     """On positive numbers the roundings of a chain of 512 are more than 1e-7."""
     rng = np.random.default_rng(0)

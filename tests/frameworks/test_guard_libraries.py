@@ -366,6 +366,7 @@ def overlap(turns: int, multiply: Callable[[], float], mistaken: Callable[[], bo
         return max(pool.map(run, range(16)))
 
 
+@pytest.mark.sweep
 def test_sixteen_threads(switches: Torch, rng: np.random.Generator) -> None:
     torch = switches.torch
     jax = module("jax") if importlib.util.find_spec("jax") else None

@@ -295,6 +295,7 @@ assert not is_called(lambda x, y: multiply(x, y), x, y)
     )
 
 
+@pytest.mark.sweep
 def test_own_kernels_first_used_in_eight_threads_that_compete_for_the_interpreter() -> None:
     run_own(
         """

@@ -546,6 +546,7 @@ def test_jax_runs() -> None:
     assert [row.split()[:2] for row in rows] == [["8", "fp32"], ["8", "bf16"]]
 
 
+@pytest.mark.sweep
 def test_dask_runs(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="distributed is not installed")
     _run("bench_dask.py", tmp_path)

@@ -167,6 +167,7 @@ def test_everything_is_put_back_and_the_exception_arrives(
 
 
 @pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.sampled(3)
 def test_an_exit_stack(libraries: Libraries, error: type[BaseException]) -> None:
     """It is Python code, and has what it calls and the exception in variables of one frame.
 
