@@ -112,11 +112,11 @@ def _scheme(dtype: str, rounding: str, offset: int) -> Scheme:
     from lowprec.backends.cpu.packed.tile_rows import SCHEMES
 
     # 16-bit storage stays what it is, beside float32 in whatever mode.
-    found = (SCHEMES.get((dtype, name)) for name in (*_alike(rounding), "exact"))
-    scheme = next(filter(None, found), None)
-    if scheme is None:
+    found = [SCHEMES.get((dtype, name)) for name in (*_alike(rounding), "exact")]
+    schemes = [scheme for scheme in found if scheme is not None]
+    if not schemes:
         raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
-    return SCHEMES[dtype, "offset"] if offset else scheme
+    return SCHEMES[dtype, "offset"] if offset else schemes[0]
 
 
 def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
