@@ -87,10 +87,14 @@ def test_memory_stays_flat(stress: ModuleType) -> None:
 
 @posix
 def test_a_storm_leaves_all_as_it_was(stress: ModuleType) -> None:
-    result = stress.storm.run(seconds=3, seed=1)
-    assert result["told"] == []
-    assert not any(result["failures"].values())
-    assert {"forks", "guards", "new shapes", "interrupted in matmul"} <= set(result["counts"])
+    wanted = {"forks", "guards", "new shapes", "interrupted in matmul"}
+    for seconds in (3, 15, 60):  # a busy machine does little in three seconds
+        result = stress.storm.run(seconds=seconds, seed=1)
+        assert result["told"] == []
+        assert not any(result["failures"].values())
+        if wanted <= set(result["counts"]):
+            break
+    assert wanted <= set(result["counts"])
     assert all(claim["met"] for claim in stress.storm.claims(result))
 
 
