@@ -1,8 +1,7 @@
-"""Native casts against NumPy's conversions and the oracle, and products that round a matrix as they read it."""
+"""Native casts against NumPy's conversions and the oracle."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,10 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
 from lowprec import formats
 from lowprec.backends.cpu import casting, gemm, threads
-from lowprec.backends.cpu.kernel_rows import GEMV
 from lowprec.backends.cpu.rounding import round_float32, round_scalar
 from lowprec.formats import NumberFormat
-from machines import OPENBLAS
 
 needs_numba = pytest.mark.skipif(
     not casting.has_kernels(), reason="numba is not installed, or switched off"
@@ -186,120 +182,6 @@ def test_without_numba_the_numbers_are_the_same(
             alone.setattr(casting, "_cast_kernel", lambda *_: pytest.fail("it is not there"))
             casting.cast([(values, outs[1])], to)
         assert_same(outs[0], outs[1])
-
-
-# -- a matrix and a vector ------------------------------------------------------------------------
-
-
-def exact_operands(
-    a: np.ndarray, b: np.ndarray, mode: str
-) -> tuple[np.ndarray, np.ndarray]:  # rounded as the mode says, in float64
-    if mode == "fp16":
-        return oracles.round_both(a, b, mode)
-    to = {"tf32": formats.TF32, "bf16": formats.BFLOAT16}[mode]
-    rounded = []
-    for x in (a, b):
-        y = np.ascontiguousarray(x).astype(np.float32)
-        if x.dtype == np.float32:
-            round_float32(y, to, y)
-        rounded.append(y.astype(np.float64))
-    return rounded[0], rounded[1]
-
-
-def assert_within_bound(found: np.ndarray, a: np.ndarray, b: np.ndarray, u: float = 0) -> None:
-    """|found - a b| <= gamma_k |a||b|: products of rounded numbers are exact, k - 1 sums of them are rounded.
-
-    Where the result is then rounded to u, by as much of it as well.
-    """
-    k = a.shape[-1]
-    gamma = k * 2**-24 / (1 - k * 2**-24)
-    size = np.abs(a) @ np.abs(b)
-    assert np.all(np.abs(found.astype(np.float64) - a @ b) <= (gamma + u * (1 + gamma)) * size)
-
-
-SHAPES = [(700, 800), (257, 1037), (3, 70_000), (70_003, 5), (1, 40_001), (33_000, 1)]
-
-
-@needs_numba
-@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_matrix_and_a_vector(
-    mode: str, shape: tuple[int, int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    m, k = shape
-    wide = rng.standard_normal((m, k), dtype=np.float32)
-    stepped = rng.standard_normal((m, 2 * k), dtype=np.float32)[:, ::2]
-    x = rng.standard_normal(2 * k, dtype=np.float32)
-    for a in (wide, np.asfortranarray(wide), wide[::-1], stepped):
-        for v in (x[:k], x[::-2]):
-            if 1 not in shape:
-                assert str(lowprec.plan(a, v, math_mode=mode).kernel) == "gemv"
-            results = []
-            for workers in (1, 2, 5):
-                monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
-                frame = np.full(2 * m + 2, 7, np.float32)
-                lowprec.matmul(a, v, out=frame[1:-1:2], math_mode=mode)
-                results.append(frame[1:-1:2].copy())
-                frame[1:-1:2] = 7
-                assert np.all(frame == 7)
-            assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
-            exact = exact_operands(a, v, mode)
-            assert_within_bound(results[0], *exact)
-            left = lowprec.matmul(v, a.T, math_mode=mode)
-            assert_within_bound(left, *exact)
-
-
-@needs_numba
-@pytest.mark.parametrize("dtype", WIDENED[:2], ids=str)
-def test_a_stored_matrix_and_a_vector(dtype: np.dtype[Any], rng: np.random.Generator) -> None:
-    a = rng.standard_normal((300, 260)).astype(dtype)
-    v = rng.standard_normal(260).astype(dtype)
-    assert str(lowprec.plan(a, v).kernel) == "gemv"
-    wide = a.astype(np.float64), v.astype(np.float64)
-    found = lowprec.matmul(a, v, out_dtype="float32")
-    assert_within_bound(found, *wide)
-    u = {2: 2.0**-11, 4: 2.0**-8}[2 if dtype == np.float16 else 4]
-    for order in (a, np.asfortranarray(a)):
-        assert_within_bound(lowprec.matmul(order, v), *wide, u=u)
-
-
-@needs_numba
-def test_vectors_with_batches_and_epilogues(rng: np.random.Generator) -> None:
-    a = rng.standard_normal((3, 200, 150), dtype=np.float32)
-    b = rng.standard_normal((3, 150, 1), dtype=np.float32)
-    assert str(lowprec.plan(a, b, math_mode="bf16").kernel) == "gemv"
-    x, y = exact_operands(a, b, "bf16")
-    assert_within_bound(lowprec.matmul(a, b, math_mode="bf16"), x, y)
-    # One row, so that the bias is a vector of some length; whole numbers, so that all sums are exact.
-    row, matrix = (rng.integers(-8, 9, s).astype(np.float32) for s in ((1, 150), (150, 200)))
-    c, bias = (rng.integers(-8, 9, s).astype(np.float32) for s in ((1, 200), (200,)))
-    found = lowprec.matmul(
-        row, matrix, c=c, alpha=2.0, beta=-1.0, bias=bias, activation="relu", math_mode="tf32"
-    )
-    np.testing.assert_array_equal(found, np.maximum(2 * (row @ matrix) - c + bias, 0))
-
-
-@needs_numba
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_special_values_meet_only_their_row(order: str) -> None:
-    """In every place: whole vectors, the rest of a row, the last rows."""
-    m, k = 133, 167
-    for i, j, value in itertools.product(
-        (0, 64, 132), (0, 17, 166), (np.nan, np.inf, -np.inf, 7e4)
-    ):
-        a, v = np.ones((m, k), np.float32, order=order), np.ones(k, np.float32)
-        a[i, j] = value
-        assert str(lowprec.plan(a, v, math_mode="fp16").kernel) == "gemv"
-        found = lowprec.matmul(a, v, math_mode="fp16")
-        want = np.full(m, k, np.float32)
-        # The numbers of float16's digits are 2^6 apart there.
-        want[i] = k - 1 + 70016.0 if value == 7e4 else value
-        np.testing.assert_array_equal(found, want)
-
-
-def test_where_there_is_no_numba_nothing_runs_on_it() -> None:
-    assert GEMV in OPENBLAS.kernels
-    assert GEMV.requires not in OPENBLAS.features
 
 
 # -- int8 by FP32 units ---------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class KernelRow:
     single_product: bool = False  # runs schedules of one product only
     sums_products: bool = False  # runs products of parts only, all over the same k in one pass
     concatenates: bool = False  # products of parts run as one, the parts side by side
-    matrix_vector: bool = False  # runs real products of a matrix and a vector only
+    vectors: range | None = None  # runs real products of a matrix and so many vectors only
     rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
@@ -160,7 +160,7 @@ def choose_kernel(
     for row in capabilities.kernels:
         if row.formats is not None and fmt not in row.formats:
             continue
-        if row.matrix_vector and (is_complex or 1 not in (layout.m, layout.n)):
+        if row.vectors and (is_complex or min(layout.m, layout.n) not in row.vectors):
             continue
         if row.rewrites and (is_complex or is_plain):
             continue

@@ -9,6 +9,7 @@ from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, Why
 
 if TYPE_CHECKING:
+    from lowprec.planning.layout import GemmLayout
     from lowprec.planning.plan import GemmPlan
 
 
@@ -26,6 +27,11 @@ def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
     )
 
 
+def multiplies_b(layout: GemmLayout) -> bool:
+    """Whether of a matrix and a few vectors ``b`` is the matrix."""
+    return layout.n > layout.m
+
+
 def _why(plan: GemmPlan, prepared_for: str) -> Why:
     kernel = plan.kernel_row
     if plan.mode_has_effect and plan.mode != prepared_for:
@@ -34,7 +40,7 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
         return Why.NOT_KEPT
     if kernel.micro_kernel:
         return _why_packed(plan)
-    if kernel.matrix_vector:
+    if kernel.vectors:
         return Why.KEPT if _halves_b(plan) else Why.NOT_KEPT
     if kernel.rewrites:
         # Operands of small products are cast to rows, also where nothing is rounded.
@@ -53,7 +59,7 @@ def _why_packed(plan: GemmPlan) -> Why:
 def _halves_b(plan: GemmPlan) -> bool:
     """Whether ``b`` is a matrix which, once rounded, takes half the bytes to read."""
     fmt, stored = plan.operand_format, plan.problem.b.dtype
-    return plan.layout.n > 1 and stored is DType.FLOAT32 and fmt in (BFLOAT16, FLOAT16)
+    return multiplies_b(plan.layout) and stored is DType.FLOAT32 and fmt in (BFLOAT16, FLOAT16)
 
 
 def _converts_b(plan: GemmPlan) -> bool:

@@ -30,7 +30,7 @@ def prepare(plan: GemmPlan) -> Executor:
     if plan.layout.k == 0:
         return functools.partial(fp32_units.execute, plan)
     row = plan.kernel_row
-    if (row.micro_kernel or row.matrix_vector) and _numba_has_failed():
+    if (row.micro_kernel or row.vectors) and _numba_has_failed():
         return prepare(_without_numba(plan))
     make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
     return make(plan)

@@ -1,4 +1,4 @@
-"""Native kernels that multiply a matrix with a vector as they cast it.
+"""Native kernels that multiply a matrix with a vector, or with a few of them, as they cast it.
 
 Importing this module imports numba.
 """
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels
+from lowprec.backends.cpu import casting_kernels, scaling
+from lowprec.backends.cpu.casting import SCRATCH_BYTES
 from lowprec.backends.cpu.casting_kernels import (
     CASTS,
     DIGITS,
@@ -36,6 +37,7 @@ from lowprec.backends.cpu.packed.native import (
     I8,
     I16,
     I32,
+    call,
     compile_kernel,
     load,
     pointer,
@@ -43,7 +45,19 @@ from lowprec.backends.cpu.packed.native import (
 )
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ casting_kernels.FINGERPRINT
+_FILES = (__file__, scaling.__file__)
+_FINGERPRINT = (
+    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
+)
+
+
+#: The numbers of vectors that there are kernels for; others are filled up by vectors of zeros.
+WIDTHS = (1, 2, 4, 8)
+
+#: Scratch memory: what a cast may use, and behind it 16 sums for each vector.
+SUMS = SCRATCH_BYTES
+GEMV_SCRATCH_BYTES = SUMS + 64 * WIDTHS[-1]
+
 #: Bytes from what a loop reads to what it asks for. The arithmetic on the way fills the processor's window, so that it
 #: does not look far enough ahead by itself: on a Zen 5, 2 KiB make the loops that round 1.2 to 1.4 times as fast.
 _AHEAD = 2048
@@ -63,139 +77,221 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing_context, index, count, source, steps, x, sums, scratch):
-    """Add to 16 sums the products of a row with x, ``count`` times 16 numbers at each step."""
-    number, vectors = index.literal_value, count.literal_value
+def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums, scratch):
+    """Add to 16 sums for each vector the products of a row with it, ``count`` times 16 numbers at each step."""
+    number, vectors = index.literal_value, range(width.literal_value)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
+    runs = range(count.literal_value)
 
     def generate(context, builder, signature, args):
-        _, _, source, steps, x, sums, scratch = args
+        _, _, _, source, steps, x, x_stride, sums, scratch = args
         extrema = Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, LANES), source.type
-        place = pointer(builder, sums, vector)
         # One sum would wait for itself at each step.
-        totals = [cgutils.alloca_once(builder, vector) for _ in range(vectors)]
-        for total in totals:
+        totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
+        for total in (total for each in totals for total in each):
             builder.store(float_splat(0.0), total)
         with cgutils.for_range(builder, steps, intp=word) as loop:
-            for i, total in enumerate(totals):
+            for i in runs:
                 number_at = builder.add(
-                    builder.mul(loop.index, word(LANES * vectors)), word(LANES * i)
+                    builder.mul(loop.index, word(LANES * len(runs))), word(LANES * i)
                 )
-                at = builder.add(x, builder.mul(number_at, word(4)))
-                factors = builder.load(pointer(builder, at, vector), align=1)
                 from_ = builder.add(source, builder.mul(number_at, word(item)))
                 if i * LANES * item % 64 == 0:
                     _prefetch(builder, from_)
                 value = floats_of(builder, cast_vector(builder, number, from_, extrema))
-                builder.store(_multiply_add(builder, value, factors, builder.load(total)), total)
+                at = builder.add(x, builder.mul(number_at, word(4)))
+                for j, each in enumerate(totals):
+                    place = builder.add(at, builder.mul(x_stride, word(j)))
+                    factors = builder.load(pointer(builder, place, vector), align=1)
+                    total = _multiply_add(builder, value, factors, builder.load(each[i]))
+                    builder.store(total, each[i])
         extrema.write()
-        result = builder.load(place, align=1)
-        for total in totals:
-            result = builder.fadd(result, builder.load(total))
-        builder.store(result, place, align=1)
+        for j, each in enumerate(totals):
+            place = pointer(builder, builder.add(sums, word(64 * j)), vector)
+            result = builder.load(place, align=1)
+            for total in each:
+                result = builder.fadd(result, builder.load(total))
+            builder.store(result, place, align=1)
         return context.get_dummy_value()
 
-    return types.void(index, count, *[types.intp] * 5), generate
+    return types.void(index, count, width, *[types.intp] * 6), generate
 
 
 @intrinsic(prefer_literal=True)
-def _axpys(typing_context, index, cols, source, col_stride, steps, x, y, scratch):
-    """Add to y the products of ``cols`` columns with as many numbers at x, 16 rows at each step."""
-    number, count = index.literal_value, cols.literal_value
+def _axpys(
+    typing_context, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch
+):
+    """Add to y, for each vector, the products of ``cols`` columns with as many numbers of it, 16 rows at each step."""
+    number, count, vectors = index.literal_value, cols.literal_value, range(width.literal_value)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
 
     def generate(context, builder, signature, args):
-        _, _, source, col_stride, steps, x, y, scratch = args
+        _, _, _, source, col_stride, steps, x, x_stride, y, y_stride, scratch = args
         extrema = Extrema(builder, number, scratch)
         vector, word = ir.VectorType(F32, LANES), source.type
-        factors = []
-        for col in range(count):
-            factor = builder.load(pointer(builder, builder.add(x, word(4 * col)), F32), align=1)
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, I32(0))
-            factors.append(native.shuffle(builder, first, first, [0] * LANES))
+
+        def factor(j: int, col: int) -> Any:
+            at = builder.add(x, builder.mul(x_stride, word(j)))
+            at = pointer(builder, builder.add(at, word(4 * col)), F32)
+            one = builder.load(at, align=1)
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, I32(0))
+            return native.shuffle(builder, first, first, [0] * LANES)
+
+        factors = [[factor(j, col) for col in range(count)] for j in vectors]
         with cgutils.for_range(builder, steps, intp=word) as loop:
-            place = pointer(builder, builder.add(y, builder.mul(loop.index, word(64))), vector)
-            total = builder.load(place, align=1)
-            for col, factor in enumerate(factors):
+            values = []
+            for col in range(count):
                 from_ = builder.add(source, builder.mul(col_stride, word(col)))
                 from_ = builder.add(from_, builder.mul(loop.index, word(LANES * item)))
                 _prefetch(builder, from_)
-                value = floats_of(builder, cast_vector(builder, number, from_, extrema))
-                total = _multiply_add(builder, value, factor, total)
-            builder.store(total, place, align=1)
+                values.append(floats_of(builder, cast_vector(builder, number, from_, extrema)))
+            row = builder.add(y, builder.mul(loop.index, word(64)))
+            for j, each in enumerate(factors):
+                place = builder.add(row, builder.mul(y_stride, word(j)))
+                place = pointer(builder, place, vector)
+                total = builder.load(place, align=1)
+                for value, factor_ in zip(values, each, strict=True):
+                    total = _multiply_add(builder, value, factor_, total)
+                builder.store(total, place, align=1)
         extrema.write()
         return context.get_dummy_value()
 
-    return types.void(index, cols, *[types.intp] * 6), generate
+    return types.void(index, cols, width, *[types.intp] * 8), generate
 
 
-def _gemv_function(index: int) -> Any:
+@njit(inline="always")
+def _copy_rest(source, source_stride, target, target_stride, width, count):
+    """Copy fewer than 16 rows of each result."""
+    for j in range(width):
+        for i in range(0, 4 * count, 4):
+            store(
+                target + j * target_stride + i, load(source + j * source_stride + i, "u32"), "u32"
+            )
+
+
+def _gemv_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = FINGERPRINT
+    fingerprint = _FINGERPRINT
+    # Sums of rows, and factors of columns, that stay in registers.
+    runs, group = max(2, 8 // width), max(2, min(4, 16 // width))
 
-    def gemv(source, row_stride, col_stride, rows, cols, x, y, y_stride, scratch):
+    def gemv(
+        source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
+    ):
+        sums = scratch + SUMS
         if is_scaled:
             clear_extrema(scratch)
         if col_stride == item:
-            longs, rest = cols // 128, cols % 16
-            shorts, at = (cols - longs * 128) // 16, longs * 128
+            longs, rest = cols // (16 * runs), cols % 16
+            shorts, at = cols // 16 - longs * runs, longs * 16 * runs
             for row in range(rows):
                 from_ = source + row * row_stride
-                for i in range(0, 64, 4):
-                    store(scratch + i, 0, "u32")
-                _dots(index, 8, from_, longs, x, scratch, scratch)
-                _dots(index, 1, from_ + at * item, shorts, x + at * 4, scratch, scratch)
+                for i in range(0, 64 * width, 4):
+                    store(sums + i, 0, "u32")
+                _dots(index, runs, width, from_, longs, x, x_stride, sums, scratch)
+                _dots(
+                    index, 1, width, from_ + at * item, shorts, x + at * 4, x_stride, sums, scratch
+                )
                 if rest:
                     # The numbers that a whole step lacks are zeros, as those behind x are.
-                    for i in range(64, 128, 4):
-                        store(scratch + i, 0, "u32")
-                    for i in range(rest):
-                        number = load(from_ + (cols - rest + i) * item, kind)
-                        store(scratch + 64 + i * item, number, kind)
-                    _dots(index, 1, scratch + 64, 1, x + (cols - rest) * 4, scratch, scratch)
-                total = load(scratch, "f32")
-                for i in range(4, 64, 4):
-                    total += load(scratch + i, "f32")
-                store(y + row * y_stride, total, "f32")
-            return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
-        steps, rest = rows // 16, rows % 16
-        for i in range(0, 4 * rows, 4):
-            store(y + i, 0, "u32")
-        col = 0
-        while col < cols:
-            count = 4 if col + 4 <= cols else 1
-            from_, tail = source + col * col_stride, steps * 16
-            if count == 4:
-                _axpys(index, 4, from_, col_stride, steps, x + col * 4, y, scratch)
-            else:
-                _axpys(index, 1, from_, col_stride, steps, x + col * 4, y, scratch)
-            if rest:
-                for i in range(rest):
-                    store(scratch + 256 + 4 * i, load(y + 4 * (tail + i), "u32"), "u32")
-                for c in range(count):
-                    at = from_ + c * col_stride + tail * item
                     clear_run(scratch)
                     for i in range(rest):
-                        store(scratch + i * item, load(at + i * item, kind), kind)
-                    _axpys(index, 1, scratch, 0, 1, x + (col + c) * 4, scratch + 256, scratch)
-                for i in range(rest):
-                    store(y + 4 * (tail + i), load(scratch + 256 + 4 * i, "u32"), "u32")
-            col += count
+                        number = load(from_ + (cols - rest + i) * item, kind)
+                        store(scratch + i * item, number, kind)
+                    at_rest = x + (cols - rest) * 4
+                    _dots(index, 1, width, scratch, 1, at_rest, x_stride, sums, scratch)
+                for j in range(count):
+                    total = load(sums + 64 * j, "f32")
+                    for i in range(4, 64, 4):
+                        total += load(sums + 64 * j + i, "f32")
+                    store(y + j * y_stride + row * y_step, total, "f32")
+            return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+        steps, rest = rows // 16, rows % 16
+        for j in range(width):
+            for i in range(0, 4 * rows, 4):
+                store(y + j * y_stride + i, 0, "u32")
+        col, end = 0, y + steps * 64
+        while col < cols:
+            taken = group if col + group <= cols else 1
+            from_, at = source + col * col_stride, x + col * 4
+            if taken == group:
+                _axpys(
+                    index,
+                    group,
+                    width,
+                    from_,
+                    col_stride,
+                    steps,
+                    at,
+                    x_stride,
+                    y,
+                    y_stride,
+                    scratch,
+                )
+            else:
+                _axpys(
+                    index, 1, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch
+                )
+            if rest:
+                _copy_rest(end, y_stride, sums, 64, width, rest)
+                for c in range(taken):
+                    last = from_ + c * col_stride + steps * 16 * item
+                    clear_run(scratch)
+                    for i in range(rest):
+                        store(scratch + i * item, load(last + i * item, kind), kind)
+                    _axpys(index, 1, width, scratch, 0, 1, at + c * 4, x_stride, sums, 64, scratch)
+                _copy_rest(sums, 64, end, y_stride, width, rest)
+            col += taken
         return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
 
     return gemv
 
 
 @cache
-def gemv_kernel(index: int) -> Any:
-    """Return the kernel of one of `CASTS` that multiplies a matrix with a vector, to be called with nine integers.
+def gemv_kernel(index: int, width: int) -> Any:
+    """Return the kernel of one of `CASTS` that multiplies a matrix with `width` vectors, to be called with 12 integers.
 
     Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
-    rows and columns; the address of a float32 vector that zeros fill up to a multiple of 16; address and stride in
-    bytes of a float32 result, without gaps where the matrix has contiguous columns; the address of 512 bytes of
-    scratch memory. It returns what a cast does.
+    rows and columns. Address of the first vector and stride from one to the next, each of float32 without gaps, which
+    zeros fill up to a multiple of 16. Address of the first result, strides from one to the next and from element to
+    element, which is 4 where the matrix has contiguous columns; how many are written, which is all where it has. The
+    address of `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
     """
-    return native.callable_at(compile_kernel(_gemv_function(index), 9), 9)
+    return native.callable_at(compile_kernel(_gemv_function(index, width), 12), 12)
+
+
+_merged = njit(scaling.merged)
+
+
+@njit
+def _read(cast, source, stride, step, count, k, x, x_stride, width, scratch):
+    extrema = 0
+    for j in range(count):
+        target = x + j * x_stride
+        found = call(cast, (source + j * stride, 0, step, 1, k, target, scratch))
+        extrema = _merged(extrema, found)
+        for i in range(4 * k, x_stride, 4):
+            store(target + i, 0, "u32")
+    for i in range(count * x_stride, width * x_stride, 4):
+        store(x + i, 0, "u32")
+    return extrema
+
+
+@cache
+def vectors_kernel() -> Any:
+    """Return the kernel that casts vectors for :func:`gemv_kernel`, to be called with ten integers.
+
+    Address of the kernel that casts; address of the first vector, strides in bytes from one to the next and from number
+    to number; how many vectors and numbers. Address of float32 vectors, stride from one to the next, how many there
+    are in all; the address of the scratch memory. It returns what a cast does.
+    """
+    fingerprint = _FINGERPRINT
+
+    def read(cast, source, stride, step, count, k, x, x_stride, width, scratch):
+        found = _read(cast, source, stride, step, count, k, x, x_stride, width, scratch)
+        return found + (fingerprint & 0)
+
+    return native.callable_at(compile_kernel(read, 10), 10)

@@ -145,10 +145,10 @@ AVX_VNNI = replace(
     cost_per_flop=0.55,
 )
 
-#: Reading the matrix is all that it costs, so nothing else is as fast where there is a vector.
+#: Reading the matrix is all that it costs, so nothing else is as fast where there are few vectors.
 GEMV = KernelRow(
     name="gemv",
-    units="FP32 units, rounding the matrix as it is read",
+    units="FP32 units, rounding a matrix that meets 1 to 4 vectors as it is read",
     executor="lowprec.backends.cpu.matrix_vector:prepare",
     formats=frozenset({"tf32", "bfloat16", "float16"}),
     requires="numba",
@@ -157,8 +157,29 @@ GEMV = KernelRow(
     holds_in=DType.FLOAT32,
     single_product=True,
     keeps_b=True,
-    matrix_vector=True,
-    minimum_elements=20_000,
+    vectors=range(1, 5),
+    # Below, one call of native code is faster, or half a pass of units for 16 bits.
+    minimum_elements=49_152,
+)
+
+#: Nothing is rounded, but a BLAS's products, which pack, take two to five times as long.
+GEMV_FP32 = replace(
+    GEMV,
+    name="gemv_fp32",
+    units="FP32 units, reading a matrix that meets 2 to 4 vectors once",
+    formats=frozenset({"float32"}),
+    vectors=range(2, 5),
+    # OpenBLAS has kernels that do not pack, for fewer.
+    minimum_elements=400_000,
+)
+
+#: Where there are more, only what has no units of its own for its numbers.
+GEMV_WIDE = replace(
+    GEMV,
+    name="gemv_wide",
+    units="FP32 units, rounding a matrix that meets 5 to 8 vectors as it is read",
+    vectors=range(5, 9),
+    minimum_elements=80_000,
 )
 
 #: One call of native code in place of ten of NumPy.
@@ -206,6 +227,6 @@ OPENBLAS = replace(
 )
 
 KERNELS = (
-    GEMV, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
-    AVX512_BF16, AVX512_VNNI, AVX_VNNI, DIRECT, OPENBLAS, NUMPY,
+    GEMV, GEMV_FP32, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
+    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT, OPENBLAS, NUMPY,
 )  # fmt: skip

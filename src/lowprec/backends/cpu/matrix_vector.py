@@ -1,42 +1,128 @@
-"""Products of a matrix and a vector in which the matrix is rounded, or widened, as it is read.
+"""Products of a matrix and a few vectors in which the matrix is rounded, or widened, as it is read.
 
 Such a product costs as much as reading the matrix once. A pass that rounds, in front of a BLAS's, would read it twice
 and write it once. Of a prepared matrix that is rounded to 16 bits these are kept: half the bytes to read.
+
+The vectors are the columns of ``b``, or the rows of ``a`` where those are fewer: then the transposed product is
+computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, threads
+from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, lies_apart, merged
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import scratch, stacks_of
+from lowprec.backends.cpu.stacks import array_at, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.formats import FLOAT16, NumberFormat
+from lowprec.formats import FLOAT16, NumberFormat, dtype_from_name
 from lowprec.modes import MathMode, row
 from lowprec.planning import GemmPlan
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.prepared import kept_modes, multiplies_b
 
 _LANES = 16
 
 
+class _Geometry(NamedTuple):
+    """What a product of a matrix and vectors is made of but for addresses; strides in bytes."""
+
+    m: int
+    k: int
+    vectors: int
+    to: NumberFormat | None  # what both are rounded to
+    dtype: str  # of the matrix, of which rows or columns are contiguous
+    row_stride: int
+    col_stride: int
+    vector_dtype: str
+    vector_stride: int  # from one vector to the next
+    vector_step: int  # from number to number
+    out_stride: int  # of a float32 result, likewise
+    out_step: int
+
+
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan for a matrix and a vector."""
-    return functools.partial(_execute, plan, kept_modes(plan))
+    """Return the executor of a plan for a matrix and a few vectors."""
+    modes, geometry = kept_modes(plan), _geometry_of_plan(plan)
+    if geometry is None:
+        return functools.partial(_execute, plan, modes)
+    gemv, layout = _gemv(geometry), plan.layout
+    exchanged = multiplies_b(layout)
+    stacks = layout.a, layout.b, layout.out, None
+    offsets = offsets_of(stacks) if 1 < layout.batch_count <= KEPT else None
+
+    def execute(arguments: Arguments) -> None:
+        if type(arguments.b) is PreparedView and arguments.b.mode in modes:
+            _execute(plan, modes, arguments)
+            return
+        apart: list[int] = []
+
+        def arrays(number: int) -> list[Any]:
+            a, b, out = stacks_of(plan, arguments)[:3]
+            a, b = (np.broadcast_to(x, layout.batch_shape + x.shape[-2:]) for x in (a, b))
+            index = np.unravel_index(number, layout.batch_shape)
+            return _exchanged(plan, a[index], b[index], out[index])
+
+        def multiply(product: tuple[int, Sequence[int]]) -> None:
+            number, (a, b, out, *_) = product
+            matrix, vectors = (b, a) if exchanged else (a, b)
+            result = None if gemv.in_place else arrays(number)[2]
+            if gemv.multiply(matrix, vectors, out, result):
+                apart.append(number)
+
+        if layout.batch_count == 1:
+            multiply((0, [x.address for x in arguments[:3]]))
+        else:
+            table = addresses_of(stacks, arguments, offsets)
+            threads.share(multiply, list(enumerate(table.tolist())))
+        for number in apart:
+            _multiply_scaled(*arrays(number))
+
+    return execute
+
+
+def _geometry_of_plan(plan: GemmPlan) -> _Geometry | None:
+    """Return that of each product, None where there is more to do than to multiply arrays as they are."""
+    layout, problem = plan.layout, plan.problem
+    if problem.has_epilogue or layout.out.dtype is not plan.accumulator:
+        return None
+    a, b, out = layout.a, layout.b, layout.out
+    if multiplies_b(layout):
+        a, b, out = b.transposed, a.transposed, out.transposed
+    if 1 not in (a.row_stride, a.col_stride):
+        return None
+    item, width, four = a.dtype.itemsize, b.dtype.itemsize, out.dtype.itemsize
+    return _Geometry(
+        a.rows, a.cols, b.cols, _rounding(plan),
+        a.dtype.label, a.row_stride * item, a.col_stride * item,
+        b.dtype.label, b.col_stride * width, b.row_stride * width,
+        out.col_stride * four, out.row_stride * four,
+    )  # fmt: skip
+
+
+def _rounding(plan: GemmPlan) -> NumberFormat | None:
+    """Return the format to which operands are rounded that need not be scaled."""
+    return FLOAT16_DIGITS if any(plan.scaled) else fp32_units.rounding_format(plan)
+
+
+def _exchanged(plan: GemmPlan, a: Any, b: Any, out: Any) -> list[Any]:
+    """Return matrix, vectors and result, the two-dimensional arrays of a product."""
+    return [b.T, a.T, out.T] if multiplies_b(plan.layout) else [a, b, out]
 
 
 def _execute(plan: GemmPlan, modes: frozenset[str], arguments: Arguments) -> None:
     stacks = stacks_of(plan, arguments)
-    to = FLOAT16_DIGITS if any(plan.scaled) else fp32_units.rounding_format(plan)
+    to = _rounding(plan)
     prepared, b_read = arguments.b, Split([stacks.b])
     if type(prepared) is PreparedView and prepared.mode in modes and to is not None:
         b_read = _narrowed(prepared, stacks.b, to, is_scaled=plan.scaled[1])
@@ -45,10 +131,7 @@ def _execute(plan: GemmPlan, modes: frozenset[str], arguments: Arguments) -> Non
         operands = (stacks.a, b_read.parts[0])
         a, b = (np.broadcast_to(x, out.shape[:-2] + x.shape[-2:]) for x in operands)
         for index in np.ndindex(out.shape[:-2]):
-            if out.shape[-1] == 1:
-                _multiply(a[index], b[index][:, 0], out[index][:, 0], to)
-            else:
-                _multiply(b[index].T, a[index][0], out[index][0], to)
+            _multiply(*_exchanged(plan, a[index], b[index], out[index]), to=to)
         splitting.unscale(out, Split([]), b_read)
 
     fp32_units.with_epilogue(plan, arguments, stacks, multiply)
@@ -82,86 +165,110 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
     return found
 
 
-def _multiply(matrix: Any, vector: Any, out: Any, to: NumberFormat | None) -> None:
-    """Compute ``out = matrix @ vector`` in float32, both operands rounded or widened."""
-    k = vector.size
-    with _padded(k) as x:
-        apart = casting.cast([(vector[None], x[None, :k])], to)
-        if matrix.itemsize in matrix.strides:
-            apart.append(_run(matrix, to, x, out))
-        else:
-            with scratch(matrix.shape, x.dtype) as compact:
-                apart += casting.cast([(matrix, compact)], to)
-                _run(compact, None, x, out)
-    if any(apart):
-        _multiply_scaled(matrix, vector, out)
+def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -> None:
+    """Compute ``out = matrix @ vectors`` in float32, both operands rounded or widened."""
+    if matrix.itemsize in matrix.strides:
+        is_apart = _run(matrix, vectors, out, to)
+    else:
+        with scratch(matrix.shape, out.dtype) as compact:
+            (is_apart,) = casting.cast([(matrix, compact)], to)
+            is_apart |= _run(compact, vectors, out, to)
+    if is_apart:
+        _multiply_scaled(matrix, vectors, out)
 
 
-def _multiply_scaled(matrix: Any, vector: Any, out: Any) -> None:
-    k = vector.size
-    with _padded(k) as x, contextlib.ExitStack() as stack:
+def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
+    with contextlib.ExitStack() as stack:
         a, b = splitting.scaled_where_needed(
-            (matrix, vector[:, None]), x.dtype, row(MathMode.FP16), stack
+            (matrix, vectors), out.dtype, row(MathMode.FP16), stack
         )
-        x[:k] = b.parts[0][:, 0]
-        _run(a.parts[0], None, x, out)
-        splitting.unscale(out[:, None], a, b)
+        _run(a.parts[0], b.parts[0], out, None)
+        splitting.unscale(out, a, b)
 
 
-@contextlib.contextmanager
-def _padded(k: int) -> Iterator[Any]:
-    """Lend a float32 vector that zeros fill up to whole steps."""
-    with scratch((-(-k // _LANES) * _LANES,), np.dtype(np.float32)) as x:
-        x[k:] = 0
-        yield x
+def _run(matrix: Any, vectors: Any, out: Any, to: NumberFormat | None) -> bool:
+    """Multiply a matrix of contiguous rows or columns; return whether anything must be scaled."""
+    (m, k), (row_stride, col_stride) = matrix.shape, matrix.strides
+    geometry = _Geometry(
+        m, k, vectors.shape[1], to,
+        matrix.dtype.name, row_stride, col_stride,
+        vectors.dtype.name, vectors.strides[1], vectors.strides[0],
+        out.strides[1], out.strides[0],
+    )  # fmt: skip
+    source, factors, target = (x.ctypes.data for x in (matrix, vectors, out))
+    return _gemv(geometry).multiply(source, factors, target, out)
 
 
-def _run(matrix: Any, to: NumberFormat | None, x: Any, out: Any) -> bool:
-    """Multiply a matrix of contiguous rows or columns; return whether it must be scaled."""
-    m, k = matrix.shape
-    if matrix.strides[1] == matrix.itemsize:
-        rows = rows_for_shape(m, k, by_rows=True)
-        return _run_pieces(matrix, to, x, out[None], rows, [(0, k)])
-    rows, columns = columns_for_shape(m, k)
-    if len(columns) == 1 and out.strides[0] == out.itemsize:
-        return _run_pieces(matrix, to, x, out[None], rows, columns)
-    with scratch((len(columns), m), x.dtype) as sums, np.errstate(all="ignore"):
-        apart = _run_pieces(matrix, to, x, sums, rows, columns)
-        np.add.reduce(sums, axis=0, out=out)
-    return apart
+class _Gemv(NamedTuple):
+    #: Takes the addresses of matrix, vectors and result, and the result as an array where it is not written in place.
+    #: Returns whether anything must be scaled.
+    multiply: Callable[[int, int, int, Any], bool]
+    in_place: bool
 
 
-def _run_pieces(
-    matrix: Any,
-    to: NumberFormat | None,
-    x: Any,
-    sums: Any,
-    rows: list[tuple[int, int]],
-    columns: list[tuple[int, int]],
-) -> bool:
-    """Write what each piece of columns contributes to a row of ``sums``; return whether the matrix must be scaled."""
-    index = casting.cast_index(matrix.dtype.name, to)
-    assert index is not None, "plans for this kernel multiply what it reads"
-    from lowprec.backends.cpu.gemv_kernels import gemv_kernel
+@functools.lru_cache(maxsize=256)
+def _gemv(geometry: _Geometry) -> _Gemv:
+    """Return what multiplies a matrix of contiguous rows or columns with vectors."""
+    from lowprec.backends.cpu import gemv_kernels as native
 
-    kernel, step = gemv_kernel(index), sums.strides[1]
-    source, factors, target = (y.ctypes.data for y in (matrix, x, sums))
-    row_stride, col_stride = matrix.strides
+    g = geometry
+    of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
+    assert None not in (of_matrix, of_vectors), "plans for this kernel multiply what it reads"
+    width = next(width for width in native.WIDTHS if width >= g.vectors)
+    kernel, read = native.gemv_kernel(of_matrix, width), native.vectors_kernel()
+    cast = casting.kernels().cast_address(of_vectors)
+    if g.col_stride == dtype_from_name(g.dtype).itemsize:
+        rows, columns = rows_for_shape(g.m, g.k, by_rows=True), [(0, g.k)]
+        in_place = True
+    else:
+        rows, columns = columns_for_shape(g.m, g.k, width)
+        in_place = len(columns) == 1 and g.vectors == width and g.out_step == 4
+    shape = (0,) if in_place else (len(columns), width, g.m)  # of what pieces of columns add
+    piece_stride, stride, step, written = 0, g.out_stride, g.out_step, g.vectors
+    if not in_place:
+        piece_stride, stride, step, written = 4 * width * g.m, 4 * g.m, 4, width
+    x_stride = -(-g.k // _LANES) * _LANES * 4
     pieces = [
-        (
-            source + i * row_stride + j * col_stride, row_stride, col_stride, height, width,
-            factors + j * x.itemsize, target + number * sums.strides[0] + i * step, step,
-        )
+        (i * g.row_stride + j * g.col_stride, height, cols, 4 * j, number * piece_stride + i * step)
         for i, height in rows
-        for number, (j, width) in enumerate(columns)
-    ]  # fmt: skip
-    queue, extrema = iter(pieces), []
+        for number, (j, cols) in enumerate(columns)
+    ]
 
-    def work() -> None:
-        with buffers.borrow(casting.SCRATCH_BYTES) as memory:
-            # Taking the next element of a list's iterator is atomic.
-            for piece in queue:
-                extrema.append(kernel(*piece, memory))
+    def multiply(matrix: int, vectors: int, out: int, result: Any) -> bool:
+        extrema: list[int] = []
+        workers = min(threads.num_threads(), len(pieces)) if pieces[1:] else 1
+        nbytes = width * x_stride
+        with buffers.borrow(native.GEMV_SCRATCH_BYTES + nbytes + 4 * math.prod(shape)) as memory:
+            x = memory + native.GEMV_SCRATCH_BYTES
+            target = out if in_place else x + nbytes
+            found = read(
+                cast, vectors, g.vector_stride, g.vector_step, g.vectors, g.k,
+                x, x_stride, width, memory,
+            )  # fmt: skip
+            queue = iter(pieces)
 
-    threads.run(work, min(threads.num_threads(), len(pieces)))
-    return lies_apart(functools.reduce(merged, extrema))
+            def run(own: int) -> None:
+                # Taking the next element of a list's iterator is atomic.
+                for source, height, cols, first, to in queue:
+                    extrema.append(
+                        kernel(
+                            matrix + source, g.row_stride, g.col_stride, height, cols,
+                            x + first, x_stride, target + to, stride, step, written, own,
+                        )
+                    )  # fmt: skip
+
+            def work() -> None:
+                with buffers.borrow(native.GEMV_SCRATCH_BYTES) as own:
+                    run(own)
+
+            if workers == 1:
+                run(memory)
+            else:
+                threads.run(work, workers)
+            if not in_place:
+                sums = array_at(target, shape, np.dtype(np.float32))
+                with np.errstate(all="ignore"):
+                    np.add.reduce(sums[:, : g.vectors], axis=0, out=result.T)
+        return lies_apart(found) or lies_apart(functools.reduce(merged, extrema))
+
+    return _Gemv(multiply, in_place)

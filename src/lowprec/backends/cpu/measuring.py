@@ -19,14 +19,14 @@ from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.numpy_library import NUMPY as LIBRARY
 from lowprec.backends.cpu import backend, costs, device
 from lowprec.backends.cpu.costs import Cost
-from lowprec.backends.cpu.kernel_rows import GEMV, KERNELS
+from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.execution import Arguments
 from lowprec.formats import DType
 from lowprec.modes import MathMode
 from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm
 from lowprec.planning.costs import roundings
 
-#: Extents of the small and the large matrices, and of the matrix that meets a vector.
+#: Extents of the small and the large matrices, and of the matrix that meets vectors.
 SMALL, LARGE, MATRIX_VECTOR = 256, 1536, 3072
 _ROUNDS = 5
 #: Small products are timed several at once: a single one is as short as a change of the clock.
@@ -38,6 +38,7 @@ _SMALL_REPEATS = 8
 _CASES = {
     "tf32": (MathMode.TF32, DType.FLOAT32),
     "bfloat16": (MathMode.BF16, DType.FLOAT32),
+    "float32": (MathMode.FP32, DType.FLOAT32),
     "int8": (MathMode.FP32, DType.INT8),
 }
 #: The same for kernels that sum products of parts.
@@ -51,7 +52,6 @@ _LEAST_PER_FLOP = 0.01
 
 _Sizes = tuple[int, int, int]
 _SMALL_SIZES, _LARGE_SIZES = (SMALL,) * 3, (LARGE,) * 3
-_VECTOR_SIZES = (MATRIX_VECTOR, 1, MATRIX_VECTOR)
 
 
 class _Timed(NamedTuple):
@@ -84,7 +84,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Cost]:
 def steps() -> int:
     """Return how often :func:`measure` tells of its progress."""
     rows = _measurable(_able())
-    return _ROUNDS * sum(2 if not row.matrix_vector else 1 for row in rows) + 3 * _ROUNDS
+    return _ROUNDS * (len(_all_sizes(rows)) + sum(len(_sizes(row)) for row in rows))
 
 
 def _able() -> Capabilities:
@@ -108,14 +108,25 @@ def _measurable(able: Capabilities) -> list[KernelRow]:
     return [*special, _general(able)]
 
 
+def _sizes(row: KernelRow) -> tuple[_Sizes, ...]:
+    """Return at which sizes (m, n, k) a kernel is measured."""
+    if row.vectors:
+        return ((MATRIX_VECTOR, row.vectors[0], MATRIX_VECTOR),)
+    return _SMALL_SIZES, _LARGE_SIZES
+
+
+def _all_sizes(rows: list[KernelRow]) -> list[_Sizes]:
+    return list(dict.fromkeys(sizes for row in rows for sizes in _sizes(row)))
+
+
 def _cases() -> Iterator[_Timed]:
     able = _able()
-    general = _general(able)
-    for sizes in (_SMALL_SIZES, _LARGE_SIZES, _VECTOR_SIZES):
+    general, rows = _general(able), _measurable(able)
+    for sizes in _all_sizes(rows):
         yield _timed(able, general, MathMode.FP32, DType.FLOAT32, sizes)
-    for row in _measurable(able):
+    for row in rows:
         mode, dtype = _case(row)
-        for sizes in (_VECTOR_SIZES,) if row.matrix_vector else (_SMALL_SIZES, _LARGE_SIZES):
+        for sizes in _sizes(row):
             yield _timed(able, row, mode, dtype, sizes)
 
 
@@ -140,7 +151,7 @@ def _timed(
     a, b = (LIBRARY.view(x) for x in arrays)
     out = LIBRARY.view(np.empty(plan.out_shape, NUMPY_DTYPES[plan.out_dtype]))
     execute, arguments = backend.prepare(plan), Arguments(a, b, out)
-    in_fp32 = mode is MathMode.FP32 and dtype is DType.FLOAT32
+    in_fp32 = row.formats is None and mode is MathMode.FP32 and dtype is DType.FLOAT32
     return _Timed(row, in_fp32, sizes, lambda: execute(arguments))
 
 
@@ -160,9 +171,10 @@ def _cost(row: KernelRow, best: dict[tuple[str, bool, _Sizes], float]) -> Cost:
     def ratio(sizes: _Sizes) -> float:
         return best[row.name, False, sizes] / best[general, True, sizes]
 
-    if row is GEMV:
-        # It reads what FP32 reads, so less would be chance.
-        return costs.limited(max(ratio(_VECTOR_SIZES), 1.0), 0.0)
+    if row.vectors:
+        # It reads what FP32 reads, so no more can be saved.
+        (sizes,) = _sizes(row)
+        return costs.limited(max(ratio(sizes), 1.0), 0.0)
     small, large = ratio(_SMALL_SIZES), ratio(_LARGE_SIZES)
     if row.formats is None:
         # It multiplies in FP32, so all that it takes longer is the rounding; what fits the large size is kept.

@@ -45,7 +45,7 @@ def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
 
 
 def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
-    """Cut the rows of an m x k matrix that a vector is multiplied with, as (first, length).
+    """Cut the rows of an m x k matrix that vectors are multiplied with, as (first, length).
 
     ``by_rows`` says whether the rows are contiguous.
     """
@@ -53,17 +53,22 @@ def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
     return [(first, min(rows, m - first)) for first in range(0, m, rows)]
 
 
-#: Rows from which a matrix with contiguous columns is cut across them, and the most pieces of columns of another.
+#: Sums of rows from which a matrix with contiguous columns is cut across them, so that they stay in the cache, and the
+#: most pieces of columns of another.
 _LONG_COLUMNS, _COLUMN_PIECES = 1 << 16, 16
 
 
-def columns_for_shape(m: int, k: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut rows and columns of an m x k matrix with contiguous columns, each piece as (first, length).
+def columns_for_shape(
+    m: int, k: int, width: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Cut rows and columns of an m x k matrix of contiguous columns, each piece as (first, length).
 
-    Pieces of columns are passed through in sequence, but leave sums to be added.
+    ``width`` vectors are multiplied with it. Pieces of columns are passed through in sequence, but leave sums to be
+    added.
     """
-    if m >= _LONG_COLUMNS:
-        return [(i, min(_LONG_COLUMNS, m - i)) for i in range(0, m, _LONG_COLUMNS)], [(0, k)]
+    rows = _LONG_COLUMNS // width
+    if m >= rows:
+        return [(i, min(rows, m - i)) for i in range(0, m, rows)], [(0, k)]
     columns = max(4, _VECTOR_WORK // m, -(-k // _COLUMN_PIECES))
     return [(0, m)], [(j, min(columns, k - j)) for j in range(0, k, columns)]
 

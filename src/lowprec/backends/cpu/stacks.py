@@ -77,5 +77,10 @@ def scratch(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Any]:
         yield np.empty(shape, dtype)
         return
     with buffers.borrow(nbytes) as address:
-        memory: Any = (ctypes.c_char * nbytes).from_address(address)
-        yield np.frombuffer(memory, dtype).reshape(shape)
+        yield array_at(address, shape, dtype)
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return memory as a C-contiguous array, which does not keep it alive."""
+    memory: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)

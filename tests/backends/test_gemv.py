@@ -1,0 +1,206 @@
+"""Products that round a matrix as they read it, with a few vectors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+import oracles
+from lowprec import formats
+from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_FP32, GEMV_WIDE
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.planning import KernelRow
+from machines import OPENBLAS
+
+pytestmark = pytest.mark.skipif(
+    not casting.has_kernels(), reason="numba is not installed, or switched off"
+)
+
+#: Of no multiple of what a step takes; long rows, long columns, and such as are cut.
+SHAPES = [(700, 800), (257, 1037), (3, 70_000), (70_003, 9), (1, 60_001), (60_000, 1), (16_390, 33)]
+COUNTS = (1, 2, 3, 4, 8)
+
+#: How the matrix lies in memory.
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "rows": lambda x: x,
+    "columns": np.asfortranarray,
+    "backwards": lambda x: x[::-1],
+    "stepped": lambda x: np.repeat(x, 2, 1)[:, ::2],
+}
+
+
+def exact_operands(
+    a: np.ndarray, b: np.ndarray, mode: str
+) -> tuple[np.ndarray, np.ndarray]:  # rounded as the mode says, in float64
+    if mode == "fp16":
+        return oracles.round_both(a, b, mode)
+    to = {"tf32": formats.TF32, "bf16": formats.BFLOAT16}.get(mode)
+    rounded = []
+    for x in (a, b):
+        y = np.ascontiguousarray(x).astype(np.float32)
+        if x.dtype == np.float32 and to is not None:
+            round_float32(y, to, y)
+        rounded.append(y.astype(np.float64))
+    return rounded[0], rounded[1]
+
+
+def assert_within_bound(found: np.ndarray, a: np.ndarray, b: np.ndarray, u: float = 0) -> None:
+    """|found - a b| <= gamma_k |a||b|: products of rounded numbers are exact, k - 1 sums of them are rounded.
+
+    Those of float32 itself are rounded, too, which leaves gamma_k what it is. Where the result is then rounded to u, by
+    as much of it as well.
+    """
+    k = a.shape[-1]
+    gamma = k * 2**-24 / (1 - k * 2**-24)
+    size = np.abs(a) @ np.abs(b)
+    assert np.all(np.abs(found.astype(np.float64) - a @ b) <= (gamma + u * (1 + gamma)) * size)
+
+
+def assert_runs(a: np.ndarray, b: np.ndarray, mode: str | None, row: KernelRow = GEMV) -> None:
+    assert lowprec.plan(a, b, math_mode=mode).kernel == row.name
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_matrix_and_a_few_vectors(
+    shape: tuple[int, int],
+    layout: str,
+    mode: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, k = shape
+    a = LAYOUTS[layout](rng.standard_normal(shape, dtype=np.float32))
+    columns = rng.standard_normal((COUNTS[-1], 2 * k), dtype=np.float32)[:, ::-2].T
+    exact_a, exact_b = exact_operands(a, columns, mode)
+    for count in COUNTS:
+        b = columns[:, :count]
+        if min(m, count) in GEMV.vectors:
+            assert_runs(a, b, mode)
+        results = []
+        for workers in (1, 2, 5):
+            monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
+            frame = np.full((m, 2 * count + 2), 7, np.float32)
+            lowprec.matmul(a, b, out=frame[:, 1:-1:2], math_mode=mode)
+            results.append(frame[:, 1:-1:2].tobytes())
+            frame[:, 1:-1:2] = 7
+            assert np.all(frame == 7)
+        assert results[0] == results[1] == results[2]
+        found = np.frombuffer(results[0], np.float32).reshape(m, count)
+        assert_within_bound(found, exact_a, exact_b[:, :count])
+        left = lowprec.matmul(b.T, a.T, math_mode=mode)
+        assert_within_bound(left.T, exact_a, exact_b[:, :count])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_there_are_units_for_the_numbers(layout: str, rng: np.random.Generator) -> None:
+    """More than four vectors: FP32 units take them only where no others do."""
+    a = LAYOUTS[layout](rng.standard_normal((301, 530), dtype=np.float32))
+    b = rng.standard_normal((530, 8), dtype=np.float32)
+    for count in (5, 7, 8):
+        plan = lowprec.plan(a, b[:, :count], math_mode="fp16")
+        assert plan.kernel == GEMV_WIDE.name or plan.kernel_row.micro_kernel
+        found = lowprec.matmul(a, b[:, :count], math_mode="fp16")
+        assert_within_bound(found, *exact_operands(a, b[:, :count], "fp16"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_in_fp32(layout: str, count: int, rng: np.random.Generator) -> None:
+    a = LAYOUTS[layout](rng.standard_normal((530, 801), dtype=np.float32))
+    b = rng.standard_normal((801, count), dtype=np.float32)
+    assert_runs(a, b, None, GEMV_FP32)
+    exact = a.astype(np.float64), b.astype(np.float64)
+    assert_within_bound(lowprec.matmul(a, b), *exact)
+    assert_within_bound(lowprec.matmul(b.T, a.T).T, *exact)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [1, 4])
+def test_as_they_are_stored(dtype: type, count: int, rng: np.random.Generator) -> None:
+    a = rng.standard_normal((300, 261)).astype(dtype)
+    b = rng.standard_normal((261, count)).astype(dtype)
+    assert_runs(a, b, None)
+    wide = a.astype(np.float64), b.astype(np.float64)
+    assert_within_bound(lowprec.matmul(a, b, out_dtype="float32"), *wide)
+    u = 2.0**-11 if dtype is np.float16 else 2.0**-8
+    for order in (a, np.asfortranarray(a)):
+        assert_within_bound(lowprec.matmul(order, b), *wide, u=u)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches(layout: str, count: int, rng: np.random.Generator) -> None:
+    """One of them of numbers that lie far apart, which are scaled."""
+    stack = [LAYOUTS[layout](x) for x in rng.standard_normal((3, 250, 230), dtype=np.float32)]
+    a = (
+        np.stack(stack)
+        if layout == "rows"
+        else np.lib.stride_tricks.as_strided(stack[0], (3, 250, 230), (0, *stack[0].strides))
+    )
+    b = rng.standard_normal((3, 230, count), dtype=np.float32)
+    b[1, 7] *= np.float32(2.0**-60)
+    for mode in ("fp32", "tf32", "fp16"):
+        found = lowprec.matmul(a, b, math_mode=mode)
+        left = lowprec.matmul(b.swapaxes(1, 2), a.swapaxes(1, 2), math_mode=mode)
+        for x, y, product, other in zip(a, b, found, left, strict=True):
+            exact = exact_operands(x, y, mode)
+            assert_within_bound(product, *exact)
+            assert_within_bound(other.T, *exact)
+    assert_runs(a, b, "fp16")
+
+
+def test_epilogues(rng: np.random.Generator) -> None:
+    """Whole numbers, so that all sums are exact."""
+    for count in (1, 4):
+        rows, matrix = (
+            rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 250), (250, 300))
+        )
+        c, bias = (rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 300), (300,)))
+        assert_runs(rows, matrix, "tf32")
+        found = lowprec.matmul(
+            rows, matrix, c=c, alpha=2.0, beta=-1.0, bias=bias, activation="relu", math_mode="tf32"
+        )
+        want = np.maximum(2 * (rows @ matrix) - c + bias, 0)
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_special_values_meet_only_their_row(order: Any, count: int) -> None:
+    """In every place: whole vectors, the rest of a row, the last rows."""
+    m, k = 233, 267
+    for i, j, value in itertools.product(
+        (0, 64, 232), (0, 17, 266), (np.nan, np.inf, -np.inf, 7e4)
+    ):
+        a, b = np.ones((m, k), np.float32, order=order), np.ones((k, count), np.float32)
+        a[i, j] = value
+        assert_runs(a, b, "fp16")
+        found = lowprec.matmul(a, b, math_mode="fp16")
+        want = np.full((m, count), k, np.float32)
+        # The numbers of float16's digits are 2^6 apart there.
+        want[i] = k - 1 + 70016.0 if value == 7e4 else value
+        np.testing.assert_array_equal(found, want)
+
+
+def test_numbers_of_one_vector_alone_are_scaled(rng: np.random.Generator) -> None:
+    a = rng.standard_normal((250, 260), dtype=np.float32)
+    b = rng.standard_normal((260, 3), dtype=np.float32)
+    b[:, 1] *= np.float32(2.0**-90)
+    for order in (a, np.asfortranarray(a)):
+        assert_runs(order, b, "fp16")
+        found = lowprec.matmul(order, b, math_mode="fp16")
+        assert_within_bound(found, *exact_operands(a, b, "fp16"))
+
+
+def test_where_there_is_no_numba_nothing_runs_on_it() -> None:
+    assert GEMV in OPENBLAS.kernels
+    assert GEMV.requires not in OPENBLAS.features
