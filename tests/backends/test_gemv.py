@@ -24,7 +24,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 #: Of no multiple of what a step takes; long rows, long columns, and such as are cut.
-SHAPES = [(700, 800), (257, 1037), (3, 70_000), (70_003, 9), (1, 60_001), (60_000, 1), (16_390, 33)]
+SHAPES = [
+    (700, 800),
+    (1100, 1037),
+    (3, 70_000),
+    (70_003, 9),
+    (1, 60_001),
+    (60_000, 1),
+    (16_390, 33),
+]
 COUNTS = (1, 2, 3, 4, 8)
 
 #: How the matrix lies in memory.
@@ -191,14 +199,41 @@ def test_special_values_meet_only_their_row(order: Any, count: int) -> None:
         np.testing.assert_array_equal(found, want)
 
 
-def test_numbers_of_one_vector_alone_are_scaled(rng: np.random.Generator) -> None:
-    a = rng.standard_normal((250, 260), dtype=np.float32)
-    b = rng.standard_normal((260, 3), dtype=np.float32)
-    b[:, 1] *= np.float32(2.0**-90)
-    for order in (a, np.asfortranarray(a)):
-        assert_runs(order, b, "fp16")
-        found = lowprec.matmul(order, b, math_mode="fp16")
-        assert_within_bound(found, *exact_operands(a, b, "fp16"))
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_numbers_far_apart_are_scaled(order: Any, count: int) -> None:
+    """Of a number 2^30 times as small as the largest of its row or column 8 bits are left; nothing is summed here."""
+    m, k, tiny = 250, 260, np.float32(2.0**-30 * (1 + 2.0**-9 + 2.0**-10))
+    left = np.float32(2.0**-30 * (1 + 2.0**-8))
+    for i in (0, 17, 249):
+        a, b = np.ones((m, k), np.float32, order=order), np.zeros((k, count), np.float32)
+        a[i, 5], b[5] = tiny, 1
+        want = np.ones((m, count), np.float32)
+        want[i] = left
+        assert_runs(a, b, "fp16")
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="fp16"), want)
+    for j in range(count):
+        a, b = np.zeros((m, k), np.float32, order=order), np.ones((k, count), np.float32)
+        b[5, j], a[:, 5] = tiny, 1
+        want = np.ones((m, count), np.float32)
+        want[:, j] = left
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="fp16"), want)
+    a, b = np.ones((3, m, k), np.float32), np.zeros((3, k, count), np.float32)
+    a[1, 7, 5], b[:, 5] = tiny, 1
+    want = np.ones((3, m, count), np.float32)
+    want[1, 7] = left
+    np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="fp16"), want)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_lay_in_memory_before_has_no_say(order: Any) -> None:
+    m, k, count = 230, 257, 3
+    nan = np.full((m, 272), np.nan, np.float32, order=order)
+    a, b = np.ones((m, k), np.float32, order=order), np.ones((k, count), np.float32)
+    for mode in ("tf32", "fp16"):
+        lowprec.matmul(nan, np.full((272, 4), np.nan, np.float32), math_mode=mode)
+        assert_runs(a, b, mode)
+        assert (lowprec.matmul(a, b, math_mode=mode) == k).all()
 
 
 def test_where_there_is_no_numba_nothing_runs_on_it() -> None:

@@ -51,7 +51,7 @@ _FINGERPRINT = (
 )
 
 
-#: The numbers of vectors that there are kernels for; others are filled up by vectors of zeros.
+#: The numbers of vectors that there are kernels for; others are filled up, by whatever lies in memory.
 WIDTHS = (1, 2, 4, 8)
 
 #: Scratch memory: what a cast may use, and behind it 16 sums for each vector.
@@ -267,7 +267,7 @@ _merged = njit(scaling.merged)
 
 
 @njit
-def _read(cast, source, stride, step, count, k, x, x_stride, width, scratch):
+def _read(cast, source, stride, step, count, k, x, x_stride, scratch):
     extrema = 0
     for j in range(count):
         target = x + j * x_stride
@@ -275,23 +275,21 @@ def _read(cast, source, stride, step, count, k, x, x_stride, width, scratch):
         extrema = _merged(extrema, found)
         for i in range(4 * k, x_stride, 4):
             store(target + i, 0, "u32")
-    for i in range(count * x_stride, width * x_stride, 4):
-        store(x + i, 0, "u32")
     return extrema
 
 
 @cache
 def vectors_kernel() -> Any:
-    """Return the kernel that casts vectors for :func:`gemv_kernel`, to be called with ten integers.
+    """Return the kernel that casts vectors for :func:`gemv_kernel`, to be called with nine integers.
 
     Address of the kernel that casts; address of the first vector, strides in bytes from one to the next and from number
-    to number; how many vectors and numbers. Address of float32 vectors, stride from one to the next, how many there
-    are in all; the address of the scratch memory. It returns what a cast does.
+    to number; how many vectors and numbers. Address of float32 vectors and stride from one to the next; the address of
+    the scratch memory. It returns what a cast does.
     """
     fingerprint = _FINGERPRINT
 
-    def read(cast, source, stride, step, count, k, x, x_stride, width, scratch):
-        found = _read(cast, source, stride, step, count, k, x, x_stride, width, scratch)
+    def read(cast, source, stride, step, count, k, x, x_stride, scratch):
+        found = _read(cast, source, stride, step, count, k, x, x_stride, scratch)
         return found + (fingerprint & 0)
 
-    return native.callable_at(compile_kernel(read, 10), 10)
+    return native.callable_at(compile_kernel(read, 9), 9)

@@ -243,7 +243,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
             target = out if in_place else x + nbytes
             found = read(
                 cast, vectors, g.vector_stride, g.vector_step, g.vectors, g.k,
-                x, x_stride, width, memory,
+                x, x_stride, memory,
             )  # fmt: skip
             queue = iter(pieces)
 
