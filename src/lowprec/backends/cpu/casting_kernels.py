@@ -211,14 +211,26 @@ def clear_run(scratch):
         store(scratch + i, 0, "i64")
 
 
-@njit(inline="always")
-def extrema_in(scratch):
+@intrinsic
+def extrema_in(typing_context, scratch):
     """The largest magnitude, by its bits, times 2^32, and the smallest that is not zero, less 1."""
-    largest, least = 0, 0xFFFFFFFF
-    for i in range(_EXTREMA, _EXTREMA + 64, 4):
-        largest = max(largest, types.intp(load(scratch + i, "u32")))
-        least = min(least, types.intp(load(scratch + 64 + i, "u32")))
-    return (largest << 32) | least
+
+    def generate(context, builder, signature, args):
+        (scratch,) = args
+        vector, word = ir.VectorType(I32, LANES), scratch.type
+        found = []
+        for offset, name in ((0, "umax"), (64, "umin")):
+            at = pointer(builder, builder.add(scratch, word(_EXTREMA + offset)), vector)
+            function = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(I32, [vector]),
+                f"llvm.vector.reduce.{name}.v{LANES}i32",
+            )
+            one = builder.call(function, [builder.load(at, align=1)])
+            found.append(builder.zext(one, word))
+        return builder.or_(builder.shl(found[0], word(32)), found[1])
+
+    return types.intp(types.intp), generate
 
 
 # --- writing them -----------------------------------------------------------------------------

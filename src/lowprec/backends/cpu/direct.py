@@ -53,6 +53,7 @@ from lowprec.backends.cpu.direct_job import (
     GELU,
     OUT_COL_STRIDE,
     OUT_ROW_STRIDE,
+    PLAIN,
     RELU,
     TO_FLOAT16,
     WORDS,
@@ -216,6 +217,7 @@ def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
         OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
         OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
         ACTIVATION: _ACTIVATIONS.get(problem.activation, 0),
+        PLAIN: not problem.has_epilogue and layout.out.dtype is plan.accumulator and layout.out.col_stride == 1,
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}

@@ -22,7 +22,8 @@ ROWS, COLS, ROW_STRIDE, COL_STRIDE, CAST, WIDEN = range(6)
     AT_EXPONENTS,  # whether b is scaled, and the exponents of b and of a, 64 bits each
     AT_BLOCK,
     TO_FLOAT16,  # the address of what rounds scaled numbers
-) = range(27, 39)
+    PLAIN,  # whether sums are the result, in rows without gaps
+) = range(27, 40)
 WORDS = 40
 
 #: As `ACTIVATION` says it. GELU of float64 is left to NumPy.

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu import casting_kernels, direct_gelu, scaling
 from lowprec.backends.cpu import direct_job as D
+from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import (
     F32,
@@ -174,36 +175,73 @@ def _splat(builder: Any, value: Any) -> Any:
     return shuffle(builder, first, first, [0] * _LANES)
 
 
+def _store_masked(builder: Any, value: Any, at: Any, mask: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, mask.type])
+    lanes = f"v{_LANES}{'f32' if value.type.element == F32 else 'f64'}"
+    function = cgutils.get_or_insert_function(
+        builder.module, kind, f"llvm.masked.store.{lanes}.p0{lanes}"
+    )
+    builder.call(function, [value, at, I32(1), mask])
+
+
 @intrinsic(prefer_literal=True)
-def _multiply_block(typing_context, item, a, last_row, row_step, k_step, b, b_step, k, block):
-    """Multiply 8 rows of A by 16 columns of B; beyond `last_row` that row is repeated."""
-    bytes_ = item.literal_value
+def _multiply_block(
+    typing_context,
+    item, vectors, a, last_row, row_step, k_step, b, b_step, k, target, target_step, columns,
+):  # fmt: skip
+    """Write 8 rows of A by ``vectors`` times 16 columns of B; no columns from ``columns`` on.
+
+    Beyond `last_row` that row is repeated.
+    """
+    bytes_, count = item.literal_value, vectors.literal_value
     element = _FLOATS[bytes_]
 
     def generate(context, builder, signature, args):
-        _, a, last_row, row_step, k_step, b, b_step, k, block = args
+        _, _, a, last_row, row_step, k_step, b, b_step, k, target, target_step, columns = args
         vector, word = ir.VectorType(element, _LANES), a.type
-        rows, sums = [], []
+        size = _LANES * bytes_
+
+        def vector_at(address: Any, number: int) -> Any:
+            return pointer(builder, builder.add(address, word(size * number)), vector)
+
+        rows, targets, sums = [], [], []
         for i in range(_ROWS):
             beyond = builder.icmp_signed(">", word(i), last_row)
             row = builder.select(beyond, last_row, word(i))
             rows.append(builder.add(a, builder.mul(row, row_step)))
-            sums.append(cgutils.alloca_once(builder, vector))
-            builder.store(ir.Constant(vector, [0.0] * _LANES), sums[-1])
+            targets.append(builder.add(target, builder.mul(row, target_step)))
+            sums.append([cgutils.alloca_once(builder, vector) for _ in range(count)])
+            for total in sums[-1]:
+                builder.store(ir.Constant(vector, [0.0] * _LANES), total)
         with cgutils.for_range(builder, k, intp=word) as loop:
             from_ = builder.add(b, builder.mul(loop.index, b_step))
-            right = builder.load(pointer(builder, from_, vector), align=1)
-            step = builder.mul(loop.index, k_step)
-            for row, total in zip(rows, sums, strict=True):
-                left = builder.load(pointer(builder, builder.add(row, step), element), align=1)
-                product = builder.fmul(_splat(builder, left), right)
-                builder.store(builder.fadd(builder.load(total), product), total)
-        for i, total in enumerate(sums):
-            at = builder.add(block, word(i * _LANES * bytes_))
-            builder.store(builder.load(total), pointer(builder, at, vector), align=1)
+            right = [builder.load(vector_at(from_, j), align=1) for j in range(count)]
+            # Opaque, or LLVM keeps a pointer to each row of two steps, which are too many for the registers.
+            step = native.inline_asm(builder, "", "=r,0", word, [builder.mul(loop.index, k_step)])
+            for row, totals in zip(rows, sums, strict=True):
+                at = pointer(builder, builder.add(row, step), element)
+                left = _splat(builder, builder.load(at, align=1))
+                for total, factor in zip(totals, right, strict=True):
+                    product = builder.fmul(left, factor)
+                    builder.store(builder.fadd(builder.load(total), product), total)
+        for j in range(count):
+            found = [
+                (builder.load(totals[j]), vector_at(at, j))
+                for totals, at in zip(sums, targets, strict=True)
+            ]
+            is_whole = builder.icmp_signed(">=", columns, word(_LANES * (j + 1)))
+            with builder.if_else(is_whole, likely=True) as (whole, part):
+                with whole:
+                    for total, at in found:
+                        builder.store(total, at, align=1)
+                with part:
+                    lanes = native.vector(I64, range(_LANES * j, _LANES * (j + 1)))
+                    mask = builder.icmp_signed("<", lanes, _splat(builder, columns))
+                    for total, at in found:
+                        _store_masked(builder, total, at, mask)
         return context.get_dummy_value()
 
-    return types.void(item, *[types.intp] * 8), generate
+    return types.void(item, vectors, *[types.intp] * 10), generate
 
 
 class _Vector:
@@ -320,8 +358,29 @@ def _finish_row(typing_context, item, kind, block, factors, c, bias, activation,
     return types.void(item, kind, *[types.intp] * 6), generate
 
 
+@njit(inline="always")
+def _write_product(item, vectors, m, n, k, a, row_step, k_step, b, out, row_stride):
+    """Write sums as they are, to rows without gaps."""
+    for j in range(0, n, 16 * vectors):
+        columns = min(16 * vectors, n - j)
+        for i in range(0, m, 8):
+            rows, to = min(8, m - i), out + i * row_stride + j * item
+            if columns > 16:
+                _multiply_block(
+                    item, vectors, a + i * row_step, rows - 1, row_step, k_step, b + j * item,
+                    n * item, k, to, row_stride, columns,
+                )  # fmt: skip
+            else:
+                _multiply_block(
+                    item, 1, a + i * row_step, rows - 1, row_step, k_step, b + j * item,
+                    n * item, k, to, row_stride, columns,
+                )  # fmt: skip
+
+
 def _product_function(item: int, kind: int) -> Any:
     width, fingerprint = D.OUT_BYTES[kind], _FINGERPRINT
+    # Twice as many sums fit into the registers of AVX-512: each number of A is read for 32 of B.
+    vectors = 2 if item == 4 and "avx512f" in cpu_flags() else 1
     word = _WORDS[width]
 
     def product(job, a, b, out, c, bias, factors, has_b, scratch):
@@ -349,6 +408,9 @@ def _product_function(item: int, kind: int) -> Any:
         is_scaled = _complete_exponents(is_scaled, of_a, m, of_b, n)
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
         activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
+        if _field(job, D.PLAIN) != 0 and not is_scaled:
+            _write_product(item, vectors, m, n, k, a_at, row_step, k_step, b_at, out, row_stride)
+            return fingerprint & 0
         row_buffer = block + 8 * 16 * item
         # The last columns come first: where rows follow one another without gaps, what is written beyond the end of a
         # row is written again with the next one.
@@ -359,8 +421,8 @@ def _product_function(item: int, kind: int) -> Any:
             for i in range(0, m, 8):
                 rows = min(8, m - i)
                 _multiply_block(
-                    item, a_at + i * row_step, rows - 1, row_step, k_step,
-                    b_at + j * item, n * item, k, block,
+                    item, 1, a_at + i * row_step, rows - 1, row_step, k_step, b_at + j * item,
+                    n * item, k, block, 16 * item, 16,
                 )  # fmt: skip
                 if is_scaled:
                     _unscale(block, rows, columns, of_a + 8 * i, of_b + 8 * j, scratch)
