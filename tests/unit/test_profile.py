@@ -329,6 +329,12 @@ def test_other_threads_are_refused(threads: Any) -> None:
         lowprec.profile(threads=threads)
 
 
+@pytest.mark.parametrize("label", [len, 3, None], ids=str)
+def test_a_label_is_text(label: Any) -> None:
+    with pytest.raises(lowprec.UnsupportedError, match=r"a label, which is text, got .*its block"):
+        lowprec.profile(label)
+
+
 # -- ranges ---------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class profile:
     Raises
     ------
     UnsupportedError
-        If ``threads`` is neither.
+        If ``threads`` is neither, or ``label`` no text.
 
     Examples
     --------
@@ -67,6 +67,11 @@ class profile:
     """
 
     def __init__(self, label: str = "", *, threads: Threads = "all") -> None:
+        if not isinstance(label, str):
+            raise UnsupportedError(
+                f"profile takes a label, which is text, got {quoted(label)}; what is to be recorded runs in its block: "
+                "with lowprec.profile() as prof"
+            )
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
             raise UnsupportedError(
