@@ -632,7 +632,7 @@ def test_table_layout(prof: lowprec.profile) -> None:
     assert "3 * 4x6x5" in text
     assert "argument" in text
     assert below[0].startswith("6 products in ")
-    assert below[1].startswith("tensor (tile) units: 3 eligible, ")
+    assert below[1].startswith("tensor, tile or vector units: 3 eligible, ")
 
 
 def test_table_by_range(prof: lowprec.profile) -> None:

@@ -175,8 +175,9 @@ class profile:
         dict
             ``products``, ``failed`` and ``untimed`` count; ``elapsed_ms`` and ``flops`` are sums over the products
             with a time, ``tflops`` their quotient; ``wall_ms`` is how long the profile was open. ``units``: how many
-            products were ``eligible`` for tensor (tile) units, ``used`` them, or are ``unknown``, and the
-            ``share_of_flops`` that ran on them. ``by_mode`` and ``by_kernel``: products, time and flops of each.
+            products were ``eligible`` for tensor units (tile units of a CPU, or its vector units for bfloat16 and
+            int8), ``used`` them, or are ``unknown``, and the ``share_of_flops`` that ran on them. ``by_mode`` and
+            ``by_kernel``: products, time and flops of each.
         """
         return totals(self.records, self.wall_ms)
 
