@@ -242,10 +242,21 @@ def test_the_twin_under_jit() -> None:
 
 def test_the_twin_refuses() -> None:
     state = functional.init(np)
-    with pytest.raises(GradientTypeError, match="cast them to float32 first"):
+    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
         functional.unscale(np.ones(2, np.float16), state)
     with pytest.raises(ArrayError, match="no gradients to unscale"):
         functional.unscale([None], state)
+    for dtype in ("complex64", "int32"):
+        with pytest.raises(DTypeError, match=f"float32, float64, bfloat16, got {dtype}"):
+            functional.unscale(np.ones(2, dtype), state)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_the_twin_scales_as_the_scaler(dtype: str) -> None:
+    loss = (np.array([1 + 2j, 3 - 4j] if dtype == "complex64" else [1.0, -4.0]) / 3).astype(dtype)
+    found = functional.scale(loss, functional.init(np, 3.0))
+    assert found.dtype == loss.dtype
+    np.testing.assert_array_equal(found, LossScaler(3.0).scale(loss))
 
 
 # -- containers, out, types -----------------------------------------------------------------------
@@ -436,6 +447,17 @@ def test_mistakes_in_the_order_are_refused() -> None:
     scaler.unscale(grads)
     with pytest.raises(ScalerStateError, match=r"of optimizer 'b' before unscale"):
         scaler.step(print, optimizer="b")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    ("layout", "remedy"), [("coo", r"coalesce\(\).values"), ("csr", "values"), ("csc", "values")]
+)
+def test_sparse_gradients_are_refused(layout: str, remedy: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    grad = torch.eye(3).to_sparse(layout=getattr(torch, f"sparse_{layout}"))
+    with pytest.raises(ArrayError, match=rf"a sparse gradient: pass grad\.{remedy}"):
+        LossScaler().unscale([grad])
 
 
 def test_refused_gradients_leave_the_scaler_ready() -> None:

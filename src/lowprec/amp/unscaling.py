@@ -102,7 +102,8 @@ def _library(array: Any) -> str:
     return library
 
 
-def _check(array: Any, target: Any) -> None:
+def check_gradient(array: Any) -> None:
+    """Raise if an array is of an element type or a layout that gradients must not have."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -111,8 +112,15 @@ def _check(array: Any, target: Any) -> None:
         )
     if name not in DTYPES:
         raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
-    if getattr(array, "is_sparse", False):
-        raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
+    # PyTorch's: a flag for its coordinates, and none for rows, columns and blocks.
+    if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
+        values = "coalesce().values()" if array.is_sparse else "values()"
+        raise ArrayError(f"a sparse gradient: pass grad.{values}")
+
+
+def _check(array: Any, target: Any) -> None:
+    check_gradient(array)
+    name = dtype_name(array)
     if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
