@@ -497,6 +497,22 @@ def test_one_array_in_two_places() -> None:
         assert (tied == 2).all()
 
 
+def test_two_views_of_the_same_elements() -> None:
+    """Tied weights as views of one buffer; what only begins at the same address is something else."""
+    torch = load_or_skip(Backend.TORCH).torch
+    for whole in (np.full((3, 3), 8.0, np.float32), torch.full((3, 3), 8.0)):
+        views = [whole[:2], whole[:2], whole[2:], whole[:0], whole[:0]]
+        scaler = LossScaler(4.0)
+        assert scaler.unscale(views, out=views) is views
+        assert (whole == 2).all()
+        scaler.update()
+        column, row = whole[:, 0], whole[0, :]
+        scaler.unscale([column, row[1:]], out=[column, row[1:]])
+        assert whole.tolist() == [[0.5, 0.5, 0.5], [0.5, 2, 2], [0.5, 2, 2]]
+        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+            LossScaler(4.0).unscale([whole + 1, whole + 2], out=[whole[:], whole[:]])
+
+
 def test_jax_has_no_out() -> None:
     jnp = load_or_skip(Backend.JAX).jax.numpy
     x = jnp.ones(2, jnp.float32)

@@ -64,14 +64,15 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
     names: dict[type, str] = {}
-    sources: dict[int, Any] = {}
+    first: dict[Any, int] = {}  # by what is written, the gradient that comes first
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if target is not None and id(target) in sources:
-            if sources[id(target)] is not x:
-                raise ArrayError("out holds one array for two gradients; give each its own")
-            continue  # the gradient of weights that are tied, in two places of the container
-        sources[id(target)] = x
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        if target is not None:
+            source, written = _elements(x, name), _elements(target, name)
+            if first.setdefault(written, i) != i:
+                if source != _elements(arrays[first[written]], name):
+                    raise ArrayError("out holds one array for two gradients; give each its own")
+                continue  # the gradient of weights that are tied, in two places of the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
         groups.setdefault((name, device), []).append(i)
     results: list[Any] = [None] * len(arrays)
@@ -93,6 +94,15 @@ def _targets(grads: Any, out: Any) -> list[Any]:
     found: list[Any] = []
     mapped(lambda _, target: found.append(target), grads, out)
     return found
+
+
+def _elements(array: Any, library: str) -> Any:
+    """Return what is the same for views of the same elements, as far as the library tells; else for one object."""
+    if library == "numpy" and array.size:
+        return data_pointer(array), array.shape, array.strides
+    if library == "torch" and array.numel():
+        return array.data_ptr(), array.shape, array.stride()
+    return id(array)
 
 
 def _library(array: Any) -> str:
