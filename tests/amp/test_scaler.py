@@ -217,6 +217,16 @@ def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
         )
 
 
+def test_limits_are_numbers_of_float32() -> None:
+    rule = ScaleRule(min_scale=0.1, max_scale=2)
+    floor = float(np.float32(0.1))
+    state, overflow = functional.init(np, 0.15), np.bool_(True)
+    assert rule.next(0.15, 0, True)[0] == functional.update(state, overflow, rule).scale == floor
+    assert LossScaler(0.01, min_scale=0.1).get_scale() == floor
+    capped = LossScaler(8.0, max_scale=2).get_scale()
+    assert (capped, type(capped)) == (2.0, float)
+
+
 def test_the_twin_under_jit() -> None:
     jax = load_or_skip(Backend.JAX).jax
     jnp, rule = jax.numpy, ScaleRule(growth_interval=2)
