@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum, unique
+from enum import unique
 
+from lowprec.enums import StrEnum
 from lowprec.errors import UnsupportedError, quoted
 
 
 @unique
-class Architecture(str, Enum):
+class Architecture(StrEnum):
     """Generations whose tensor cores can be emulated; each is a string, so ``"hopper"`` serves as well.
 
     Each member is a row: its name, and the first compute capability of the generation (CUDA C++ Programming Guide,
@@ -30,15 +31,10 @@ class Architecture(str, Enum):
         member.capability = capability
         return member
 
-    def __str__(self) -> str:
-        return str(self.value)
-
     @property
     def label(self) -> str:
         """Name as people write it."""
         return str(self.value).capitalize()
-
-    __hash__ = str.__hash__
 
 
 def parse_architecture(name: str | Architecture) -> Architecture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -20,11 +21,12 @@ def write_file(
     """Write a file by way of a temporary one beside it, which then takes its place in one step.
 
     Whatever fails or raises before that leaves the old file as it was, and no temporary one. A link stays a link: what
-    it points to is replaced.
+    it points to is replaced. A device, a pipe or a folder is not replaced, but an OSError.
 
     ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions; by default those of the
     file that is replaced, else the usual ones of a new file.
     """
+    _refuse_special(path)
     target = Path(path).resolve()
     temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")
     # One frame, so that no signal handler's exception finds the file made and nobody in charge of it.
@@ -40,6 +42,13 @@ def write_file(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def _refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise if a file of this name is there and is no regular one: root could replace even ``/dev/null``."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "not a regular file", os.fspath(path))
 
 
 def _opener(mode: int | None) -> Callable[[str, int], int]:

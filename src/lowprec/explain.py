@@ -42,7 +42,7 @@ def plan(
 
     Parameters
     ----------
-    a, b : array, ShapeDtype, or anything with ``shape`` and ``dtype``
+    a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
         As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.

@@ -7,10 +7,11 @@ the order of the documentation; ``planning.bounds`` gives the guaranteed error o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import unique
 from typing import TYPE_CHECKING
 
 from lowprec import formats
+from lowprec.enums import StrEnum
 from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @unique
-class MathMode(str, Enum):
+class MathMode(StrEnum):
     """Names of the math modes; each is a string, so ``"tf32"`` and ``MathMode.TF32`` are interchangeable."""
 
     FP32 = "fp32"
@@ -38,12 +39,6 @@ class MathMode(str, Enum):
     FP16X4_UNSCALED = "fp16x4_unscaled"
     FP16_KARATSUBA = "fp16_karatsuba"
     FP32_EMULATED = "fp32_emulated"
-
-    def __str__(self) -> str:
-        return self.value
-
-    # str.__hash__ without Enum's detour: modes are looked up on every call.
-    __hash__ = str.__hash__
 
 
 #: Which part of ``a`` is multiplied with which part of ``b``; 0 is the leading part.
@@ -183,7 +178,7 @@ _ROWS = {r.mode: r for r in TABLE}
 
 
 @unique
-class ModeSource(str, Enum):
+class ModeSource(StrEnum):
     """Who decided which mode is in force, in order of precedence; each value is the words that ``plan`` prints."""
 
     GUARD = "fp32_guard"
@@ -195,11 +190,6 @@ class ModeSource(str, Enum):
     PROCESS = "set_math_mode(...)"
     ENVIRONMENT = "LOWPREC_MATH_MODE"
     DEFAULT = "default"
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.backends import Arguments
-from lowprec.errors import DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.errors import (
+    ArrayError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    quoted,
+)
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
 from lowprec.strides import contiguous_strides
@@ -70,6 +77,11 @@ def parse_dtype(dtype: Any) -> DType:
 
 def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
     """Return the view of an array; with ``describing`` also of a description, as if it were contiguous."""
+    if describing and _is_shape(x):
+        raise ArrayError(
+            f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
+            f"lowprec.ShapeDtype({quoted(tuple(x))}, 'float32')"
+        )
     if describing and _is_description(x):
         if not isinstance(x, ShapeDtype):
             x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
@@ -77,6 +89,11 @@ def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> Arra
         return ArrayView(parse_dtype(x.dtype), x.shape, strides, CPU, None, False, None)
     library = library_of(x)
     return library.writable_view(x) if writable else library.view(x)
+
+
+def _is_shape(x: Any) -> bool:
+    """Whether ``x`` is a shape alone, with no element type beside it."""
+    return isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x)
 
 
 def _is_description(x: Any) -> bool:

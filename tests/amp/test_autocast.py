@@ -151,6 +151,19 @@ def test_the_lists_are_seen_in_the_types(name: str, half: str) -> None:
     assert dtype_of(xp.tanh(narrow)) == half, "on no list"
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int32", "bool"])
+def test_products_that_lowprec_has_not_are_the_library_s(dtype: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    a = np.array([[1, 0], [1, 1]]).astype(dtype)
+    # PyTorch has no product of booleans.
+    for base, x in ((np, a), *([] if dtype == "bool" else [(torch, torch.from_numpy(a))])):
+        xp = autocast(base, "O1")
+        for found in (xp.matmul(x, x), xp.linalg.matmul(x, x)):
+            assert found.dtype == x.dtype
+            np.testing.assert_array_equal(np.asarray(found), a @ a)
+        assert [(r.function, r.calls, r.by_lowprec) for r in xp.report().rows] == [("matmul", 2, 0)]
+
+
 def test_float64_integers_and_complex_numbers_stay() -> None:
     xp = autocast(np, "O1")
     assert xp.matmul(np.eye(2), np.eye(2)).dtype == np.float64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,20 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
         whole.load_state_dict({})
     with pytest.raises(SettingError, match="stage is an integer from 0 on, got 'a'"):
         whole.load_state_dict({**whole.state_dict(), "stage": "a"})
+    before = whole.state_dict()
+    for lowest, words in (("a", "lowest is a number"), ([1], "lowest is"), (math.nan, "is NaN")):
+        with pytest.raises(SettingError, match=words):
+            whole.load_state_dict({**before, "lowest": lowest})
+    assert whole.state_dict() == before
+
+
+@pytest.mark.parametrize("loss", ["a", [1.0], np.ones(2), 1j], ids=str)
+def test_a_loss_is_a_number(loss: Any) -> None:
+    schedule = PrecisionSchedule(["bf16", "fp32"], patience=3)
+    before = schedule.state_dict()
+    with pytest.raises(SettingError, match="the loss is a number, or an array of no axes, got"):
+        schedule.update(loss)
+    assert schedule.state_dict() == before
 
 
 @pytest.mark.parametrize(
@@ -192,6 +207,9 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
         ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at is an integer from 0 on, got 1.5"),
         ({"modes": [], "at": []}, "a schedule takes a list of modes, got"),
         ({"modes": "bf16", "at": []}, "a schedule takes a list of modes, got 'bf16'"),
+        ({"modes": 3, "at": []}, "a schedule takes a list of modes, got 3"),
+        ({"modes": ["bf16", "fp32"], "at": 3}, "at holds 1 rising numbers .* got 3"),
+        ({"modes": ["bf16"], "at": ""}, "at holds 0 rising numbers .* got ''"),
     ],
 )
 def test_schedules_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

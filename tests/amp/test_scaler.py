@@ -217,6 +217,16 @@ def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
         )
 
 
+def test_limits_are_numbers_of_float32() -> None:
+    rule = ScaleRule(min_scale=0.1, max_scale=2)
+    floor = float(np.float32(0.1))
+    state, overflow = functional.init(np, 0.15), np.bool_(True)
+    assert rule.next(0.15, 0, True)[0] == functional.update(state, overflow, rule).scale == floor
+    assert LossScaler(0.01, min_scale=0.1).get_scale() == floor
+    capped = LossScaler(8.0, max_scale=2).get_scale()
+    assert (capped, type(capped)) == (2.0, float)
+
+
 def test_the_twin_under_jit() -> None:
     jax = load_or_skip(Backend.JAX).jax
     jnp, rule = jax.numpy, ScaleRule(growth_interval=2)
@@ -242,10 +252,21 @@ def test_the_twin_under_jit() -> None:
 
 def test_the_twin_refuses() -> None:
     state = functional.init(np)
-    with pytest.raises(GradientTypeError, match="cast them to float32 first"):
+    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
         functional.unscale(np.ones(2, np.float16), state)
     with pytest.raises(ArrayError, match="no gradients to unscale"):
         functional.unscale([None], state)
+    for dtype in ("complex64", "int32"):
+        with pytest.raises(DTypeError, match=f"float32, float64, bfloat16, got {dtype}"):
+            functional.unscale(np.ones(2, dtype), state)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_the_twin_scales_as_the_scaler(dtype: str) -> None:
+    loss = (np.array([1 + 2j, 3 - 4j] if dtype == "complex64" else [1.0, -4.0]) / 3).astype(dtype)
+    found = functional.scale(loss, functional.init(np, 3.0))
+    assert found.dtype == loss.dtype
+    np.testing.assert_array_equal(found, LossScaler(3.0).scale(loss))
 
 
 # -- containers, out, types -----------------------------------------------------------------------
@@ -438,6 +459,17 @@ def test_mistakes_in_the_order_are_refused() -> None:
         scaler.step(print, optimizer="b")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    ("layout", "remedy"), [("coo", r"coalesce\(\).values"), ("csr", "values"), ("csc", "values")]
+)
+def test_sparse_gradients_are_refused(layout: str, remedy: str) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    grad = torch.eye(3).to_sparse(layout=getattr(torch, f"sparse_{layout}"))
+    with pytest.raises(ArrayError, match=rf"a sparse gradient: pass grad\.{remedy}"):
+        LossScaler().unscale([grad])
+
+
 def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler, good = LossScaler(), np.ones(2, np.float32)
     with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled") as caught:
@@ -473,6 +505,22 @@ def test_one_array_in_two_places() -> None:
         with pytest.raises(ArrayError, match="out holds one array for two gradients"):
             LossScaler(4.0).unscale([tied, other], out=[tied, tied])
         assert (tied == 2).all()
+
+
+def test_two_views_of_the_same_elements() -> None:
+    """Tied weights as views of one buffer; what only begins at the same address is something else."""
+    torch = load_or_skip(Backend.TORCH).torch
+    for whole in (np.full((3, 3), 8.0, np.float32), torch.full((3, 3), 8.0)):
+        views = [whole[:2], whole[:2], whole[2:], whole[:0], whole[:0]]
+        scaler = LossScaler(4.0)
+        assert scaler.unscale(views, out=views) is views
+        assert (whole == 2).all()
+        scaler.update()
+        column, row = whole[:, 0], whole[0, :]
+        scaler.unscale([column, row[1:]], out=[column, row[1:]])
+        assert whole.tolist() == [[0.5, 0.5, 0.5], [0.5, 2, 2], [0.5, 2, 2]]
+        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+            LossScaler(4.0).unscale([whole + 1, whole + 2], out=[whole[:], whole[:]])
 
 
 def test_jax_has_no_out() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 import oracles
 from lowprec import formats
-from lowprec.backends.cpu.rounding import round_float32, round_scalar
+from lowprec.backends.cpu.rounding import round_float32
+from rounding_oracle import round_scalar
 
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 EXACT_TYPES = {"bf16": oracles.bfloat16, "fp16": np.float16}

@@ -254,6 +254,18 @@ def test_a_failing_write_keeps_the_old_file(
     assert _names(tmp_path) == ["C.npy"]
 
 
+def test_a_disk_that_is_full_is_told_in_its_own_words(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(CommandError, match=r"C\.npy: File too large"):
+            files.write_array(str(tmp_path / "C.npy"), np.ones((300, 300)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert _names(tmp_path) == []
+
+
 def test_a_failing_rename_leaves_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

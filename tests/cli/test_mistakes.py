@@ -100,6 +100,7 @@ def test_no_words_at_all(command: Callable[..., Any]) -> None:
     [
         ("missing.npy", "B.npy", "cannot read missing.npy: No such file or directory"),
         ("A.npy", "folder", "cannot read folder: Is a directory"),
+        ("A.npy", "", "cannot read '': Is a directory"),
         ("text.npy", "B.npy", "text.npy is not an .npy file"),
         ("A.npy", "objects.npy", "objects.npy holds Python objects"),
         ("A.npy", "wrong.npy", "(24, 40) and (7, 5)"),
@@ -117,6 +118,7 @@ def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> Non
     ("output", "says"),
     [
         ("folder", "cannot write folder: it is a folder"),
+        ("", "cannot write '': it is a folder"),
         ("missing/C.npy", "does not exist"),
         ("A.npy/C.npy", "does not exist"),
     ],

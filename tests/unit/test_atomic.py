@@ -78,6 +78,22 @@ def test_a_failure_is_the_caller_s(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe stands for devices here: replaced by mistake, it is none that anybody needs."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    before = {p.name: p.lstat() for p in tmp_path.iterdir()}
+    for name in before:
+        with pytest.raises(FileExistsError, match=f"not a regular file: .*{name}"):
+            atomic.write_file(tmp_path / name, _half)
+    after = {p.name: p.lstat() for p in tmp_path.iterdir()}
+    assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {
+        n: (s.st_ino, s.st_mode) for n, s in before.items()
+    }
+
+
 def test_a_long_name_has_room_for_the_temporary_one(tmp_path: Path) -> None:
     # 255 bytes in file systems, 3 to a sign here.
     path = tmp_path / ("\u2200" * 85)

@@ -162,7 +162,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
 
 def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "yes")
-    message = "LOWPREC_FP32_GUARD: 'yes' is neither of 0, 1; or unset"
+    message = "LOWPREC_FP32_GUARD: 'yes' is none of 0, 1; or unset"
     with pytest.raises(EnvironmentVariableError, match=message):
         environment.snapshot()
 
@@ -246,7 +246,7 @@ def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.Monk
 
 def test_autotune_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "2")
-    with pytest.raises(EnvironmentVariableError, match="LOWPREC_AUTOTUNE: '2' is neither of 0, 1"):
+    with pytest.raises(EnvironmentVariableError, match="LOWPREC_AUTOTUNE: '2' is none of 0, 1"):
         environment.autotune()
 
 

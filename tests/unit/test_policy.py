@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import itertools
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -500,6 +501,54 @@ def test_a_decorated_generator_closes_its_body_in_its_mode() -> None:
         running.throw(ZeroDivisionError("on purpose"))
     assert seen == [BF16, BF16]
     assert get_math_mode() is FP32
+
+
+def test_a_decorated_object_is_of_the_kind_of_its_call() -> None:
+    class Coroutine:
+        async def __call__(self) -> MathMode:
+            await asyncio.sleep(0)
+            return get_math_mode()
+
+    class Steps:
+        def __call__(self) -> Iterator[MathMode]:
+            yield get_math_mode()
+
+    class AsyncSteps:
+        async def __call__(self) -> AsyncIterator[MathMode]:
+            yield get_math_mode()
+
+    async def consume(function: Any) -> list[MathMode]:
+        return [mode async for mode in function()]
+
+    around = math_mode("bf16")
+    for wrap in (lambda f: f, functools.partial):
+        assert asyncio.run(around(wrap(Coroutine()))()) is BF16
+        assert list(around(wrap(Steps()))()) == [BF16]
+        assert asyncio.run(consume(around(wrap(AsyncSteps())))) == [BF16]
+
+
+def test_decorated_methods_without_an_instance() -> None:
+    class Solver:
+        @math_mode("bf16")
+        @staticmethod
+        def static(x: int) -> tuple[int, MathMode]:
+            return x, get_math_mode()
+
+        @math_mode("bf16")
+        @classmethod
+        def of_class(cls, x: int) -> tuple[type, int, MathMode]:
+            return cls, x, get_math_mode()
+
+        @math_mode("bf16")
+        @staticmethod
+        async def later(x: int) -> tuple[int, MathMode]:
+            await asyncio.sleep(0)
+            return x, get_math_mode()
+
+    for solver in (Solver, Solver()):
+        assert solver.static(3) == (3, BF16)
+        assert solver.of_class(3) == (Solver, 3, BF16)
+        assert asyncio.run(solver.later(3)) == (3, BF16)
 
 
 def test_a_decorated_async_generator() -> None:

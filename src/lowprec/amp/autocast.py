@@ -15,10 +15,11 @@ from typing import Any
 
 from lowprec import contractions, dispatch
 from lowprec.amp.arguments import Operands, by_list
-from lowprec.amp.casts import has_type, is_operand
+from lowprec.amp.casts import dtype_name, has_type, is_operand
 from lowprec.amp.policy import Policy
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.errors import ArrayError, quoted
+from lowprec.formats import OPERAND_DTYPES
 from lowprec.tables import Table, html, plain_text
 
 _log = logging.getLogger("lowprec.amp")
@@ -28,6 +29,9 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
     "tensordot": contractions.tensordot,
     "vecdot": contractions.vecdot,
 }
+
+#: Of operands; products of others (integers, booleans) are the library's own.
+_DTYPES = frozenset(dtype.label for dtype in OPERAND_DTYPES)
 
 #: Names of the standard that PyTorch does not have, or has in another sense.
 _TORCH: dict[str, Callable[[Any], Any]] = {
@@ -201,16 +205,22 @@ class AutocastNamespace:
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
             with operands.scope():
-                if product is None:
-                    result = function(*operands.args, **operands.kwargs)
-                else:
+                by_lowprec = product is not None and _are_multiplied(operands)
+                if by_lowprec:
                     result = _multiplied(whole, name, operands)
-            record.add(name, listed, operands, product is not None)
+                else:
+                    result = function(*operands.args, **operands.kwargs)
+            record.add(name, listed, operands, by_lowprec)
             return result
 
         return functools.update_wrapper(
             call, function, assigned=("__name__", "__doc__"), updated=()
         )
+
+
+def _are_multiplied(operands: Operands) -> bool:
+    """Whether lowprec multiplies arrays of these types, or has the words to refuse what is no array."""
+    return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
 
 
 def _multiplied(xp: Any, name: str, operands: Operands) -> Any:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from lowprec.amp.casts import cast, dtype_name
 from lowprec.amp.containers import leaves, mapped
-from lowprec.amp.errors import GradientTypeError
 from lowprec.amp.rules import ScaleRule, check_scale
+from lowprec.amp.unscaling import check_gradient
 from lowprec.arrays.namespaces import array_module
 from lowprec.errors import ArrayError
 
@@ -41,9 +41,7 @@ def init(xp: Any, init_scale: float = 2.0**16) -> ScalerState:
 
 def scale(loss: Any, state: ScalerState) -> Any:
     """Return a loss, or a container of losses, multiplied by the scale; elements keep their type."""
-    return mapped(
-        lambda x: cast(cast(x, _wide(x)) * cast(state.scale, _wide(x)), dtype_name(x)), loss
-    )
+    return mapped(lambda x: _times(x, state.scale), loss)
 
 
 def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
@@ -53,24 +51,18 @@ def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
     ------
     GradientTypeError
         If gradients are float16.
-    ArrayError
-        If there is no gradient at all.
+    DTypeError, ArrayError
+        If gradients are of another type than :meth:`LossScaler.unscale` takes, or there is none.
     """
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    if any(dtype_name(x) == "float16" for x in arrays):
-        raise GradientTypeError(
-            "float16 gradients must not be unscaled; cast them to float32 first"
-        )
+    for x in arrays:
+        check_gradient(x)
     xp = array_module(arrays[0])
     found = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
     inverse = 1 / state.scale
-
-    def divide(x: Any) -> Any:
-        return cast(cast(x, _wide(x)) * cast(inverse, _wide(x)), dtype_name(x))
-
-    return mapped(divide, grads), found
+    return mapped(lambda x: _times(x, inverse), grads), found
 
 
 def update(state: ScalerState, found_inf: Any, rule: ScaleRule = _DEFAULT) -> ScalerState:
@@ -100,5 +92,9 @@ def select(found_inf: Any, skipped: Any, stepped: Any) -> Any:
     return mapped(lambda x, y: array_module(x).where(found_inf, x, y), skipped, stepped)
 
 
-def _wide(x: Any) -> str:
-    return "float64" if dtype_name(x) == "float64" else "float32"
+def _times(x: Any, factor: Any) -> Any:
+    """Return a product in the type of the array, rounded once: 16-bit numbers are multiplied in float32."""
+    name = dtype_name(x)
+    wide = cast(x, "float32") if name in ("float16", "bfloat16") else x
+    product = wide * factor
+    return product if dtype_name(product) == name else cast(product, name)

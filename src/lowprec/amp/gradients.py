@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from lowprec.amp.casts import FLOATS, dtype_name
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
 from lowprec.atomic import write_file
-from lowprec.errors import ArrayError, DTypeError, UnsupportedError
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.plain import finite
 from lowprec.tables import Table, html, plain_text
@@ -112,10 +113,12 @@ class GradientReport:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the histogram with float16's range at both scales; the ending of the path chooses the format.
 
+        The file is replaced as a whole or not at all.
+
         Raises
         ------
         UnsupportedError
-            If matplotlib is not installed.
+            If matplotlib is not installed, or has no such format.
         """
         try:
             from matplotlib.figure import Figure
@@ -124,6 +127,12 @@ class GradientReport:
                 'plot needs matplotlib, which is not installed: pip install "lowprec[plot]"'
             ) from None
         figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+        suffix = Path(path).suffix.lower().removeprefix(".")
+        known = figure.canvas.get_supported_filetypes()
+        if suffix not in known:
+            raise UnsupportedError(
+                f"plot writes {', '.join(known)} by the ending of the path, got {quoted(os.fspath(path))}"
+            )
         axes = figure.subplots()
         axes.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color="#0072b2")
         shift = math.log2(self.suggested_scale)
@@ -133,7 +142,7 @@ class GradientReport:
             axes.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
         axes.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
         axes.legend()
-        figure.savefig(path)
+        write_file(path, lambda file: figure.savefig(file, format=suffix))
 
 
 def suggest_scale(grads: Any) -> float:

@@ -100,10 +100,10 @@ class ScaleRule:
         return after, xp.where(found_inf, none, xp.where(grows, none, tracker + 1))
 
     def limited(self, scale: float) -> float:
-        """Return the scale within floor and cap."""
+        """Return the scale within floor and cap, as float32 has it."""
         if self.max_scale is not None:
             scale = min(scale, self.max_scale)
-        return scale if self.min_scale is None else max(scale, self.min_scale)
+        return _rounded(scale if self.min_scale is None else max(scale, self.min_scale))
 
     def _limited_traced(self, xp: Any, scale: Any) -> Any:
         if self.max_scale is not None:

@@ -163,7 +163,8 @@ class LossScaler:
         grads : container of arrays
             float32, float64 or bfloat16; None may stand for a gradient that is not there.
         out : container of arrays, optional
-            Receives the results: ``grads`` itself for a division in place. An exception from outside (a signal
+            Receives the results: ``grads`` itself for a division in place. What comes twice, as the gradient of tied
+            weights does, is divided once; other overlaps are not looked for. An exception from outside (a signal
             handler's) can leave it half done.
         optimizer : hashable, optional
             Which optimizer the gradients belong to, where there are several: any name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowprec.amp.errors import SettingError
@@ -65,25 +65,29 @@ class PrecisionSchedule:
         patience: int | None = None,
         threshold: float = 1e-4,
     ) -> None:
-        if isinstance(modes, str) or not modes:
+        named = _listed(modes)
+        if not named:
             raise SettingError(f"a schedule takes a list of modes, got {quoted(modes)}")
-        self._modes = tuple(parse_mode(mode) for mode in modes)
+        self._modes = tuple(parse_mode(mode) for mode in named)
         if (at is None) is (patience is None):
             raise SettingError("a schedule is driven by at= or by patience=; give one of the two")
-        self._at = (
-            None if at is None else tuple(check_count("a step of at", step, 0) for step in at)
-        )
-        if self._at is not None:
-            rises = all(a < b for a, b in zip((0, *self._at), self._at, strict=False))
-            if len(self._at) != len(self._modes) - 1 or not rises:
-                raise SettingError(
-                    f"at holds {len(self._modes) - 1} rising numbers of steps for {len(self._modes)} modes, got "
-                    f"{quoted(list(self._at))}"
-                )
+        self._at = None if at is None else self._steps(at)
         self._patience = 0 if patience is None else check_count("patience", patience, 1)
         check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
         self._threshold = threshold
         self._state = _State()
+
+    def _steps(self, at: Any) -> tuple[int, ...]:
+        """Return after how many steps each next mode begins."""
+        listed = _listed(at)
+        steps = tuple(check_count("a step of at", step, 0) for step in listed or ())
+        rises = all(a < b for a, b in zip((0, *steps), steps, strict=False))
+        if listed is None or len(steps) != len(self._modes) - 1 or not rises:
+            raise SettingError(
+                f"at holds {len(self._modes) - 1} rising numbers of steps for {len(self._modes)} modes, got "
+                f"{quoted(at)}"
+            )
+        return steps
 
     def __repr__(self) -> str:
         return (
@@ -104,13 +108,13 @@ class PrecisionSchedule:
 
         Parameters
         ----------
-        loss : number or array of one number, optional
+        loss : number or array of no axes, optional
             Of the step; needed where ``patience`` drives the schedule. NaN does not lower the loss.
 
         Raises
         ------
         SettingError
-            If the loss is needed and missing.
+            If the loss is needed and missing, or is no number.
         """
         steps, stage, waited, lowest = self._state
         steps += 1
@@ -119,7 +123,7 @@ class PrecisionSchedule:
             return
         if loss is None:
             raise SettingError("a schedule with patience= needs the loss: call update(loss)")
-        value = float(loss)
+        value = _number("the loss", loss)
         is_first = math.isinf(lowest) and value < lowest
         if is_first or value < lowest - self._threshold * abs(lowest):
             self._state = _State(steps, stage, 0, value)
@@ -139,7 +143,7 @@ class PrecisionSchedule:
         Raises
         ------
         SettingError
-            If an entry is missing, or there is no such stage.
+            If an entry is missing or illegal, or there is no such stage.
         """
         check_entries(
             "the state of a schedule", state, self.state_dict(), "save it with state_dict()"
@@ -150,5 +154,24 @@ class PrecisionSchedule:
                 f"stage {quoted(state['stage'])} of a schedule of {len(self._modes)} modes; load it into one of the "
                 "same modes"
             )
-        lowest = math.inf if state["lowest"] is None else float(state["lowest"])
+        lowest = math.inf if state["lowest"] is None else _number("lowest", state["lowest"])
+        if math.isnan(lowest):
+            raise SettingError(
+                "lowest is NaN, below which there is no loss; save it with state_dict()"
+            )
         self._state = _State(**counts, lowest=lowest)
+
+
+def _listed(items: Any) -> list[Any] | None:
+    """Return what a sequence holds, None for what is none."""
+    return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else None
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, or that of an array of no axes; raise :class:`SettingError` if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one PyTorch's
+        raise SettingError(
+            f"{name} is a number, or an array of no axes, got {quoted(value)}"
+        ) from None

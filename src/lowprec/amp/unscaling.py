@@ -64,14 +64,15 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
     names: dict[type, str] = {}
-    sources: dict[int, Any] = {}
+    first: dict[Any, int] = {}  # by what is written, the gradient that comes first
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if target is not None and id(target) in sources:
-            if sources[id(target)] is not x:
-                raise ArrayError("out holds one array for two gradients; give each its own")
-            continue  # the gradient of weights that are tied, in two places of the container
-        sources[id(target)] = x
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        if target is not None:
+            source, written = _elements(x, name), _elements(target, name)
+            if first.setdefault(written, i) != i:
+                if source != _elements(arrays[first[written]], name):
+                    raise ArrayError("out holds one array for two gradients; give each its own")
+                continue  # the gradient of weights that are tied, in two places of the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
         groups.setdefault((name, device), []).append(i)
     results: list[Any] = [None] * len(arrays)
@@ -95,6 +96,15 @@ def _targets(grads: Any, out: Any) -> list[Any]:
     return found
 
 
+def _elements(array: Any, library: str) -> Any:
+    """Return what is the same for views of the same elements, as far as the library tells; else for one object."""
+    if library == "numpy" and array.size:
+        return data_pointer(array), array.shape, array.strides
+    if library == "torch" and array.numel():
+        return array.data_ptr(), array.shape, array.stride()
+    return id(array)
+
+
 def _library(array: Any) -> str:
     library = library_name(array)
     if library == "dlpack" and hasattr(array, "__array_namespace__"):
@@ -102,7 +112,8 @@ def _library(array: Any) -> str:
     return library
 
 
-def _check(array: Any, target: Any) -> None:
+def check_gradient(array: Any) -> None:
+    """Raise if an array is of an element type or a layout that gradients must not have."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -111,8 +122,15 @@ def _check(array: Any, target: Any) -> None:
         )
     if name not in DTYPES:
         raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
-    if getattr(array, "is_sparse", False):
-        raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
+    # PyTorch's: a flag for its coordinates, and none for rows, columns and blocks.
+    if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
+        values = "coalesce().values()" if array.is_sparse else "values()"
+        raise ArrayError(f"a sparse gradient: pass grad.{values}")
+
+
+def _check(array: Any, target: Any) -> None:
+    check_gradient(array)
+    name = dtype_name(array)
     if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:

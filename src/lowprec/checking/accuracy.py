@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import unique
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lowprec.enums import StrEnum
 from lowprec.formats import FLOAT32
 from lowprec.planning import GemmPlan
 
@@ -20,16 +21,13 @@ SINGLE = {"float64": "float32", "complex128": "complex64"}
 
 
 @unique
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """What the comparison of an error with its bound says."""
 
     WITHIN = "within"
     ABOVE = "ABOVE"
     OVERFLOW = "overflow"  # to Inf, as the plan announces
     NO_NUMBERS = "Inf or NaN"  # in the operands
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,6 +27,11 @@ from lowprec.formats import OPERAND_DTYPES, DType
 
 #: How an ``.npz`` file begins.
 _ARCHIVE = b"PK\x03\x04"
+
+
+def _named(path: str) -> str:
+    """Return a file's name for a message, an empty one in quotes."""
+    return path or repr(path)
 
 
 def _reason(error: OSError) -> str:
@@ -54,7 +60,7 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
             mapped = mapped and 0 not in shape
             array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {_reason(error)}") from None
+        raise CommandError(f"cannot read {_named(path)}: {_reason(error)}") from None
     except ValueError as error:
         raise CommandError(f"cannot read {path}: it is damaged: {error}") from None
     if not array.dtype.isnative:
@@ -155,7 +161,7 @@ def check_output(path: str) -> None:
         target = Path(path).resolve()
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "not a regular file"
-            raise CommandError(f"cannot write {path}: it is {kind}")
+            raise CommandError(f"cannot write {_named(path)}: it is {kind}")
         folder_exists = target.parent.is_dir()
     except OSError as error:
         raise CommandError(f"cannot write {path}: {_reason(error)}") from None
@@ -167,7 +173,12 @@ def check_output(path: str) -> None:
 
 def write_array(path: str, array: Array) -> None:
     """Write an ``.npy`` file, as :func:`write_output` does."""
-    write_output(path, lambda file: np.save(file, array, allow_pickle=False))
+
+    def save(file: BinaryIO) -> None:
+        # Into a real file NumPy writes by itself, and tells of a full disk how many elements it has written.
+        np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
+
+    write_output(path, save)
 
 
 def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import unique
 
+from lowprec.enums import StrEnum
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, promote
 from lowprec.planning.kernels import Capabilities
@@ -12,16 +13,11 @@ from lowprec.planning.layout import GemmLayout, OperandSpec
 
 
 @unique
-class Activation(str, Enum):
+class Activation(StrEnum):
     """Functions that the epilogue may apply, by their names in cuBLASLt's epilogues; ``gelu`` is the tanh form."""
 
     RELU = "relu"
     GELU = "gelu"
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
 
 
 def parse_activation(name: str | Activation | None) -> Activation | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import unique
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
 
+from lowprec.enums import StrEnum
 from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, available_modes
 from lowprec.planning.costs import expected_cost
@@ -21,16 +22,11 @@ from lowprec.planning.reasons import Reason, Why
 
 
 @unique
-class Bound(str, Enum):
+class Bound(StrEnum):
     """What must be within ``rtol``."""
 
     GUARANTEED = "guaranteed"  # for every data
     PROBABLE = "probable"  # with a stated probability, where rounding errors have a mean of zero
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
 
 
 def check_bound(bound: object) -> Bound:

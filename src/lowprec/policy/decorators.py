@@ -15,16 +15,25 @@ def decorated(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with the scope around each of its calls.
 
     The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
-    and closed while the consumer does.
+    and closed while the consumer does. A static method stays one, and so does a class method.
 
     Raises TypeError if it is no function.
     """
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(decorated(scope, function.__func__))
     if not callable(function):
         raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
     for is_kind, decorate in _KINDS:
-        if is_kind(function):
+        if is_kind(function) or is_kind(_call_of(function)):
             return functools.wraps(function)(decorate(scope, function))
     return functools.wraps(function)(_plain(scope, function))
+
+
+def _call_of(function: Callable[..., Any]) -> Any:
+    """Return what Python calls in the place of an object: the kind of function that it is, is the object's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return type(function).__call__
 
 
 def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:

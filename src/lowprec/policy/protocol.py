@@ -7,23 +7,19 @@ imports nothing; it looks at what stands in ``sys.modules``, each time anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, unique
+from enum import unique
 from typing import Any, Protocol, runtime_checkable
 
+from lowprec.enums import StrEnum
 from lowprec.modes import MathMode
 
 
 @unique
-class Tier(str, Enum):
+class Tier(StrEnum):
     """How far a library's switches reach."""
 
     THREAD = "thread"
     PROCESS = "process"
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
 
 
 class Controller(Protocol):

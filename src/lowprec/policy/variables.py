@@ -6,7 +6,7 @@ The table makes the documentation, the rows of ``info()`` and the texts of the e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -67,19 +67,29 @@ FORCE_MATH_MODE = _mode_variable(
 )
 
 
+def _one_of(name: str, legal: Collection[str]) -> Callable[[str], str]:
+    """Return the reader of a variable that holds one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in legal:
+            raise EnvironmentVariableError(
+                f"environment variable {name}: {quoted(text)} is none of {', '.join(legal)}; or unset the variable"
+            )
+        return text
+
+    return parse
+
+
 _SWITCH = {"0": False, "1": True}
 
 
 def _switch_variable(
     name: str, meaning: str, default: str, words: tuple[str, str], *, read_once: bool = False
 ) -> Variable[bool]:
+    word = _one_of(name, _SWITCH)
+
     def parse(text: str) -> bool:
-        if text not in _SWITCH:
-            choices = ", ".join(_SWITCH)
-            raise EnvironmentVariableError(
-                f"environment variable {name}: {quoted(text)} is neither of {choices}; or unset the variable"
-            )
-        return _SWITCH[text]
+        return _SWITCH[word(text)]
 
     legal = " or ".join(_SWITCH)
     return Variable(name, meaning, legal, default, parse, words.__getitem__, read_once=read_once)
@@ -159,24 +169,13 @@ AUTOTUNE = _switch_variable(
     ("the library's own choice", "choices are measured at first use"),
 )
 _KERNELS = ("xla", "lowprec")
-
-
-def _kernels(text: str) -> str:
-    if text not in _KERNELS:
-        raise EnvironmentVariableError(
-            f"environment variable LOWPREC_JAX_KERNELS: {quoted(text)} is none of {', '.join(_KERNELS)}; or unset the "
-            "variable"
-        )
-    return text
-
-
 JAX_KERNELS = Variable(
     "LOWPREC_JAX_KERNELS",
     "What multiplies on a CPU in functions that JAX traces from now on: XLA, or lowprec's own kernels where XLA can "
     "call them.",
     " or ".join(_KERNELS),
     "xla",
-    _kernels,
+    _one_of("LOWPREC_JAX_KERNELS", _KERNELS),
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
@@ -244,22 +243,13 @@ ISAS: dict[str, frozenset[str]] = {
 }
 
 
-def _isa(text: str) -> str:
-    if text not in ISAS:
-        raise EnvironmentVariableError(
-            f"environment variable LOWPREC_MAX_CPU_ISA: {quoted(text)} is none of {', '.join(ISAS)}; or unset the "
-            "variable"
-        )
-    return text
-
-
 MAX_CPU_ISA = Variable(
     "LOWPREC_MAX_CPU_ISA",
     "The highest instruction set of an x86-64 processor that lowprec's kernels, its OpenBLAS and numba's compiler may "
     "use, as if the processor had no other: for tests and comparisons. NumPy's BLAS does not read it.",
     f"one of {', '.join(ISAS)}",
     "all that the processor has",
-    _isa,
+    _one_of("LOWPREC_MAX_CPU_ISA", ISAS),
     lambda isa: f"nothing above {isa} is used",
     read_once=True,
 )

@@ -51,7 +51,7 @@ class profile:
     Raises
     ------
     UnsupportedError
-        If ``threads`` is neither.
+        If ``threads`` is neither, or ``label`` no text.
 
     Examples
     --------
@@ -67,6 +67,11 @@ class profile:
     """
 
     def __init__(self, label: str = "", *, threads: Threads = "all") -> None:
+        if not isinstance(label, str):
+            raise UnsupportedError(
+                f"profile takes a label, which is text, got {quoted(label)}; what is to be recorded runs in its block: "
+                "with lowprec.profile() as prof"
+            )
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
             raise UnsupportedError(
@@ -170,8 +175,9 @@ class profile:
         dict
             ``products``, ``failed`` and ``untimed`` count; ``elapsed_ms`` and ``flops`` are sums over the products
             with a time, ``tflops`` their quotient; ``wall_ms`` is how long the profile was open. ``units``: how many
-            products were ``eligible`` for tensor (tile) units, ``used`` them, or are ``unknown``, and the
-            ``share_of_flops`` that ran on them. ``by_mode`` and ``by_kernel``: products, time and flops of each.
+            products were ``eligible`` for tensor units (tile units of a CPU, or its vector units for bfloat16 and
+            int8), ``used`` them, or are ``unknown``, and the ``share_of_flops`` that ran on them. ``by_mode`` and
+            ``by_kernel``: products, time and flops of each.
         """
         return totals(self.records, self.wall_ms)
 

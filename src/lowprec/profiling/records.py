@@ -56,7 +56,7 @@ class ProductRecord:
     peak_share : float or None
         ``tflops`` over the device's highest rate for ``number_format``; None where that is not known.
     units_eligible : bool
-        Whether there are tensor units (tile units on a CPU) for such numbers.
+        Whether there are tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for such numbers.
     units_used : bool or None
         Whether they multiplied them; None where the library does not tell.
     units_reason : str

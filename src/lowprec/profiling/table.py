@@ -128,7 +128,7 @@ def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
     share = units["share_of_flops"]
     on_units = f", {share:.1%} of the flops" if share is not None else ""
     unknown = f", {units['unknown']} unknown" if units["unknown"] else ""
-    yield f"tensor (tile) units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
+    yield f"tensor, tile or vector units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
     missed = [r for r in records if r.units_eligible and r.units_used is False and r.error is None]
     for reason, group in grouped(missed, lambda r: r.units_reason).items():
         yield _sentence(f"not used by {len(group.records)}: {reason}")

@@ -1,4 +1,4 @@
-"""Tensor units of a GPU and tile units of a CPU: which numbers they multiply, and why they did not."""
+"""Tensor units of a GPU, tile units and vector units of a CPU: which numbers they multiply, and why they did not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EMPTY = "the product is empty"
 
 
 class Units(NamedTuple):
-    """Whether a product could run on tensor (tile) units by its numbers, whether it did, and why."""
+    """Whether a product could run on such units by its numbers, whether it did, and why."""
 
     eligible: bool
     used: bool | None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import unique
 
+from lowprec.enums import StrEnum
 from lowprec.tables import Table, plain_text
 
 
 @unique
-class PassedBy(str, Enum):
+class PassedBy(StrEnum):
     """Why a product was left to PyTorch."""
 
     ELEMENT_TYPE = "no mode acts on this element type"
@@ -20,11 +21,6 @@ class PassedBy(str, Enum):
     FUSED = "a fused kernel, which hides its products"
     LINEAR_ALGEBRA = "a solver or a factorisation, not a product"
     REFUSED = "refused by lowprec"
-
-    def __str__(self) -> str:
-        return self.value
-
-    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)

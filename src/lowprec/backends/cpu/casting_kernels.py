@@ -1,8 +1,8 @@
 """Native kernels that read numbers as they are stored and write float32, rounded as a mode says.
 
 Those of ``gemv_kernels`` multiply a matrix with a vector as they read the matrix. All is done in vectors of 16 numbers,
-in operations that every processor's vector units have; LLVM cuts the vectors to their width. Each rounding is the
-vector twin of :func:`lowprec.backends.cpu.rounding.round_scalar`.
+in operations that every processor's vector units have; LLVM cuts the vectors to their width. Each rounding gives
+the bits of :func:`lowprec.backends.cpu.rounding.round_float32`.
 
 Importing this module imports numba.
 """

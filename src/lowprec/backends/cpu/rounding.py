@@ -1,7 +1,4 @@
-"""Rounding float32 to the formats of the math modes: a scalar oracle and its fast twin.
-
-The oracle works on one Python float with exact arithmetic and for every format; the twin works on arrays, in blocks
-that stay in the cache. The tests compare the two over every exponent.
+"""Rounding float32 to the formats of the math modes: arrays, in blocks that stay in the cache.
 
 TF32 is rounded to nearest with ties away from zero, as the PTX instruction ``cvt.rna.tf32.f32`` does (PTX ISA,
 "cvt"); bfloat16 and float16 with ties to even (IEEE 754-2019, section 4.3.1). NaN stays NaN, infinities stay, a
@@ -10,9 +7,7 @@ finite number beyond the largest of the format becomes an infinity, subnormal nu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -28,26 +23,6 @@ _BLOCK = 1 << 16
 
 #: Elements that a thread takes at a time.
 _PIECE = 8 * _BLOCK
-
-
-def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> float:
-    """Round one number to the nearest of a format, ties to even or away from zero: the readable oracle.
-
-    Examples
-    --------
-    >>> round_scalar(1.0 + 2**-11, formats.TF32, ties_away=True) - 1.0 == 2**-10
-    True
-    """
-    if math.isnan(value) or math.isinf(value) or value == 0.0:
-        return value
-    exponent = max(math.frexp(value)[1] - 1, to.emin)
-    spacing = Fraction(2) ** (exponent - to.precision + 1)
-    quotient = Fraction(abs(value)) / spacing
-    steps = math.floor(quotient + Fraction(1, 2)) if ties_away else round(quotient)
-    rounded = steps * spacing
-    if rounded > Fraction(to.largest):
-        return math.copysign(math.inf if to.has_infinity else math.nan, value)
-    return math.copysign(float(rounded), value)
 
 
 def rounded_to_odd(x: Any) -> Any:
