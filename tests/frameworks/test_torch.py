@@ -54,6 +54,25 @@ def close(torch: Any, found: Any, true: Any) -> None:
 # -- derivatives ----------------------------------------------------------------------------------
 
 
+#: Without elements: an inner dimension, a result, a batch.
+EMPTY = [
+    ((3, 0), (0, 2)),
+    ((2, 3, 0), (0, 2)),
+    ((2, 3, 4), (4, 0)),
+    ((0, 3, 4), (4, 2)),
+    ((2, 3, 0), (0,)),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), EMPTY)
+def test_gradients_without_elements(torch: Any, a: Any, b: Any) -> None:
+    x = operands(torch, a, b)
+    true = torch.autograd.grad(torch.matmul(*x).sum(), x)
+    close(torch, torch.autograd.grad(lowprec.matmul(*x).sum(), x), true)
+    compiled = torch.compile(lambda a, b: lowprec.matmul(a, b), backend="aot_eager", fullgraph=True)
+    close(torch, torch.autograd.grad(compiled(*x).sum(), x), true)
+
+
 @pytest.mark.parametrize(("a", "b"), SHAPES)
 def test_gradients_and_gradients_of_gradients(torch: Any, a: Any, b: Any) -> None:
     x = operands(torch, a, b)

@@ -109,9 +109,8 @@ def operand_gradients(
         if (
             b.ndim == 2 and a.ndim > 2
         ):  # one product over all rows, in the place of a sum over the batch
-            rows = a.reshape(-1, a.shape[-1])
-            for_b = multiply(rows.mH, gradient.reshape(-1, gradient.shape[-1]), mode, alpha)
-            for_b = for_b.to(b.dtype)
+            rows, of_rows = a.flatten(0, -2), gradient.flatten(0, -2)  # of no elements, too
+            for_b = multiply(rows.mH, of_rows, mode, alpha).to(b.dtype)
         else:
             for_b = summed_to(multiply(a.mH, gradient, mode, alpha), b)
     return for_a, for_b
