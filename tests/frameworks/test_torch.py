@@ -303,6 +303,78 @@ def test_shapes_that_change_make_one_graph(torch: Any, counting: Any) -> None:
     assert len(counting.graphs) == 1
 
 
+def in_a_scope(x: Any) -> Any:
+    with lowprec.math_mode("bf16"):
+        return lowprec.matmul(x, x)
+
+
+def into_out(x: Any) -> Any:
+    return lowprec.matmul(x, x, out=x.new_empty(4, 4), math_mode="bf16")
+
+
+def by_numpy(x: Any) -> Any:
+    return x + lowprec.matmul(x.numpy(), x.numpy(), math_mode="bf16") - x
+
+
+# Dynamo's own, about what breaks the graph.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize(
+    "function",
+    [
+        in_a_scope,
+        lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x)),
+        into_out,
+        lambda x: lowprec.matmul(x, x, k_chunk=2, math_mode="bf16"),
+        lambda x: lowprec.matmul(x, lowprec.prepare(x), math_mode="bf16"),
+        by_numpy,
+    ],
+    ids=["scope", "decorated", "out", "k_chunk", "prepared", "numpy"],
+)
+def test_what_breaks_a_graph_runs_as_it_is(torch: Any, counting: Any, function: Any) -> None:
+    """The compiler would read what is called from there on, too, the kernels' arithmetic on bits in NumPy included."""
+    compiled = torch.compile(function, backend=counting)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.full((4, 4), ABOVE_ONE)), torch.full((4, 4), 4.0))
+
+
+def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> None:
+    x = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(lowprec.matmul, fullgraph=True, backend=counting)
+    for mode in ("fp32", "bf16", "fp32"):
+        with lowprec.math_mode(mode):
+            assert float(compiled(x, x)[0, 0]) / 4 == IN_MODE[mode]
+    assert len(counting.graphs) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="is in no graph with out="):
+        torch.compile(into_out, fullgraph=True, backend=counting)(x)
+    with pytest.raises(lowprec.DTypeError, match="alpha must be a number"):
+        torch.compile(lambda x: lowprec.matmul(x, x, alpha="1"), backend=counting)(x)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "contraction",
+    [
+        lambda a, b: lowprec.einsum("bij,bjk,kl->il", a, b, b[0]),
+        lambda a, b: lowprec.einsum("bij->j", a) + lowprec.einsum("ii->i", b[0]),
+        lambda a, b: lowprec.tensordot(a, b, axes=((0, 2), (0, 1))),
+        lambda a, b: lowprec.vecdot(a, b[0]),
+        lambda a, b: lowprec.linear(a, b[0], b[0, 0], activation="relu"),
+    ],
+    ids=["einsum", "sums", "tensordot", "vecdot", "linear"],
+)
+def test_contractions_in_graphs(
+    torch: Any, counting: Any, contraction: Any, dynamic: bool | None
+) -> None:
+    pytest.importorskip("opt_einsum")
+    compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (4, 5):
+        x = operands(torch, (2, n, n), (2, n, n))
+        found = compiled(*x)
+        close(torch, found, contraction(*x))
+        found, true = (torch.autograd.grad(f(*x).sum(), x) for f in (compiled, contraction))
+        close(torch, found, true)
+
+
 def encoder(torch: Any, linear: Any) -> Any:
     torch.manual_seed(0)
     return torch.nn.Sequential(linear(4, 8), torch.nn.GELU(), linear(8, 2))
