@@ -36,7 +36,12 @@ SHAPES = [
     ((2, 1, 6, 4), (3, 4, 5), 2, 2),
     ((0, 4), (4, 5), 2, 2),
     ((3, 0), (0, 5), 2, 2),
-    ((1, 6, 4), (3, 4, 5), ((0, 1), 2, (0, 2, 0, 2)), 2),  # chunks without elements, as of a selection
+    (
+        (1, 6, 4),
+        (3, 4, 5),
+        ((0, 1), 2, (0, 2, 0, 2)),
+        2,
+    ),  # chunks without elements, as of a selection
 ]
 
 
