@@ -5,6 +5,7 @@ Each cell of the matrix compares with ``torch.matmul`` on float64 operands, wher
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -352,6 +353,21 @@ def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: 
         with lowprec.fp32_guard(frameworks=False):
             (gradient,) = torch.autograd.grad(y, x, ones)
         assert float(gradient[0, 0]) / 4 == IN_MODE["fp32"]
+
+
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_backward_pass_is_compiled_for_its_mode(torch: Any, operator: bool) -> None:
+    from torch._dynamo.compiled_autograd import _enable
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, ones = (torch.full((4, 4), ABOVE_ONE, requires_grad=grad) for grad in (True, False))
+    torch._dynamo.reset()
+    for mode in ("bf16", "fp32", "bf16"):
+        with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
+            y = lowprec.matmul(x, ones, math_mode=mode)
+        with _enable(torch.compile(backend="aot_eager")):
+            (gradient,) = torch.autograd.grad(y, x, ones)
+        assert float(gradient[0, 0]) / 4 == IN_MODE[mode]
 
 
 def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:

@@ -146,8 +146,14 @@ def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
     return found
 
 
+#: Functions of one level lack what PyTorch asks for when it compiles a backward pass.
+COMPILED_KEY = torch.autograd.Function._compiled_autograd_key
+
+
 class _Recorded(torch.autograd.function._SingleLevelFunction):
     """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
+
+    _compiled_autograd_key = COMPILED_KEY
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:

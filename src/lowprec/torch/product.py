@@ -26,6 +26,7 @@ from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
+    COMPILED_KEY,
     OPERATOR,
     multiply_plain,
     operand_gradients,
@@ -332,6 +333,8 @@ def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
 
 class _Plain(torch.autograd.function._SingleLevelFunction):
     """Plain tensors of which one requires grad, outside of ``torch.func``: without its transforms, in half the time."""
+
+    _compiled_autograd_key = COMPILED_KEY
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
