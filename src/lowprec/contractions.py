@@ -15,7 +15,7 @@ from typing import Any
 
 from lowprec.arrays.namespaces import namespace_of
 from lowprec.arrays.prepared_view import Prepared
-from lowprec.contraction_recipes import recipe
+from lowprec.contraction_recipes import Step, recipe
 from lowprec.dispatch import matmul
 from lowprec.errors import ShapeError, quoted
 from lowprec.modes import MathMode
@@ -69,9 +69,9 @@ def tensordot(
     free_a = [i for i in range(len(a.shape)) if i not in summed_a]
     free_b = [i for i in range(len(b.shape)) if i not in summed_b]
     shape = tuple(a.shape[i] for i in free_a) + tuple(b.shape[i] for i in free_b)
-    k = prod(a.shape[i] for i in summed_a)
-    left = xp.arranged(a, (*free_a, *summed_a), (prod(a.shape[i] for i in free_a), k))
-    right = yp.arranged(b, (*summed_b, *free_b), (k, prod(b.shape[i] for i in free_b)))
+    k = prod([a.shape[i] for i in summed_a])  # of lists, which PyTorch's compiler can read
+    left = xp.arranged(a, (*free_a, *summed_a), (prod([a.shape[i] for i in free_a]), k))
+    right = yp.arranged(b, (*summed_b, *free_b), (k, prod([b.shape[i] for i in free_b])))
     product = matmul(
         left, right,
         out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
@@ -282,7 +282,7 @@ def einsum(
         )
     for operand in operands:
         namespace_of(operand)  # refuses what is no array
-    shapes = tuple(tuple(operand.shape) for operand in operands)
+    shapes = tuple([_sizes(operand) for operand in operands])
     try:
         order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
     except TypeError:
@@ -292,8 +292,27 @@ def einsum(
     multiply = functools.partial(
         matmul, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk
     )
+    steps = _steps(subscripts, shapes, order)
     values = dict(enumerate(operands))
     result = None
-    for number, step in enumerate(recipe(subscripts, shapes, order), len(operands)):
+    for number, step in enumerate(steps, len(operands)):
         result = values[number] = step.run(values, multiply)
     return result
+
+
+def _sizes(operand: Any) -> tuple[int, ...]:
+    """Return a shape in numbers; in a graph of PyTorch's they may be symbols, which int() would leave as they are."""
+    try:
+        return tuple([len(range(n)) for n in operand.shape])
+    except TypeError:
+        raise ShapeError(
+            f"einsum: its steps depend on sizes, and shape {tuple(operand.shape)} has some that are known by name "
+            "only; use matmul or tensordot"
+        ) from None
+
+
+def _steps(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
+    return recipe(subscripts, shapes, order)
+
+
+_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it, and reads the result

@@ -190,6 +190,11 @@ def _product(
 
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
+    a, b = (
+        # Else an empty chunk beside the one that holds it would stand for it.
+        x.rechunk({i: 1 for i, n in enumerate(x.shape[:-2]) if n == 1})
+        for x in (a, b)
+    )
     count = max(a.ndim, b.ndim) - 2
     axes = [*range(count), "m", "k", "n"]
     names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]

@@ -104,6 +104,11 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
+    if _in_graph():
+        return _in_a_graph(
+            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+            math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+        )  # fmt: skip
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
@@ -149,12 +154,18 @@ def matmul(
 
 def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
     """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
-    from lowprec.torch import matmul as product
+    from lowprec.torch.compiled import matmul as product
 
     return product(a, b, **keywords)
 
 
+def _in_graph() -> bool:
+    """Whether PyTorch's compiler reads :func:`matmul` itself, as it does what a function calls after a graph break."""
+    return False
+
+
 matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
+_in_graph._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 
 @functools.cache

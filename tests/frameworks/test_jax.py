@@ -14,6 +14,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -228,6 +229,8 @@ def test_exported_with_sizes_known_by_name(jax: Any) -> None:
     np.testing.assert_allclose(found, x @ y, rtol=1e-5, atol=1e-5)
     with pytest.raises(lowprec.ShapeError, match="core dimension"):
         jax.export.export(jax.jit(lowprec.matmul))(args[0], args[0])
+    with pytest.raises(lowprec.ShapeError, match=r"shape \(m, k\) has some that are known by name"):
+        jax.export.export(jax.jit(lambda a: lowprec.einsum("ij->j", a)))(args[0])
 
 
 # -- each mode within its bound -------------------------------------------------------------------
@@ -375,6 +378,15 @@ def test_int8(jax: Any) -> None:
         jax.jit(lambda a: lowprec.matmul(a, a, alpha=2.0))(a)
     with pytest.raises(lowprec.UnsupportedError, match="alpha cannot be used with int8"):
         jax.jit(lambda a, s: lowprec.matmul(a, a, alpha=s))(a, 0.5)
+
+
+def test_an_activation_is_the_one_of_its_name_in_jax_nn(jax: Any) -> None:
+    from lowprec.jax import product
+
+    x = jax.numpy.linspace(-2, 2, 9)
+    for name in ("relu", "silu"):  # one that there is, and one that there may be
+        found = product._followed(x, {}, 1.0, 0.0, SimpleNamespace(value=name))
+        np.testing.assert_array_equal(found, getattr(jax.nn, name)(x))
 
 
 # -- rounding, bit for bit ------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Each cell of the matrix compares with ``torch.matmul`` on float64 operands, wher
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -54,6 +55,25 @@ def close(torch: Any, found: Any, true: Any) -> None:
 # -- derivatives ----------------------------------------------------------------------------------
 
 
+#: Without elements: an inner dimension, a result, a batch.
+EMPTY = [
+    ((3, 0), (0, 2)),
+    ((2, 3, 0), (0, 2)),
+    ((2, 3, 4), (4, 0)),
+    ((0, 3, 4), (4, 2)),
+    ((2, 3, 0), (0,)),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), EMPTY)
+def test_gradients_without_elements(torch: Any, a: Any, b: Any) -> None:
+    x = operands(torch, a, b)
+    true = torch.autograd.grad(torch.matmul(*x).sum(), x)
+    close(torch, torch.autograd.grad(lowprec.matmul(*x).sum(), x), true)
+    compiled = torch.compile(lambda a, b: lowprec.matmul(a, b), backend="aot_eager", fullgraph=True)
+    close(torch, torch.autograd.grad(compiled(*x).sum(), x), true)
+
+
 @pytest.mark.parametrize(("a", "b"), SHAPES)
 def test_gradients_and_gradients_of_gradients(torch: Any, a: Any, b: Any) -> None:
     x = operands(torch, a, b)
@@ -93,6 +113,80 @@ def test_gradients_have_the_type_of_their_operand(torch: Any, dtype: str) -> Non
     unit = torch.finfo(a.dtype).eps
     true = torch.ones(3, 2) @ b.detach().float().T
     torch.testing.assert_close(a.grad.float(), true, rtol=unit, atol=unit)
+
+
+def test_gradients_of_a_real_operand_beside_a_complex_one_are_real(torch: Any) -> None:
+    (a,) = operands(torch, (2, 3, 4), (1,))[:1]
+    (b,) = operands(torch, (4, 2), (1,), torch.complex128)[:1]
+    for x in ((a, b), (b.detach().mT.requires_grad_(), a[0].detach().mT.requires_grad_())):
+        assert torch.autograd.gradcheck(lowprec.matmul, x)
+
+
+def all_roads(torch: Any) -> dict[str, Any]:
+    """Return ways to call a function of tensors, the first of which must require grad."""
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    return {
+        "without gradients": lambda f, x, *others: f(x.detach(), *others),
+        "with gradients": lambda f, *x: f(*x),
+        "vmap": lambda f, x, *others: torch.vmap(lambda x: f(x, *others))(x[None])[0],
+        "compiled": lambda f, *x: compiled(f)(*x),
+    }
+
+
+ROADS = ("without gradients", "with gradients", "vmap", "compiled")
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("storage", ["float16", "float32"])
+def test_what_follows_a_product_of_16_bits_is_added_in_float32(
+    torch: Any, road: str, storage: str
+) -> None:
+    """The product, 2 * 300 * 300, is beyond float16, and the result is not."""
+    x = torch.full((2, 2), 300.0, dtype=getattr(torch, storage), requires_grad=True)
+    bias = torch.full((2,), -178000.0)
+
+    def call(x: Any, b: Any) -> Any:
+        return lowprec.matmul(
+            x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16"
+        )
+
+    found = all_roads(torch)[road](call, x, x.detach())
+    assert found.dtype == torch.float16
+    assert found.tolist() == [[1100.0, 1100.0]] * 2
+
+
+@pytest.mark.parametrize("road", ["with gradients", "compiled"])
+def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, road: str) -> None:
+    import lowprec.torch as lt
+
+    layer = lt.Linear(4, 2, dtype=torch.bfloat16)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    with lowprec.profile() as profile:
+        found = all_roads(torch)[road](layer, x)
+        found.sum().backward()
+    assert found.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
+    assert [{r.a_dtype, r.b_dtype} for r in profile.records] == [{"bfloat16"}] * 3
+    torch.testing.assert_close(
+        x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0
+    )
+
+
+@pytest.mark.parametrize("road", ["without gradients", "compiled"])
+def test_integers_saturate_on_every_road(torch: Any, road: str) -> None:
+    a, b = (torch.full(s, 127, dtype=torch.int8) for s in ((2, 300), (300, 3)))
+    call = all_roads(torch)[road]
+    for bias in (torch.full((3,), 2**31 - 5, dtype=torch.int32), torch.ones(3, dtype=torch.int8)):
+        true = min(300 * 127**2 + int(bias[0]), 2**31 - 1)
+        found = call(lambda a, b, bias=bias: lowprec.matmul(a, b, bias=bias), a, b)
+        assert found.dtype == torch.int32
+        assert found.unique().tolist() == [true]
+    import lowprec.torch as lt
+
+    for wrong in ({"c": torch.ones(2, 3)}, {"activation": "gelu"}):
+        with pytest.raises(lowprec.UnsupportedError, match="cannot be used with int8 operands"):
+            lt.matmul(a, b, **wrong)
+    found = call(lambda a, b: lowprec.matmul(a, b, activation="relu"), a, -b)
+    assert not found.any()
 
 
 # Dynamo's own, about transforms in a graph.
@@ -261,6 +355,21 @@ def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: 
         assert float(gradient[0, 0]) / 4 == IN_MODE["fp32"]
 
 
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_backward_pass_is_compiled_for_its_mode(torch: Any, operator: bool) -> None:
+    from torch._dynamo.compiled_autograd import _enable
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, ones = (torch.full((4, 4), ABOVE_ONE, requires_grad=grad) for grad in (True, False))
+    torch._dynamo.reset()
+    for mode in ("bf16", "fp32", "bf16"):
+        with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
+            y = lowprec.matmul(x, ones, math_mode=mode)
+        with _enable(torch.compile(backend="aot_eager")):
+            (gradient,) = torch.autograd.grad(y, x, ones)
+        assert float(gradient[0, 0]) / 4 == IN_MODE[mode]
+
+
 def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
     import lowprec.torch
 
@@ -269,7 +378,7 @@ def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
     assert float(y.detach()[0, 0]) / 4 == IN_MODE["fp32"]
     (gradient,) = torch.autograd.grad(y, x, torch.full((4, 4), ABOVE_ONE))
     assert float(gradient[0, 0]) / 4 == IN_MODE["bf16"]
-    with pytest.raises(lowprec.ModeError, match="bf17"):
+    with pytest.raises(lowprec.ModeError, match="backward_mode 'bf17'"):
         lowprec.torch.matmul(x, x, backward_mode="bf17")
 
 
@@ -282,6 +391,78 @@ def test_shapes_that_change_make_one_graph(torch: Any, counting: Any) -> None:
         a, b = torch.ones(m, k), torch.ones(k, n)
         assert torch.equal(compiled(a, b), torch.full((m, n), k + 1.0))
     assert len(counting.graphs) == 1
+
+
+def in_a_scope(x: Any) -> Any:
+    with lowprec.math_mode("bf16"):
+        return lowprec.matmul(x, x)
+
+
+def into_out(x: Any) -> Any:
+    return lowprec.matmul(x, x, out=x.new_empty(4, 4), math_mode="bf16")
+
+
+def by_numpy(x: Any) -> Any:
+    return x + lowprec.matmul(x.numpy(), x.numpy(), math_mode="bf16") - x
+
+
+# Dynamo's own, about what breaks the graph.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize(
+    "function",
+    [
+        in_a_scope,
+        lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x)),
+        into_out,
+        lambda x: lowprec.matmul(x, x, k_chunk=2, math_mode="bf16"),
+        lambda x: lowprec.matmul(x, lowprec.prepare(x), math_mode="bf16"),
+        by_numpy,
+    ],
+    ids=["scope", "decorated", "out", "k_chunk", "prepared", "numpy"],
+)
+def test_what_breaks_a_graph_runs_as_it_is(torch: Any, counting: Any, function: Any) -> None:
+    """The compiler would read what is called from there on, too, the kernels' arithmetic on bits in NumPy included."""
+    compiled = torch.compile(function, backend=counting)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.full((4, 4), ABOVE_ONE)), torch.full((4, 4), 4.0))
+
+
+def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> None:
+    x = torch.full((4, 4), ABOVE_ONE)
+    compiled = torch.compile(lowprec.matmul, fullgraph=True, backend=counting)
+    for mode in ("fp32", "bf16", "fp32"):
+        with lowprec.math_mode(mode):
+            assert float(compiled(x, x)[0, 0]) / 4 == IN_MODE[mode]
+    assert len(counting.graphs) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="is in no graph with out="):
+        torch.compile(into_out, fullgraph=True, backend=counting)(x)
+    with pytest.raises(lowprec.DTypeError, match="alpha must be a number"):
+        torch.compile(lambda x: lowprec.matmul(x, x, alpha="1"), backend=counting)(x)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "contraction",
+    [
+        lambda a, b: lowprec.einsum("bij,bjk,kl->il", a, b, b[0]),
+        lambda a, b: lowprec.einsum("bij->j", a) + lowprec.einsum("ii->i", b[0]),
+        lambda a, b: lowprec.tensordot(a, b, axes=((0, 2), (0, 1))),
+        lambda a, b: lowprec.vecdot(a, b[0]),
+        lambda a, b: lowprec.linear(a, b[0], b[0, 0], activation="relu"),
+    ],
+    ids=["einsum", "sums", "tensordot", "vecdot", "linear"],
+)
+def test_contractions_in_graphs(
+    torch: Any, counting: Any, contraction: Any, dynamic: bool | None
+) -> None:
+    pytest.importorskip("opt_einsum")
+    compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (4, 5):
+        x = operands(torch, (2, n, n), (2, n, n))
+        found = compiled(*x)
+        close(torch, found, contraction(*x))
+        found, true = (torch.autograd.grad(f(*x).sum(), x) for f in (compiled, contraction))
+        close(torch, found, true)
 
 
 def encoder(torch: Any, linear: Any) -> Any:
@@ -314,6 +495,8 @@ def test_torchs_own_checks_of_an_operator(torch: Any, mode: str) -> None:
 
     x = operands(torch, (2, 3, 4), (4, 5), torch.float32)
     torch.library.opcheck(torch.ops.lowprec.matmul.default, (*x, mode, mode))
+    low = operands(torch, (2, 3, 4), (4, 5), torch.bfloat16)
+    torch.library.opcheck(torch.ops.lowprec.matmul.default, (*low, mode, mode, 0.5, "accumulator"))
 
 
 def test_fake_tensors_and_flop_counters_see_the_product(torch: Any) -> None:
@@ -351,6 +534,12 @@ def test_what_follows_the_product_is_checked_as_without_gradients(torch: Any) ->
             lowprec.matmul(a, y, bias=torch.ones(2, dtype=torch.float64))
         with pytest.raises(lowprec.DTypeError, match="alpha is complex, but the operands are"):
             lowprec.matmul(a, y, alpha=2j)
+        with pytest.raises(lowprec.DTypeError, match="beta is complex, but the operands are"):
+            lowprec.matmul(a, y, c=torch.ones(3, 2), beta=2j)
+        with pytest.raises(lowprec.UnsupportedError, match="activation relu is not defined for"):
+            lowprec.matmul(a.cfloat(), y.cfloat(), activation="relu")
+        with pytest.raises(lowprec.DTypeError, match="out_dtype int32 is not possible"):
+            lowprec.matmul(a, y, bias=torch.ones(2), out_dtype="int32")
         low = lowprec.matmul(a, y, bias=torch.ones(2), out_dtype=np.float16)
         assert low.dtype == torch.float16
         assert low.detach().tolist() == [[5.0, 5.0]] * 3
@@ -443,6 +632,8 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
         lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"
     ):
         lowprec.matmul(x, x, activation="tanh")
+    with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is none of"):
+        lowprec.matmul(x, x, activation=["relu"])
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=torch.ones(2, 2))
     with pytest.raises(lowprec.DTypeError, match="int64"):

@@ -172,6 +172,36 @@ def test_wrong_shapes_are_told_by_torch(torch: Any, intercept: Any) -> None:
         intercept("bf17")
 
 
+#: What PyTorch refuses, and lowprec would take.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bmm broadcasts": (
+        lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)),
+        "Expected size for first",
+    ),
+    "mm of a stack": (lambda t: t.mm(t.ones(3, 2, 2), t.ones(2, 2)), "must be a matrix"),
+    "out of another type": (
+        lambda t: t.mm(t.ones(2, 2), t.ones(2, 2), out=t.ones(2, 2, dtype=t.float64)),
+        "out tensor to have dtype",
+    ),
+    "addend of another type": (
+        lambda t: t.addmm(t.ones(2, dtype=t.float16), t.ones(2, 2), t.ones(2, 2)),
+        "must have the same dtype",
+    ),
+    "in place of another shape": (
+        lambda t: t.ones(3).addmm_(t.ones(2, 4), t.ones(4, 3)),
+        "Bad in-place call",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_stays_refused(torch: Any, intercept: Any, name: str) -> None:
+    call, message = REFUSED[name]
+    with intercept("fp32") as seen, pytest.raises(RuntimeError, match=message):
+        call(torch)
+    assert seen.report().products == ()
+
+
 # -- an encoder -----------------------------------------------------------------------------------
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import sys
 from typing import Any
 
 from lowprec.arrays.libraries import library_name
@@ -44,7 +43,7 @@ def namespace_of(array: Any) -> Namespace:
         return _BY_TYPE[kind]
     name = library_name(array)
     if name in _MODULES:
-        found = _BY_TYPE[kind] = _namespace(importlib.import_module(_MODULES[name]))
+        found = _BY_TYPE[kind] = Namespace(sys.modules[_MODULES[name]])
         return found
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
@@ -94,5 +93,4 @@ class Namespace:
         return self._xp.conj(x) if "complex" in str(x.dtype) else x
 
 
-_namespace = functools.cache(Namespace)
 _BY_TYPE: dict[type, Namespace] = {}

@@ -41,21 +41,17 @@ class Shape(NamedTuple):
     out_sharding: Any = None
 
 
-def on_cpu(
-    a: Any,
-    b: Any,
-    *,
-    dimensions: Dimensions,
-    out_sharding: Any,
-    mode: str,
-    out_dtype: str,
-    **_: Any,
-) -> Any:
+def on_cpu(a: Any, b: Any, **params: Any) -> Any:
     """Multiply with what XLA does on every platform."""
-    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=False)
+    return _multiply(a, b, on_gpu=False, **params)
 
 
-def on_gpu(
+def on_gpu(a: Any, b: Any, **params: Any) -> Any:
+    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
+    return _multiply(a, b, on_gpu=True, **params)
+
+
+def _multiply(
     a: Any,
     b: Any,
     *,
@@ -63,13 +59,10 @@ def on_gpu(
     out_sharding: Any,
     mode: str,
     out_dtype: str,
+    on_gpu: bool,
     **_: Any,
 ) -> Any:
-    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
-    return _multiply(a, b, Shape(dimensions, out_sharding), mode, out_dtype, on_gpu=True)
-
-
-def _multiply(a: Any, b: Any, shape: Shape, mode: str, out_dtype: str, *, on_gpu: bool) -> Any:
+    shape = Shape(dimensions, out_sharding)
     storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
     if storage is DType.INT8:
         return _dot(a, b, shape, None, "int32")

@@ -123,40 +123,22 @@ mlir.register_lowering(_product_p, mlir.lower_fun(on_gpu, multiple_results=False
 # -- derivatives: the product is linear in each operand -------------------------------------------
 
 
-def _gradient_of_a(
-    gradient: Any,
-    a: Any,
-    b: Any,
-    *,
-    dimensions: Dimensions,
-    backward_mode: str,
-    kernels: str,
-    **_: Any,
-) -> Any:
+def _gradient_of_a(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
     (contracted, other_contracted), (batch, other_batch) = dimensions
     rows = kept(a.aval.ndim, contracted, batch)
     columns = kept(b.ndim, other_contracted, other_batch)
     last = tuple(range(gradient.ndim - len(columns), gradient.ndim))
     return _gradient(gradient, b, a.aval, (last, columns), (batch, other_batch), rows,
-                     (contracted, other_contracted), backward_mode, kernels)  # fmt: skip
+                     (contracted, other_contracted), **params)  # fmt: skip
 
 
-def _gradient_of_b(
-    gradient: Any,
-    a: Any,
-    b: Any,
-    *,
-    dimensions: Dimensions,
-    backward_mode: str,
-    kernels: str,
-    **_: Any,
-) -> Any:
+def _gradient_of_b(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
     (other_contracted, contracted), (other_batch, batch) = dimensions
     rows = kept(a.ndim, other_contracted, other_batch)
     columns = kept(b.aval.ndim, contracted, batch)
     middle = tuple(range(len(batch), len(batch) + len(rows)))
     return _gradient(gradient, a, b.aval, (middle, rows), (batch, other_batch), columns,
-                     (contracted, other_contracted), backward_mode, kernels)  # fmt: skip
+                     (contracted, other_contracted), **params)  # fmt: skip
 
 
 def _gradient(
@@ -167,8 +149,10 @@ def _gradient(
     batches: tuple[tuple[int, ...], tuple[int, ...]],
     free: tuple[int, ...],
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    *,
     backward_mode: str,
     kernels: str,
+    **_: Any,
 ) -> Any:
     """Return the gradient of an operand: the product with the other one over the axes that only that one has.
 

@@ -213,7 +213,7 @@ class _Intercepting(TorchDispatchMode):
         terms = form.terms(*args, **given)
         operands = (terms.a, terms.b)
         why, detail = PassedBy.ELEMENT_TYPE, ""
-        if all(x.dtype in ACTED_ON and x.dtype == terms.a.dtype for x in operands):
+        if terms.a.dtype in ACTED_ON and form.takes(terms, out):  # else PyTorch says what is wrong
             try:
                 mode = policy.resolve(self._math_mode).mode.value
                 found = _product(terms, mode)

@@ -33,6 +33,9 @@ _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exac
 #: Calls of it are seen by PyTorch's modes, tracers and transforms.
 OPERATOR = torch.ops.lowprec.matmul.default
 
+#: As ``out_dtype`` of 16-bit operands: float32, with a gradient of the operands' type, as the final result has it.
+ACCUMULATOR = "accumulator"
+
 NO_TANGENT = (
     "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it there; take "
     "torch.func.jvp of the function as it is, without torch.compile"
@@ -45,9 +48,13 @@ def _multiply(
 ) -> Tensor:  # fmt: skip
     a = a.detach() if a.requires_grad else a
     b = b.detach() if b.requires_grad else b
-    found: Tensor = dispatch.matmul(
-        a, b, alpha=alpha, out_dtype=out_dtype or None, math_mode=None if ambient else mode
-    )
+    return multiply_plain(a, b, None if ambient else mode, alpha, out_dtype)
+
+
+def multiply_plain(a: Tensor, b: Tensor, mode: str | None, alpha: float, out_dtype: str) -> Tensor:
+    """Multiply tensors of which PyTorch wants to know nothing."""
+    dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
+    found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
     return found
 
 
@@ -58,6 +65,8 @@ for _key in _DEVICES:
 
 def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
     """Return the element type of the product."""
+    if out_dtype == ACCUMULATOR:
+        return torch.float32
     if out_dtype:
         named: torch.dtype = getattr(torch, out_dtype)
         return named
@@ -87,33 +96,34 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 # -- autograd -------------------------------------------------------------------------------------
 
 
-def summed_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of an operand that was broadcast along its batch: the sum over what it was repeated for."""
-    return gradient.sum_to_size(like.shape).to(like.dtype)
+def operand_gradient(gradient: Tensor, operand: Tensor) -> Tensor:
+    """Return what became of a product as the gradient of an operand.
+
+    It is the sum over what the operand was repeated for along its batch, in the operand's element type, and the real
+    part where that is real and the product complex.
+    """
+    gradient = gradient.sum_to_size(operand.shape)
+    if gradient.is_complex() and not operand.is_complex():
+        gradient = gradient.real
+    return gradient.to(operand.dtype)
 
 
 def operand_gradients(
-    gradient: Tensor,
-    a: Tensor,
-    b: Tensor,
-    needed: tuple[bool, bool],
-    mode: str,
-    alpha: float,
-    multiply: Any,
+    ctx: Any, gradient: Tensor, needed: tuple[bool, bool], multiply: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``a`` and ``b``, two products in the mode."""
+    """Return the gradients of ``a`` and ``b``, two products in the mode that the context has."""
+    a, b = ctx.saved_tensors
+    if ctx.out_dtype == ACCUMULATOR:
+        gradient = gradient.to(a.dtype)
     for_a = for_b = None
     if needed[0]:
-        for_a = summed_to(multiply(gradient, b.mH, mode, alpha), a)
+        for_a = operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha), a)
     if needed[1]:
-        if (
-            b.ndim == 2 and a.ndim > 2
-        ):  # one product over all rows, in the place of a sum over the batch
-            rows = a.reshape(-1, a.shape[-1])
-            for_b = multiply(rows.mH, gradient.reshape(-1, gradient.shape[-1]), mode, alpha)
-            for_b = for_b.to(b.dtype)
-        else:
-            for_b = summed_to(multiply(a.mH, gradient, mode, alpha), b)
+        rows, of_rows = a, gradient
+        if b.ndim == 2 and a.ndim > 2:
+            # One product over all rows, in the place of a sum over the batch, which may have no elements.
+            rows, of_rows = a.flatten(0, -2), gradient.flatten(0, -2)
+        for_b = operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), b)
     return for_a, for_b
 
 
@@ -136,22 +146,26 @@ def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
     return found
 
 
+#: Functions of one level lack what PyTorch asks for when it compiles a backward pass.
+COMPILED_KEY = torch.autograd.Function._compiled_autograd_key
+
+
 class _Recorded(torch.autograd.function._SingleLevelFunction):
     """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
+
+    _compiled_autograd_key = COMPILED_KEY
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(a, b)
-        _, ctx.mode, ctx.alpha, *_ = rest
+        _, ctx.mode, ctx.alpha, ctx.out_dtype, _ = rest
         # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
         with torch.enable_grad():
             return _below_autograd(keyset, a, b, *rest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        a, b = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1:3]
-        found = operand_gradients(gradients[0], a, b, needed, ctx.mode, ctx.alpha, _in_graph)
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _in_graph)
         return None, *found, None, None, None, None, None
 
 

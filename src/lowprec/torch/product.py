@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowprec import dispatch, policy
+from lowprec import policy
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
@@ -24,7 +24,15 @@ from lowprec.request import Request, parse_dtype
 from lowprec.tolerance import mode_within
 from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
-from lowprec.torch.operator import OPERATOR, operand_gradients, with_batch_first
+from lowprec.torch.operator import (
+    ACCUMULATOR,
+    COMPILED_KEY,
+    OPERATOR,
+    multiply_plain,
+    operand_gradients,
+    result_dtype,
+    with_batch_first,
+)
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -61,7 +69,8 @@ def matmul(
     """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, with all that PyTorch does to a product.
 
     Autograd records it (twice over, too), ``torch.func`` transforms it, ``torch.compile`` and ``torch.export`` take it
-    into their graphs. What follows the product (``c``, ``bias``, ``activation``) is PyTorch's own arithmetic.
+    into their graphs. What follows the product (``c``, ``bias``, ``activation``) is PyTorch's own arithmetic, in
+    float32 for results of 16 bits, which are rounded once.
 
     Parameters
     ----------
@@ -109,19 +118,39 @@ def matmul(
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
-    if type(alpha) is not float and isinstance(alpha, Complex) and not isinstance(alpha, Real):
-        # The operator's factor is real; this one autograd sees, which conjugates it.
-        outer, alpha = alpha, 1.0
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if type(factor) is float or isinstance(factor, Real):
+            continue
         if not (x.is_complex() or y.is_complex()):
-            raise DTypeError(f"alpha is complex, but the operands are {x.dtype} and {y.dtype}")
+            raise DTypeError(f"{name} is complex, but the operands are {x.dtype} and {y.dtype}")
+        if name == "alpha":
+            # The operator's factor is real; this one autograd sees, which conjugates it.
+            outer, alpha = alpha, 1.0
     if rtol is not None or bound is not None:
         math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
+    rounded = None if plain else _rounded_last(x, y, dtype)
+    if rounded is not None:
+        dtype = ACCUMULATOR if x.dtype.itemsize == y.dtype.itemsize == 2 else ""
     out = _product(x, y, math_mode, backward_mode, alpha, dtype)
     if b.ndim == 1:
         out = out.squeeze(-1)
     if a.ndim == 1:
         out = out.squeeze(-1 if b.ndim == 1 else -2)
-    return out if plain else _with_epilogue(out, outer, c, beta, bias, activation)
+    if plain:
+        return out
+    out = _with_epilogue(out, outer, c, beta, bias, activation)
+    return out if rounded is None else out.to(rounded)
+
+
+_LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
+    """Return the 16-bit type of a result to which it is rounded once, after what follows the product in float32."""
+    common = result_dtype(a, b, "")
+    dtype = _LOW.get(out_dtype) if out_dtype else common
+    # What no product gives is refused by the product.
+    return dtype if dtype in _LOW.values() and common in (dtype, torch.float32) else None
 
 
 def _with_epilogue(
@@ -133,18 +162,28 @@ def _with_epilogue(
     activation: str | None,
 ) -> Tensor:
     """Return what follows the product, in its element type."""
-    dtype = out.dtype
+    if out.dtype == torch.int32 and (c is not None or activation not in (None, "relu")):
+        raise UnsupportedError(
+            "c and activations other than relu cannot be used with int8 operands, whose product is exact integers; "
+            "apply them to the result after converting that"
+        )
     if factor != 1.0:
         out = out * factor
     if c is not None and beta:
         _check_addend("c", c, out, tuple(out.shape))
-        out = out + beta * c
+        out = out + beta * c.to(out.dtype)
     if bias is not None:
         _check_addend("bias", bias, out, tuple(out.shape[-1:]))
-        out = out + bias
-    if activation is not None:
-        out = _activate(out, activation)
-    return out.to(dtype)
+        out = _plus(out, bias.to(out.dtype))
+    return out if activation is None else _activate(out, activation)
+
+
+def _plus(out: Tensor, bias: Tensor) -> Tensor:
+    """Add; integers to the nearest number of their type."""
+    if out.dtype != torch.int32:
+        return out + bias
+    limits = torch.iinfo(out.dtype)
+    return out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0)) + bias
 
 
 def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
@@ -159,16 +198,17 @@ def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> 
         raise ShapeError(
             f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result"
         )
-    added_in = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype  # fmt: skip
-    if torch.promote_types(x.dtype, added_in) != added_in:
-        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {added_in}")
+    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
+        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {out.dtype}")
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedError(
             f"activation {activation!r} is none of {', '.join(map(repr, _ACTIVATIONS))}"
         )
+    if x.is_complex():
+        raise UnsupportedError(f"activation {activation} is not defined for {x.dtype} operands")
     return _ACTIVATIONS[activation](x)
 
 
@@ -273,10 +313,7 @@ def _product(
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
                 recorded: Tensor = _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
                 return recorded
-            plain: Tensor = dispatch.matmul(
-                a, b, alpha=alpha, out_dtype=out_dtype or None, math_mode=mode
-            )
-            return plain
+            return multiply_plain(a, b, mode, alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         sharding.ensure_registered()
         seen: Tensor = OPERATOR(a, b, *rest)
@@ -286,7 +323,7 @@ def _product(
 
 
 def _backward(backward_mode: Any, mode: str) -> str:
-    return mode if backward_mode is None else str(parse_mode(backward_mode))
+    return mode if backward_mode is None else str(parse_mode(backward_mode, "backward_mode"))
 
 
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
@@ -297,21 +334,17 @@ def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
 class _Plain(torch.autograd.function._SingleLevelFunction):
     """Plain tensors of which one requires grad, outside of ``torch.func``: without its transforms, in half the time."""
 
+    _compiled_autograd_key = COMPILED_KEY
+
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        mode, ctx.mode, ctx.alpha, out_dtype = rest
+        mode, ctx.mode, ctx.alpha, ctx.out_dtype = rest
         ctx.save_for_backward(a, b)
-        found: Tensor = dispatch.matmul(
-            a, b, alpha=ctx.alpha, out_dtype=out_dtype or None, math_mode=mode
-        )
-        return found
+        return multiply_plain(a, b, mode, ctx.alpha, ctx.out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        a, b = ctx.saved_tensors
-        found = operand_gradients(
-            gradients[0], a, b, ctx.needs_input_grad[:2], ctx.mode, ctx.alpha, _recorded
-        )
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[:2], _recorded)
         return *found, None, None, None, None
 
 

@@ -38,17 +38,17 @@ def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -
     return Terms(a, b.flatten(0, 1), c, alpha, beta)
 
 
-#: By name, in-place forms and those with ``out=`` included.
-_PRODUCTS: dict[str, Callable[..., Terms]] = {
-    "mm": _plain,
-    "bmm": _plain,
-    "mv": _plain,
-    "dot": _plain,
-    "vdot": lambda a, b: Terms(a.conj(), b),
-    "addmm": _added,
-    "baddbmm": _added,
-    "addmv": _added,
-    "addbmm": _summed,
+#: By name, in-place forms and those with ``out=`` included: the terms, and how many axes their factors have.
+_PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
+    "mm": (_plain, (2, 2)),
+    "bmm": (_plain, (3, 3)),
+    "mv": (_plain, (2, 1)),
+    "dot": (_plain, (1, 1)),
+    "vdot": (lambda a, b: Terms(a.conj(), b), (1, 1)),
+    "addmm": (_added, (2, 2)),
+    "baddbmm": (_added, (3, 3)),
+    "addmv": (_added, (2, 1)),
+    "addbmm": (_summed, (2, 2)),
 }
 
 #: Operators that multiply inside and are left to PyTorch, by beginnings of their names.
@@ -96,9 +96,19 @@ class Form(NamedTuple):
     name: str  # without the underscore of in-place forms
     #: From the operator's arguments; None where it is left to PyTorch or decomposed.
     terms: Callable[..., Terms] | None = None
+    axes: tuple[int, int] = (0, 0)  # of the factors
     passed_by: PassedBy | None = None  # why it is left to PyTorch
     in_place: bool = False  # whether the first argument receives the result
     decomposes: bool = False  # whether PyTorch has it in terms of other operators
+
+    def takes(self, terms: Terms, out: Tensor | None) -> bool:
+        """Whether PyTorch's operator, which broadcasts and converts less than lowprec, takes these arguments."""
+        a, b, c = terms.a, terms.b, terms.c
+        alike = all(x.dtype == a.dtype for x in (b, c, out) if x is not None)
+        if not alike or (a.ndim, b.ndim) != self.axes or a.shape[:-2] != b.shape[:-2]:
+            return False
+        out_shape = (*a.shape[:-1], *b.shape[-1:][: b.ndim - 1])
+        return not self.in_place or c is None or c.shape == out_shape
 
 
 _forms: dict[Any, Form | None] = {}
@@ -117,7 +127,7 @@ def _form_of(operator: Any) -> Form | None:
     in_place = name.endswith("_") and name[:-1] in _PRODUCTS
     base = name[:-1] if in_place else name
     if operator.namespace == "aten" and base in _PRODUCTS and "dtype" not in operator._overloadname:
-        return Form(base, _PRODUCTS[base], in_place=in_place)
+        return Form(base, *_PRODUCTS[base], in_place=in_place)
     if name not in _OF_A_VARIABLE and torch._C._dispatch_has_kernel_for_dispatch_key(
         operator.name(), "CompositeImplicitAutograd"
     ):
