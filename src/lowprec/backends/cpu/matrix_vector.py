@@ -104,7 +104,10 @@ def _multiply_scaled(matrix: Any, vector: Any, out: Any) -> None:
             (matrix, vector[:, None]), x.dtype, row(MathMode.FP16), stack
         )
         x[:k] = b.parts[0][:, 0]
-        _run(a.parts[0], None, x, out)
+        # In the order of `_multiply`, which that of the scaled numbers need not be.
+        in_columns = matrix.strides[0] == matrix.itemsize != matrix.strides[1]
+        scaled = (np.asfortranarray if in_columns else np.ascontiguousarray)(a.parts[0])
+        _run(scaled, None, x, out)
         splitting.unscale(out[:, None], a, b)
 
 
