@@ -11,6 +11,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from lowprec.backends.cpu.kernel_rows import (
+    AVX512_BF16,
+    AVX512_BF16_PARTS,
+    AVX512_VNNI,
+    DIRECT,
+    GEMV,
+    OPENBLAS,
+)
 from lowprec.modes import TABLE, MathMode
 
 #: Multiples of the kernels' blocks, what lies beside them, and what is no multiple of anything.
@@ -128,15 +136,15 @@ _TILES = frozenset({"amx_bf16", "amx_int8"})
 
 
 def _is_vector(shape: Shape) -> bool:
-    return 1 in (shape.m, shape.n) and shape.elements >= 20_000
+    return 1 in (shape.m, shape.n) and shape.elements >= GEMV.minimum_elements
 
 
 def _is_small(shape: Shape) -> bool:
-    return shape.elements <= 49_152
+    return shape.elements <= (DIRECT.maximum_elements or 0)
 
 
 def _of_one_call(shape: Shape) -> bool:
-    return shape.count == 1 or shape.flops >= 3_000_000
+    return shape.count == 1 or shape.flops >= OPENBLAS.minimum_batch_flops
 
 
 def _without_bfloat16(shape: Shape) -> bool:
@@ -157,8 +165,16 @@ def _road(
     )  # fmt: skip
 
 
-def _large(least: int, *, extent: int = 1) -> Callable[[Shape], bool]:
-    return lambda x: x.elements >= least and min(x[:3]) >= extent
+def _in_eight_bits(shape: Shape) -> bool:
+    return shape.count == 1 or shape.flops >= AVX512_VNNI.minimum_batch_flops
+
+
+def _is_large_complex(shape: Shape) -> bool:
+    row = AVX512_BF16
+    return (
+        shape.elements >= row.minimum_elements_complex
+        and min(shape[:3]) >= row.minimum_extent_complex
+    )
 
 
 ROADS: dict[str, Road] = {
@@ -168,28 +184,29 @@ ROADS: dict[str, Road] = {
     ),
     "bfloat16": _road(
         "avx512_bf16", [_SINGLE, *_HALVES], ["bf16"],
-        lambda x: x.elements >= 2_500 and not _is_vector(x), "avx512_bf16", _TILES,
+        lambda x: x.elements >= AVX512_BF16.minimum_elements and not _is_vector(x), "avx512_bf16", _TILES,
     ),
     "bfloat16 as stored": _road(
         "avx512_bf16", [("bfloat16", "bfloat16")], ALL,
-        lambda x: x.elements >= 2_500 and not _is_vector(x), "avx512_bf16", _TILES,
+        lambda x: x.elements >= AVX512_BF16.minimum_elements and not _is_vector(x), "avx512_bf16", _TILES,
     ),
     "bfloat16, complex": _road(
-        "avx512_bf16", _COMPLEX, ["bf16"], _large(100_000, extent=64), "avx512_bf16", _TILES,
+        "avx512_bf16", _COMPLEX, ["bf16"], _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
     ),
     "parts": _road(
-        "avx512_bf16_parts", [_SINGLE, *_HALVES[:2]], _IN_BFLOAT16, _large(20_000), "avx512_bf16", _TILES
+        "avx512_bf16_parts", [_SINGLE, *_HALVES[:2]], _IN_BFLOAT16,
+        lambda x: x.elements >= AVX512_BF16_PARTS.minimum_elements, "avx512_bf16", _TILES,
     ),
     "parts, complex": _road(
-        "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _large(100_000, extent=64), "avx512_bf16", _TILES,
+        "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
     ),
     "int8": _road(
-        "avx512_vnni", [("int8", "int8")], ALL, lambda x: x.count == 1 or x.flops >= 5_000, "avx512_vnni", _TILES
+        "avx512_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx512_vnni", _TILES
     ),
     "int8 of AVX": _road(
-        "avx_vnni", [("int8", "int8")], ALL, lambda x: x.count == 1 or x.flops >= 5_000, "avx_vnni",
+        "avx_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx_vnni",
         [*_TILES, "avx512_vnni"],
     ),
     "small": _road(
