@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,9 +10,11 @@ import pytest
 
 import software_tiles
 from lowprec import executors
+from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
+from lowprec.backends.cpu import casting, direct, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
-from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed import cutting, micro_kernels, packed_gemm, prepared_panels
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 
@@ -83,3 +85,46 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
     monkeypatch.setattr(cpu, "capabilities", lambda device: able)
     # Executors are kept without the capabilities, which do not change while a process lives.
     executors.forget()
+
+
+#: Micro-kernels that share the smallest products among threads.
+EAGER_AVX512_BF16, EAGER_AVX512_VNNI, EAGER_AVX_VNNI = (
+    replace(kernel, shared_from=0)
+    for kernel in (micro_kernels.AVX512_BF16, micro_kernels.AVX512_VNNI, micro_kernels.AVX_VNNI)
+)
+
+
+@contextmanager
+def without(features: Iterable[str], *, eager: bool = False) -> Iterator[None]:
+    """Run on this machine, of which planning does not know that it has these features.
+
+    Where it is ``eager``, it cuts products as if they were large: in pieces for threads, and in blocks.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        able = cpu.capabilities(CPU)
+        able = replace(able, features=able.features - frozenset(features))
+        if eager:
+            _cut_all(monkeypatch)
+            able = replace(able, kernels=tuple(map(_eager, able.kernels)))
+        _pretend(monkeypatch, able)
+        try:
+            yield
+        finally:
+            executors.forget()
+
+
+def _eager(row: KernelRow) -> KernelRow:
+    name = f"EAGER_{row.name.removesuffix('_parts').upper()}"
+    return replace(row, micro_kernel=f"{__name__}:{name}") if name in globals() else row
+
+
+def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower the sizes from which work is cut. (Not those of a BLAS, whose sums may depend on them.)"""
+    for module, name, value in (
+        (casting, "_PAYS_TO_SHARE", 0), (casting, "_PIECE", 1 << 9), (casting, "_PAYS_TO_CALL", 0),
+        (rounding, "_BLOCK", 1 << 8), (rounding, "_PIECE", 1 << 11), (scaling, "_BLOCK", 1 << 9),
+        (splitting, "_BLOCK", 1 << 9), (direct, "_PAYS_TO_SHARE", 0), (direct, "_SHARE", 1),
+        (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
+        (cutting, "STREAM_BYTES", 1 << 11), (packed_gemm, "STREAM_BYTES", 1 << 11),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)

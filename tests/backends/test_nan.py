@@ -166,6 +166,20 @@ def test_every_nan_of_an_addend_reaches_the_result(
         np.testing.assert_array_equal(np.isnan(got), want)
 
 
+@pytest.mark.parametrize("size", [2, 70, 140])
+@pytest.mark.parametrize(
+    "dtype", [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), bfloat16], ids=str
+)
+def test_gelu_of_minus_infinity_is_zero_on_every_kernel(
+    size: int, dtype: Any, machine: str
+) -> None:
+    a = np.eye(size, dtype=dtype)
+    c = np.zeros((size, size), dtype)
+    c[0, 0], c[1, 1], c[1, 0], c[0, 1] = -np.inf, np.inf, np.nan, -60000
+    got = lowprec.matmul(a, a, c=c, beta=1.0, activation="gelu")
+    np.testing.assert_array_equal(oracles.widen(got)[:2, :2], [[0, 0], [np.nan, np.inf]])
+
+
 # -- the kernels around the tile units ------------------------------------------------------------
 
 needs_kernels = pytest.mark.skipif(

@@ -18,6 +18,7 @@ import pytest
 import interrupts
 import lowprec
 import machines
+import oracles
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import casting, direct, fp32_units, splitting
@@ -234,6 +235,19 @@ def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
     if plan.kernel == "gemv":  # which makes next to nothing of a vector
         assert plan.prepared is not None
         assert plan.prepared.why is Why.NOT_KEPT
+
+
+@pytest.mark.parametrize("strides", oracles.STRIDES)
+def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(
+    rng: np.random.Generator, strides: str
+) -> None:
+    """Sums that are rounded depend on the order, which follows from the strides of the matrix as it was given."""
+    numbers_apart = np.ldexp(rng.standard_normal((300, 130)), rng.integers(-45, 45, (300, 1)))
+    _, b = oracles.STRIDES[strides](numbers_apart.astype(np.float32))
+    a = rng.standard_normal((1, 300)).astype(np.float32)
+    prepared = lowprec.prepare(b, math_mode="fp16")
+    for _ in range(2):
+        same(lowprec.matmul(a, prepared, math_mode="fp16"), lowprec.matmul(a, b, math_mode="fp16"))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])

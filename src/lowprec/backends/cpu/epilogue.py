@@ -27,6 +27,7 @@ def relu(x: Any) -> Any:
 
 def gelu(x: Any) -> Any:
     """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    np.maximum(x, np.finfo(x.dtype).min, out=x)  # of -Inf the formula makes NaN, not its limit
     inner = x * x
     inner *= x.dtype.type(0.044715)
     inner += 1

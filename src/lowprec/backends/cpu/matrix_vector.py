@@ -182,7 +182,10 @@ def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
         a, b = splitting.scaled_where_needed(
             (matrix, vectors), out.dtype, row(MathMode.FP16), stack
         )
-        _run(a.parts[0], b.parts[0], out, None)
+        # In the order of `_multiply`, which that of the scaled numbers need not be.
+        in_columns = matrix.strides[0] == matrix.itemsize != matrix.strides[1]
+        scaled = (np.asfortranarray if in_columns else np.ascontiguousarray)(a.parts[0])
+        _run(scaled, b.parts[0], out, None)
         splitting.unscale(out, a, b)
 
 
