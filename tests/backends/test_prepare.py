@@ -20,7 +20,7 @@ import lowprec
 import machines
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cpu import casting, direct, fp32_units, splitting
+from lowprec.backends.cpu import buffers, casting, direct, fp32_units, splitting
 from lowprec.backends.cpu.packed import launch, prepared_panels
 from lowprec.modes import available_modes
 from lowprec.planning import Why
@@ -487,6 +487,36 @@ def test_first_use_in_eight_threads(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=["a matrix", "a stack"])
+@pytest.mark.parametrize("m", [8, 150])
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "bf16x3", "fp16x3"])
+def test_released_in_the_middle_of_a_product(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    m: int,
+    batch: tuple[int, ...],
+) -> None:
+    """As by another thread: whoever multiplies holds what was made, which is written over when it is freed."""
+    a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    lowprec.matmul(a, prepared, math_mode=mode)
+    for form in view_of(prepared).forms.values():
+        memory = getattr(form.value, "memory", None)
+        if memory is not None:
+            weakref.finalize(memory, ctypes.memset, memory.ctypes.data, 0, memory.nbytes)
+        del form, memory
+    borrow = buffers.borrow.__enter__
+
+    def released(loan: buffers.borrow) -> int:
+        prepared.release()
+        return borrow(loan)
+
+    monkeypatch.setattr(buffers.borrow, "__enter__", released)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
 def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:
