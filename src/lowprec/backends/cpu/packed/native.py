@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,15 @@ if hidden_flags() and numba.config.CPU_FEATURES is None:
 # compiles takes them the other way round, so two first uses at once could wait for each other for ever.
 with global_compiler_lock:
     TARGET = cpu_target.target_context
+
+# A fork waits until no other thread compiles: in the child nobody would release the lock, nor go on with what LLVM is
+# in the middle of.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
