@@ -323,6 +323,20 @@ def test_what_is_written_to_the_array_later_does_not_show(rng: np.random.Generat
         same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, before, math_mode=mode))
 
 
+@pytest.mark.parametrize("first", range(0, 70, 23))
+@pytest.mark.parametrize("step", [1, -1, 2])
+def test_the_copy_lies_as_the_array_and_is_not_written(
+    rng: np.random.Generator, first: int, step: int
+) -> None:
+    """A library may multiply what begins at another place of a cache line in another way."""
+    b = numbers(rng, "float32", 200, 96)[first :: abs(step)][::step, 3:]
+    copy = view_of(lowprec.prepare(b)).owner
+    np.testing.assert_array_equal(copy, b)
+    assert copy.strides == b.strides
+    assert (copy.ctypes.data - b.ctypes.data) % 256 == 0
+    assert not copy.flags.writeable
+
+
 def test_the_mode_in_force_decides(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +395,18 @@ def test_linear(rng: np.random.Generator) -> None:
     )
     with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
         lowprec.linear(x, lowprec.prepare(weight[0]))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
+@pytest.mark.parametrize("n", [32, 96])
+def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(
+    rng: np.random.Generator, n: int, mode: str
+) -> None:
+    a, b = numbers(rng, "float32", 150, n), numbers(rng, "float32", n, n)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    for _ in range(2):
+        same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, b, math_mode=mode))
+        same(lowprec.matmul(a, prepared.T, math_mode=mode), lowprec.matmul(a, b.T, math_mode=mode))
 
 
 def test_what_it_tells(rng: np.random.Generator) -> None:
