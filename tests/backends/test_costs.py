@@ -91,6 +91,15 @@ def test_other_machines_threads_and_versions_are_others(
     assert costs.stored() == FIGURES
 
 
+def test_what_this_process_measured_holds_for_so_many_threads(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs.remember(FIGURES)
+    assert costs.stored() == FIGURES
+    monkeypatch.setattr(costs.threads, "num_threads", lambda: 99)
+    assert costs.stored() == {}
+
+
 def test_lowprec_autotune_0_ignores_them(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs.remember(FIGURES)
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
@@ -130,8 +139,10 @@ def test_what_is_no_cost_counts_as_nothing(cache: Path, entry: Any) -> None:
     assert costs.stored() == {}
 
 
-@pytest.mark.parametrize("value", [{}, {"format": 2, "machines": {}}, {"format": 1, "machines": 3}])
+@pytest.mark.parametrize("value", [{}, {"format": 2}, {"format": 1, "machines": 3}])
 def test_a_file_of_another_form_counts_as_nothing(cache: Path, value: dict[str, Any]) -> None:
+    figures = {name: cost._asdict() for name, cost in FIGURES.items()}
+    value = {"machines": {costs.machine_key(): figures}, **value}
     (cache / costs.FILE).write_text(json.dumps(value))
     assert costs.stored() == {}
     costs.remember(FIGURES)

@@ -298,9 +298,13 @@ def test_buffers_interrupted_at_any_instruction() -> None:
     assert buffers.retained_bytes() == others
 
 
-def test_a_handler_that_borrows_at_any_instruction() -> None:
-    """Sizes around those in use, so that a buffer that is looked at is often taken away meanwhile."""
-    sizes = [70_000, 300_000, 100_000, 1 << 20]
+@pytest.mark.parametrize(
+    ("kept", "sizes"),
+    [(1 << 20, [70_000, 300_000, 100_000, 1 << 20]), (60_000, [60_000])],
+    ids=["taken away", "in another order"],
+)
+def test_a_handler_that_borrows_at_any_instruction(kept: int, sizes: list[int]) -> None:
+    """Sizes around those in use, so that a buffer that is looked at often lies elsewhere meanwhile."""
     lent: dict[int, int] = {}
 
     def use(nbytes: int, inner: Callable[[], Any] = lambda: None) -> None:
@@ -317,10 +321,10 @@ def test_a_handler_that_borrows_at_any_instruction() -> None:
         for size in reversed(sizes):
             use(size)
 
-    buffers.release_all()
     at, struck = 0, True
     while struck:
-        use(100_000, lambda: use(1 << 20))
+        buffers.release_all()
+        use(100_000, lambda: use(kept))
         loan = buffers.borrow(90_000)
 
         def call(loan: Any = loan) -> None:
