@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import interrupts
 from lowprec.backends.cpu import casting
 from lowprec.errors import LowprecWarning
 
@@ -93,8 +96,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(stored_code, "_link", lambda code: (code, 0))
 
-    def source(name: str = "kernel") -> str:
-        monkeypatch.setattr(stored_code, "_loaded", {})
+    def source(name: str = "kernel", *, anew: bool = True) -> str:
+        if anew:
+            monkeypatch.setattr(stored_code, "_loaded", {})
         stored_code._maker.cache_clear()
         compiled: list[bool] = []
         code = b"code of " + name.encode()
@@ -161,3 +165,26 @@ def test_a_damaged_file_is_set_aside_and_made_anew(
     with pytest.warns(LowprecWarning, match=r"it is damaged; it is kept as .*\.o\.damaged"):
         assert kept() == "compiled"
     assert kept() == "read"
+
+
+def test_an_interrupt_anywhere_leaves_files_that_are_whole(
+    kept: Callable[..., str], tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def first() -> None:
+        names.append(f"kernel {len(names)}")
+        kept(names[-1])
+
+    sources = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowprecWarning)
+        # Of files that an interrupt keeps from being closed.
+        warnings.simplefilter("ignore", ResourceWarning)
+        for error in interrupts.interrupted(first):
+            assert type(error) is interrupts.Interrupt
+            sources.add(kept(names[-1], anew=False))
+            assert not list(tmp_path.rglob("*.tmp"))
+        error = None
+        gc.collect()
+    assert sources == {"compiled", "read"}
