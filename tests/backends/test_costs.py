@@ -15,7 +15,7 @@ import lowprec
 from lowprec import disk, executors
 from lowprec.backends.cpu import costs, device, measuring
 from lowprec.backends.cpu.costs import Cost
-from lowprec.backends.cpu.kernel_rows import KERNELS
+from lowprec.backends.cpu.kernel_rows import GEMV, KERNELS
 from lowprec.errors import LowprecWarning
 from lowprec.formats import DType
 from lowprec.modes import MathMode
@@ -91,6 +91,15 @@ def test_other_machines_threads_and_versions_are_others(
     assert costs.stored() == FIGURES
 
 
+def test_what_this_process_measured_holds_for_so_many_threads(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs.remember(FIGURES)
+    assert costs.stored() == FIGURES
+    monkeypatch.setattr(costs.threads, "num_threads", lambda: 99)
+    assert costs.stored() == {}
+
+
 def test_lowprec_autotune_0_ignores_them(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs.remember(FIGURES)
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
@@ -130,8 +139,10 @@ def test_what_is_no_cost_counts_as_nothing(cache: Path, entry: Any) -> None:
     assert costs.stored() == {}
 
 
-@pytest.mark.parametrize("value", [{}, {"format": 2, "machines": {}}, {"format": 1, "machines": 3}])
+@pytest.mark.parametrize("value", [{}, {"format": 2}, {"format": 1, "machines": 3}])
 def test_a_file_of_another_form_counts_as_nothing(cache: Path, value: dict[str, Any]) -> None:
+    figures = {name: cost._asdict() for name, cost in FIGURES.items()}
+    value = {"machines": {costs.machine_key(): figures}, **value}
     (cache / costs.FILE).write_text(json.dumps(value))
     assert costs.stored() == {}
     costs.remember(FIGURES)
@@ -238,6 +249,7 @@ def test_a_measurement_has_every_kernel_of_the_machine_and_is_kept(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
+    assert device.capabilities(lowprec.arrays.CPU).measured == frozenset()
     found = measuring.measure(told.append)
     assert len(told) == measuring.steps()
     able = device.capabilities(lowprec.arrays.CPU)
@@ -264,17 +276,29 @@ def test_nothing_is_kept_of_a_measurement_that_ends_early(cache: Path) -> None:
     assert not (cache / costs.FILE).exists()
 
 
-def test_two_sizes_give_the_two_figures() -> None:
-    row = next(row for row in KERNELS if row.name == "avx512_bf16")
-    small, large = (measuring.SMALL,) * 3, (measuring.LARGE,) * 3
-    best = {
-        ("openblas", True, small): 2.0,
-        ("openblas", True, large): 3.0,
-        (row.name, False, small): 2.0 * (0.4 + 50 / measuring.SMALL),
-        (row.name, False, large): 3.0 * (0.4 + 50 / measuring.LARGE),
-    }
+@pytest.mark.parametrize(
+    ("name", "mode"), [("avx512_bf16", MathMode.BF16), ("avx512_bf16_parts", MathMode.BF16X6)]
+)
+def test_two_sizes_give_the_two_figures_that_plans_go_by(name: str, mode: MathMode) -> None:
+    row = next(row for row in KERNELS if row.name == name)
+    machine = _machine(**{name: Cost(0.4, 50.0)})
+    best = {}
+    for n, fp32 in ((measuring.SMALL, 2.0), (measuring.LARGE, 3.0)):
+        plan = plan_gemm(_problem(n), machine, mode)
+        assert plan.kernel == name
+        best["openblas", True, (n,) * 3] = fp32
+        best[name, False, (n,) * 3] = fp32 * expected_cost(plan)
     found = measuring._cost(row, best)
     np.testing.assert_allclose(found, (0.4, 50.0), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("seconds", "per_flop"), [(2.0, 1.0), (6.0, 1.5)])
+def test_a_matrix_and_a_vector_cost_what_fp32_reads_at_least(
+    seconds: float, per_flop: float
+) -> None:
+    sizes = measuring._VECTOR_SIZES
+    best = {("openblas", True, sizes): 4.0, (GEMV.name, False, sizes): seconds}
+    assert measuring._cost(GEMV, best) == (per_flop, 0.0)
 
 
 @pytest.mark.usefixtures("small")

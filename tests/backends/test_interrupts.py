@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -297,9 +298,13 @@ def test_buffers_interrupted_at_any_instruction() -> None:
     assert buffers.retained_bytes() == others
 
 
-def test_a_handler_that_borrows_at_any_instruction() -> None:
-    """Sizes around those in use, so that a buffer that is looked at is often taken away meanwhile."""
-    sizes = [70_000, 300_000, 100_000, 1 << 20]
+@pytest.mark.parametrize(
+    ("kept", "sizes"),
+    [(1 << 20, [70_000, 300_000, 100_000, 1 << 20]), (60_000, [60_000])],
+    ids=["taken away", "in another order"],
+)
+def test_a_handler_that_borrows_at_any_instruction(kept: int, sizes: list[int]) -> None:
+    """Sizes around those in use, so that a buffer that is looked at often lies elsewhere meanwhile."""
     lent: dict[int, int] = {}
 
     def use(nbytes: int, inner: Callable[[], Any] = lambda: None) -> None:
@@ -316,10 +321,10 @@ def test_a_handler_that_borrows_at_any_instruction() -> None:
         for size in reversed(sizes):
             use(size)
 
-    buffers.release_all()
     at, struck = 0, True
     while struck:
-        use(100_000, lambda: use(1 << 20))
+        buffers.release_all()
+        use(100_000, lambda: use(kept))
         loan = buffers.borrow(90_000)
 
         def call(loan: Any = loan) -> None:
@@ -475,8 +480,8 @@ def test_children_that_are_forked_while_another_thread_plans() -> None:
         for thread in planning: thread.start()
         failed = []
         for i in range(100):
-            deadline = time.monotonic() + 10
             child = os.fork()
+            deadline = time.monotonic() + 10
             if child == 0:
                 c = lowprec.matmul(whole[:251 + i % 40, :9], whole[:9, :3])
                 with buffers.borrow(1 << 17):
@@ -493,6 +498,41 @@ def test_children_that_are_forked_while_another_thread_plans() -> None:
         print(failed)
     """
     assert run_python(code) == "[]"
+
+
+@posix
+@pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
+def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) -> None:
+    code = """
+        import os, signal, sys, threading, time
+        os.environ["LOWPREC_CACHE_DIR"] = sys.argv[1]
+        from lowprec.backends.cpu.packed import native
+
+        make, inside = native._machine_code, threading.Event()
+        def slow(*arguments):
+            inside.set()
+            time.sleep(0.3)
+            return make(*arguments)
+        native._machine_code = slow
+
+        def double(x):
+            return 2 * x
+        def triple(x):
+            return 3 * x
+        def result(function):
+            return native.callable_at(native.compile_kernel(function, 1), 1)(5)
+
+        compiling = threading.Thread(target=result, args=(double,))
+        compiling.start()
+        assert inside.wait(10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(result(triple))
+        compiling.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), result(double), result(triple))
+    """
+    assert run_python(code, str(tmp_path)) == "15 10 15"
 
 
 def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:

@@ -236,6 +236,17 @@ def test_epilogues(
         )
 
 
+@pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
+def test_an_addend_of_a_batch_that_becomes_rows(
+    rng: np.random.Generator, shape: tuple[int, ...]
+) -> None:
+    """One matrix for all products: their rows are one matrix, unless the addend is none then."""
+    a, b = rng.integers(-3, 4, (5, 40, 64)), rng.integers(-3, 4, (64, 50))
+    a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
+    got = lowprec.matmul(a, b, c=c, beta=2.0, math_mode="bf16")
+    np.testing.assert_array_equal(got, want(a, b) + 2 * c)
+
+
 @kernels
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_what_follows_one_product(

@@ -10,6 +10,7 @@ subnormal numbers, going in and coming out, for zero: at most 2^-126 for each pr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -25,6 +26,8 @@ import pytest
 
 import oracles
 from cpu_units import NO_UNITS, needs
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import (
@@ -36,6 +39,7 @@ from lowprec.backends.cpu.packed.micro_kernels import (
     MicroKernel,
     is_available,
 )
+from lowprec.backends.cpu.packed.prepared_panels import PackedAs, Panels, panels_of
 from lowprec.planning.bounds import MAX_K_INT8
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -409,6 +413,48 @@ def test_nothing_beside_an_operand_is_read(
     out = memory[start : start + memory.size - 128].view(DTYPES[out_dtype]).reshape(m, n)
     a, b = a[32:-32, 32:-32], b[32:-32, 32:-32]
     assert_within(multiply(kernel, a, b, rounding, out), *product_and_bound(a, b, rounding, parts))
+
+
+# --- panels -----------------------------------------------------------------------------------
+
+
+def panels_of_stack(kernel: MicroKernel, b: np.ndarray, rounding: str) -> list[Panels]:
+    """Pack the matrices of a stack as a prepared operand keeps them."""
+    view = PreparedView(host_view(b), "fp32", {})
+    packed_as = PackedAs(kernel, b.dtype.name, b.dtype.name, "float32", rounding)
+    return [panels_of(view.matrix(matrix), packed_as, contextlib.nullcontext) for matrix in b]
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(5, 7, 9), (70, 90, 1100)], ids=str)
+def test_panels_are_what_the_product_packs(
+    kernel: MicroKernel,
+    dtype: str,
+    rounding: str,
+    parts: int,
+    shape: tuple[int, int, int],
+    rng: np.random.Generator,
+) -> None:
+    m, n, k = shape
+    a, b = normal(rng, (m, k), dtype), normal(rng, (3, k, n), dtype)[::-1]
+    for matrix, panels in zip(b, panels_of_stack(kernel, b, rounding), strict=True):
+        got, want = (multiply(kernel, a, matrix, rounding, panels=x) for x in (panels, None))
+        assert got is not None
+        np.testing.assert_array_equal(got, want)
+
+
+@two_part_kernels
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_panels_in_two_parts_know_what_is_not_finite(
+    kernel: MicroKernel, value: float, rng: np.random.Generator
+) -> None:
+    a, b = normal(rng, (40, 70), "float32"), normal(rng, (3, 70, 50), "float32")
+    b[1, 69, 49] = value
+    results = [
+        multiply(kernel, a, matrix, "tf32", panels=panels)
+        for matrix, panels in zip(b, panels_of_stack(kernel, b, "tf32"), strict=True)
+    ]
+    assert [x is None for x in results] == [False, True, False]
 
 
 # --- single products --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import machines
 import oracles
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cpu import casting, direct, fp32_units, splitting
+from lowprec.backends.cpu import buffers, casting, direct, fp32_units, splitting
 from lowprec.backends.cpu.packed import launch, prepared_panels
 from lowprec.modes import available_modes
 from lowprec.planning import Why
@@ -337,6 +337,20 @@ def test_what_is_written_to_the_array_later_does_not_show(rng: np.random.Generat
         same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, before, math_mode=mode))
 
 
+@pytest.mark.parametrize("first", range(0, 70, 23))
+@pytest.mark.parametrize("step", [1, -1, 2])
+def test_the_copy_lies_as_the_array_and_is_not_written(
+    rng: np.random.Generator, first: int, step: int
+) -> None:
+    """A library may multiply what begins at another place of a cache line in another way."""
+    b = numbers(rng, "float32", 200, 96)[first :: abs(step)][::step, 3:]
+    copy = view_of(lowprec.prepare(b)).owner
+    np.testing.assert_array_equal(copy, b)
+    assert copy.strides == b.strides
+    assert (copy.ctypes.data - b.ctypes.data) % 256 == 0
+    assert not copy.flags.writeable
+
+
 def test_the_mode_in_force_decides(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +409,18 @@ def test_linear(rng: np.random.Generator) -> None:
     )
     with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
         lowprec.linear(x, lowprec.prepare(weight[0]))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
+@pytest.mark.parametrize("n", [32, 96])
+def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(
+    rng: np.random.Generator, n: int, mode: str
+) -> None:
+    a, b = numbers(rng, "float32", 150, n), numbers(rng, "float32", n, n)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    for _ in range(2):
+        same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, b, math_mode=mode))
+        same(lowprec.matmul(a, prepared.T, math_mode=mode), lowprec.matmul(a, b.T, math_mode=mode))
 
 
 def test_what_it_tells(rng: np.random.Generator) -> None:
@@ -501,6 +527,36 @@ def test_first_use_in_eight_threads(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=["a matrix", "a stack"])
+@pytest.mark.parametrize("m", [8, 150])
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "bf16x3", "fp16x3"])
+def test_released_in_the_middle_of_a_product(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    m: int,
+    batch: tuple[int, ...],
+) -> None:
+    """As by another thread: whoever multiplies holds what was made, which is written over when it is freed."""
+    a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    lowprec.matmul(a, prepared, math_mode=mode)
+    for form in view_of(prepared).forms.values():
+        memory = getattr(form.value, "memory", None)
+        if memory is not None:
+            weakref.finalize(memory, ctypes.memset, memory.ctypes.data, 0, memory.nbytes)
+        del form, memory
+    borrow = buffers.borrow.__enter__
+
+    def released(loan: buffers.borrow) -> int:
+        prepared.release()
+        return borrow(loan)
+
+    monkeypatch.setattr(buffers.borrow, "__enter__", released)
+    same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
 def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:

@@ -344,9 +344,25 @@ def test_vector_units_are_no_way_to_fp32(n: int) -> None:
     """Six products at 0.4 of the cost; they are the way to bf16x6, which would else be six products in FP32."""
     plan = plan_gemm(square(n), machines.AVX512, MathMode.FP32_EMULATED)
     assert plan.scheme is MathMode.FP32
-    if n > 64:
-        plan = plan_gemm(square(n), machines.AVX512, MathMode.BF16X6)
-        assert plan.kernel == "avx512_bf16_parts"
+    plan = plan_gemm(square(n), machines.AVX512, MathMode.BF16X6)
+    assert plan.kernel == "avx512_bf16_parts"
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        ((8, 8), "openblas"),
+        ((30, 30), "avx512_bf16_parts"),
+        ((64, 30, 30), "numpy"),
+        ((64, 80, 80), "avx512_bf16_parts"),
+    ],
+)
+def test_vector_units_take_products_of_parts_that_numpy_does_not_run_at_once(
+    shape: tuple[int, ...], kernel: str
+) -> None:
+    spec = OperandSpec.contiguous(DType.FLOAT32, shape)
+    plan = plan_gemm(GemmProblem(spec, spec), machines.AVX512, MathMode.BF16X3)
+    assert plan.kernel == kernel
 
 
 def test_pieces_of_k_that_somebody_asks_for_run_elsewhere() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import interrupts
 from lowprec.backends.cpu import casting
+from lowprec.errors import LowprecWarning
 
 pytestmark = pytest.mark.skipif(
     not casting.has_kernels(), reason="numba is not installed, or switched off"
@@ -78,3 +83,108 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
     done = _run(_ROUND, tmp_path / "file")
     assert done.stdout == "1\n"
     assert "lowprec cannot write to its cache" in done.stderr
+
+
+# -- which file is taken --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Yield a function that says where the code of a kernel came from, in a process that has loaded none."""
+    from lowprec.backends.cpu.packed import stored_code
+
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(stored_code, "_link", lambda code: (code, 0))
+
+    def source(name: str = "kernel", *, anew: bool = True) -> str:
+        if anew:
+            monkeypatch.setattr(stored_code, "_loaded", {})
+        stored_code._maker.cache_clear()
+        compiled: list[bool] = []
+        code = b"code of " + name.encode()
+        stored_code.address(name, lambda: bool(compiled.append(True)) or code)
+        assert stored_code._loaded[name][0] == code
+        return "compiled" if compiled else "read"
+
+    yield source
+    stored_code._maker.cache_clear()
+
+
+def test_code_is_read_by_the_name_of_its_kernel(kept: Callable[..., str]) -> None:
+    assert [kept(), kept(), kept("another"), kept("another"), kept()] == [
+        "compiled", "read", "compiled", "read", "read",
+    ]  # fmt: skip
+
+
+def test_code_of_another_compiler_or_processor_is_not_read(
+    kept: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowprec.backends.cpu.packed import stored_code
+
+    numba, llvmlite = stored_code.numba, stored_code.llvmlite
+    assert kept() == "compiled"
+    for owner, name, value in (
+        (numba, "__version__", "0.1"),
+        (llvmlite, "__version__", "0.1"),
+        (numba.config, "OPT", 1),
+        (numba.config, "CPU_NAME", "generic"),
+        (numba.config, "CPU_FEATURES", "+sse2"),
+        (llvmlite.binding, "get_host_cpu_name", lambda: "k8"),
+        (llvmlite.binding, "get_host_cpu_features", lambda: llvmlite.binding.FeatureMap(avx=True)),
+        (sys, "version_info", (3, 99, 0)),
+        (sys, "platform", "another"),
+    ):
+        with monkeypatch.context() as patch:
+            if name.startswith("get_host"):
+                patch.setattr(numba.config, "CPU_FEATURES", None)
+                patch.setattr(numba.config, "CPU_NAME", None)
+                kept()
+            patch.setattr(owner, name, value)
+            assert (name, kept()) == (name, "compiled")
+        assert kept() == "read"
+
+
+@pytest.mark.parametrize("damage", ["cut", "a bit", "empty", "a few bytes", "another's"])
+def test_a_damaged_file_is_set_aside_and_made_anew(
+    kept: Callable[..., str], tmp_path: Path, damage: str
+) -> None:
+    kept("another")
+    (other,) = (tmp_path / "kernels").iterdir()
+    kept()
+    (file,) = set((tmp_path / "kernels").iterdir()) - {other}
+    data = file.read_bytes()
+    file.write_bytes(
+        {
+            "cut": data[:-1],
+            "a bit": data[:-1] + bytes([data[-1] ^ 1]),
+            "empty": b"",
+            "a few bytes": data[:20],
+            "another's": other.read_bytes(),
+        }[damage]
+    )
+    with pytest.warns(LowprecWarning, match=r"it is damaged; it is kept as .*\.o\.damaged"):
+        assert kept() == "compiled"
+    assert kept() == "read"
+
+
+def test_an_interrupt_anywhere_leaves_files_that_are_whole(
+    kept: Callable[..., str], tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def first() -> None:
+        names.append(f"kernel {len(names)}")
+        kept(names[-1])
+
+    sources = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowprecWarning)
+        # Of files that an interrupt keeps from being closed.
+        warnings.simplefilter("ignore", ResourceWarning)
+        for error in interrupts.interrupted(first):
+            assert type(error) is interrupts.Interrupt
+            sources.add(kept(names[-1], anew=False))
+            assert not list(tmp_path.rglob("*.tmp"))
+        error = None
+        gc.collect()
+    assert sources == {"compiled", "read"}

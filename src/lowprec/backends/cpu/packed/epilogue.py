@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -33,7 +33,11 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     I64,
     compile_kernel,
+    field,
+    greater,
+    helper,
     inline_asm,
+    lesser,
     load,
     pointer,
     shuffle,
@@ -184,7 +188,7 @@ def _widen_row(typing_context, source, target, kind):
     return types.void(types.intp, types.intp, kind), generate
 
 
-@njit
+@helper(types.float32)
 def _get(address, kind):
     """One element of any kind, as float32."""
     if kind == _FLOAT32:
@@ -204,14 +208,16 @@ _EXP_COEFFICIENTS = tuple(
     np.float32(c)
     for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
 )
+_LEAST_EXPONENT, _LARGEST_EXPONENT = np.float32(-87), np.float32(88)
 _GELU_OUTER, _GELU_INNER = np.float32(0.7978845608028654), np.float32(0.044715)
 _ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
 
 
-@njit(inline="always")
+@helper(types.float32)
 def _exp(x):
     """e**x for float32, to 2 units in the last place (the polynomial of the Cephes library)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    x = x if x > _LEAST_EXPONENT else _LEAST_EXPONENT
+    x = x if x < _LARGEST_EXPONENT else _LARGEST_EXPONENT
     n = (x * _LOG2E + _MAGIC) - _MAGIC
     r = x - n * _LN2_HIGH - n * _LN2_LOW
     p = _EXP_COEFFICIENTS[0]
@@ -224,15 +230,15 @@ def _exp(x):
     return value * _float32_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(inline="always")
+@helper(types.float32)
 def _gelu(x):
-    # min and max in _exp would swallow a NaN; the division of x brings it back. Where exp(-2y)
+    # The limits in _exp would swallow a NaN; the division of x brings it back. Where exp(-2y)
     # leaves float32 the result is below the smallest normal number, whatever x is.
     y = _GELU_OUTER * (x + _GELU_INNER * x * x * x)
     return np.float32(-0.0) if y < np.float32(-44) else x / (_ONE + _exp(-_TWO * y))
 
 
-@njit
+@helper(types.void)
 def _activate(acc, activation):
     values = carray(_floats(acc), (1024,))
     if activation == J.RELU:
@@ -244,18 +250,13 @@ def _activate(acc, activation):
             values[i] = _gelu(values[i])
 
 
-@njit
-def _field(job, index):
-    return load(job + 8 * index, "i64")
-
-
-@njit(inline="always")
+@helper(types.intp)
 def _at(acc, i, j):
     """Address of the accumulator of row i, column j."""
     return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
 
 
-@njit
+@helper(types.void)
 def _read_row(source, stride, kind, first, end, target):
     """Read elements first to end of a row of 32 of any kind as float32."""
     whole = first == 0 and end == 32
@@ -270,7 +271,7 @@ def _read_row(source, stride, kind, first, end, target):
             store(target + 4 * j, _get(source + j * stride, kind), "f32")
 
 
-@njit
+@helper(types.void)
 def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind, scratch):
     """Add rows of any kind and strides; what is added outside of first to end is never written."""
     addend = carray(_floats(scratch), (32,))
@@ -288,7 +289,7 @@ def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, ki
             right[j] += factor * addend[16 + j]
 
 
-@njit
+@helper(types.void)
 def _arithmetic(acc, job, row, col, rows, first, end, scratch):
     """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
@@ -298,16 +299,16 @@ def _arithmetic(acc, job, row, col, rows, first, end, scratch):
         for i in range(1024):
             values[i] *= alpha
     if beta != np.float32(0):
-        row_stride, col_stride = _field(job, J.C_ROW_STRIDE), _field(job, J.C_COL_STRIDE)
-        source = _field(job, J.C) + row * row_stride + col * col_stride
-        kind = _field(job, J.C_KIND)
+        row_stride, col_stride = field(job, J.C_ROW_STRIDE), field(job, J.C_COL_STRIDE)
+        source = field(job, J.C) + row * row_stride + col * col_stride
+        kind = field(job, J.C_KIND)
         _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind, scratch)
-    if _field(job, J.BIAS) != 0:
-        row_stride, col_stride = _field(job, J.BIAS_ROW_STRIDE), _field(job, J.BIAS_COL_STRIDE)
-        source = _field(job, J.BIAS) + row * row_stride + col * col_stride
-        kind = _field(job, J.BIAS_KIND)
+    if field(job, J.BIAS) != 0:
+        row_stride, col_stride = field(job, J.BIAS_ROW_STRIDE), field(job, J.BIAS_COL_STRIDE)
+        source = field(job, J.BIAS) + row * row_stride + col * col_stride
+        kind = field(job, J.BIAS_KIND)
         _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind, scratch)
-    activation = _field(job, J.ACTIVATION)
+    activation = field(job, J.ACTIVATION)
     if activation != 0:
         _activate(acc, activation)
 
@@ -321,14 +322,14 @@ def _epilogue_function(kind: int) -> Any:
     fingerprint = FINGERPRINT
 
     def epilogue(acc, job, row, col, scratch):
-        rows = min(32, _field(job, J.M) - row)
-        first, end = max(0, -col), min(32, _field(job, J.N) - col)
-        row_stride, col_stride = _field(job, J.OUT_ROW_STRIDE), _field(job, J.OUT_COL_STRIDE)
-        target = _field(job, J.OUT) + row * row_stride + col * col_stride
-        if kind != _INT32 and _field(job, J.PLAIN) == 0:
+        rows = lesser(32, field(job, J.M) - row)
+        first, end = greater(0, -col), lesser(32, field(job, J.N) - col)
+        row_stride, col_stride = field(job, J.OUT_ROW_STRIDE), field(job, J.OUT_COL_STRIDE)
+        target = field(job, J.OUT) + row * row_stride + col * col_stride
+        if kind != _INT32 and field(job, J.PLAIN) == 0:
             _arithmetic(acc, job, row, col, rows, first, end, scratch)
         whole = first == 0 and end == 32 and col_stride == item
-        if whole and _field(job, J.STREAM) != 0:
+        if whole and field(job, J.STREAM) != 0:
             for i in range(rows):
                 _put_row(_at(acc, i, 0), target + i * row_stride, kind, 1)
         elif whole:

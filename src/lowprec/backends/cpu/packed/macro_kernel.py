@@ -26,7 +26,7 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import job as J
@@ -41,7 +41,10 @@ from lowprec.backends.cpu.packed.native import (
     atomic_store,
     call,
     compile_kernel,
+    field,
+    helper,
     inline_asm,
+    lesser,
     load,
     pause,
     pointer,
@@ -128,78 +131,73 @@ def _holds_nonfinite(typing_context, block):
 # --- the loops around it ----------------------------------------------------------------------
 
 
-@njit(inline="always")
-def _field(job, index):
-    return load(job + 8 * index, "i64")
-
-
-@njit
+@helper(types.intp)
 def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
     return call(
-        _field(job, J.PACK_A),
+        field(job, J.PACK_A),
         (
-            _field(job, J.A),
-            _field(job, J.A_ROW_STRIDE),
-            _field(job, J.A_COL_STRIDE),
-            _field(job, J.M),
-            _field(job, J.K),
+            field(job, J.A),
+            field(job, J.A_ROW_STRIDE),
+            field(job, J.A_COL_STRIDE),
+            field(job, J.M),
+            field(job, J.K),
             first_strip,
             end_strip,
             first_step,
             end_step,
             scratch,
-            _field(job, J.A_STRIP_BYTES),
+            field(job, J.A_STRIP_BYTES),
             0,
-            scratch + _field(job, J.SCRATCH_OFFSET),
+            scratch + field(job, J.SCRATCH_OFFSET),
             0,
         ),
     )
 
 
-@njit
+@helper(types.intp)
 def _pack_b(job, index, scratch):
     """One task of the packing phase: some strips of B over some steps."""
-    strips, steps = _field(job, J.PACK_B_STRIPS), _field(job, J.PACK_B_STEPS)
-    groups = -(-_field(job, J.STRIPS_N) // strips)
+    strips, steps = field(job, J.PACK_B_STRIPS), field(job, J.PACK_B_STEPS)
+    groups = -(-field(job, J.STRIPS_N) // strips)
     strip, step = (index % groups) * strips, (index // groups) * steps
-    strip_bytes = _field(job, J.B_STRIP_BYTES)
-    target = _field(job, J.B_PACKED) + strip * strip_bytes
+    strip_bytes = field(job, J.B_STRIP_BYTES)
+    target = field(job, J.B_PACKED) + strip * strip_bytes
     return call(
-        _field(job, J.PACK_B),
+        field(job, J.PACK_B),
         (
-            _field(job, J.B),
-            _field(job, J.B_COL_STRIDE),
-            _field(job, J.B_ROW_STRIDE),
-            _field(job, J.N),
-            _field(job, J.K),
+            field(job, J.B),
+            field(job, J.B_COL_STRIDE),
+            field(job, J.B_ROW_STRIDE),
+            field(job, J.N),
+            field(job, J.K),
             strip,
-            min(strip + strips, _field(job, J.STRIPS_N)),
+            lesser(strip + strips, field(job, J.STRIPS_N)),
             step,
-            min(step + steps, _field(job, J.STEPS)),
-            target + step * 2048 * _field(job, J.B_PARTS),
+            lesser(step + steps, field(job, J.STEPS)),
+            target + step * 2048 * field(job, J.B_PARTS),
             strip_bytes,
             1,
-            scratch + _field(job, J.SCRATCH_OFFSET),
-            _field(job, J.SHIFT),
+            scratch + field(job, J.SCRATCH_OFFSET),
+            field(job, J.SHIFT),
         ),
     )
 
 
-@njit
+@helper(types.intp)
 def _check_a(job, index, scratch):
     """Pack some strips of A for the sake of the flags alone."""
-    strips, steps = _field(job, J.TASK_STRIPS_M), _field(job, J.STEPS)
-    chunk = _field(job, J.CHUNK_STEPS)
-    end_strip = min((index + 1) * strips, _field(job, J.STRIPS_M))
+    strips, steps = field(job, J.TASK_STRIPS_M), field(job, J.STEPS)
+    chunk = field(job, J.CHUNK_STEPS)
+    end_strip = lesser((index + 1) * strips, field(job, J.STRIPS_M))
     flags = 0
     for step in range(0, steps, chunk):
-        flags |= _pack_a(job, index * strips, end_strip, step, min(step + chunk, steps), scratch)
+        flags |= _pack_a(job, index * strips, end_strip, step, lesser(step + chunk, steps), scratch)
     return flags
 
 
-@njit
+@helper(types.void)
 def _packing_phase(job, scratch):
-    tasks, tasks_b = _field(job, J.PACK_TASKS), _field(job, J.PACK_B_TASKS)
+    tasks, tasks_b = field(job, J.PACK_TASKS), field(job, J.PACK_B_TASKS)
     while True:
         index = atomic_add(job + 8 * J.PACK_NEXT, 1)
         if index >= tasks:
@@ -221,38 +219,38 @@ def _packing_phase(job, scratch):
             yield_cpu()
 
 
-@njit
+@helper(types.void)
 def _apply_epilogue(job, acc, strip_m, strip_n, to):
     """Write a finished block."""
-    if _field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
+    if field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
         atomic_store(job + 8 * J.SUM_NOT_FINITE, 1)
-    call(_field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32 - _field(job, J.SHIFT), to))
+    call(field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32 - field(job, J.SHIFT), to))
 
 
-@njit
+@helper(types.void)
 def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
     """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
-    micro = _field(job, J.KERNEL)
-    step_a, step_b = 2048 * _field(job, J.A_PARTS), 2048 * _field(job, J.B_PARTS)
-    strip_bytes_a, strip_bytes_b = _field(job, J.A_STRIP_BYTES), _field(job, J.B_STRIP_BYTES)
-    steps, inner = _field(job, J.STEPS), _field(job, J.INNER_STEPS)
-    accumulators = scratch + _field(job, J.ACC_OFFSET)
+    micro = field(job, J.KERNEL)
+    step_a, step_b = 2048 * field(job, J.A_PARTS), 2048 * field(job, J.B_PARTS)
+    strip_bytes_a, strip_bytes_b = field(job, J.A_STRIP_BYTES), field(job, J.B_STRIP_BYTES)
+    steps, inner = field(job, J.STEPS), field(job, J.INNER_STEPS)
+    accumulators = scratch + field(job, J.ACC_OFFSET)
     # With a single chunk one column of accumulators is enough.
-    acc_column = 0 if _field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
+    acc_column = 0 if field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
     # A block's epilogue waits until the next block has been multiplied: by then its accumulators
     # are in memory, and its instructions fill the time in which the other's last sums are made.
-    pending, pending_m, pending_n, to = 0, 0, 0, scratch + _field(job, J.SCRATCH_OFFSET)
+    pending, pending_m, pending_n, to = 0, 0, 0, scratch + field(job, J.SCRATCH_OFFSET)
     # What is summed anew takes the whole chunk in one call.
-    anew = 0 if step == 0 else _field(job, J.CHUNK_OFFSET)
+    anew = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
-        b = _field(job, J.B_PACKED) + n * strip_bytes_b
+        b = field(job, J.B_PACKED) + n * strip_bytes_b
         acc0 = accumulators + (n - strip_n) * acc_column
         for s in range(step, end_step, inner):
-            count = min(inner, end_step - s)
+            count = lesser(inner, end_step - s)
             following = b + (s + count) * step_b
             if s + count == end_step:
                 following = b + strip_bytes_b + step * step_b
-            share = count * 64 * J.PREFETCH_LINES * _field(job, J.B_PARTS)
+            share = count * 64 * J.PREFETCH_LINES * field(job, J.B_PARTS)
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
@@ -273,24 +271,24 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
         _apply_epilogue(job, pending, pending_m, pending_n, to)
 
 
-@njit
+@helper(types.intp)
 def _task(job, index, scratch):
     """One rectangle of the result; returns nonzero if A is not finite there."""
-    tasks_n = _field(job, J.TASKS_N)
-    strip_m = (index // tasks_n) * _field(job, J.TASK_STRIPS_M)
-    strip_n = (index % tasks_n) * _field(job, J.TASK_STRIPS_N)
-    end_m = min(strip_m + _field(job, J.TASK_STRIPS_M), _field(job, J.STRIPS_M))
-    end_n = min(strip_n + _field(job, J.TASK_STRIPS_N), _field(job, J.STRIPS_N))
-    steps, chunk = _field(job, J.STEPS), _field(job, J.CHUNK_STEPS)
+    tasks_n = field(job, J.TASKS_N)
+    strip_m = (index // tasks_n) * field(job, J.TASK_STRIPS_M)
+    strip_n = (index % tasks_n) * field(job, J.TASK_STRIPS_N)
+    end_m = lesser(strip_m + field(job, J.TASK_STRIPS_M), field(job, J.STRIPS_M))
+    end_n = lesser(strip_n + field(job, J.TASK_STRIPS_N), field(job, J.STRIPS_N))
+    steps, chunk = field(job, J.STEPS), field(job, J.CHUNK_STEPS)
     for step in range(0, steps, chunk):
-        end_step = min(step + chunk, steps)
+        end_step = lesser(step + chunk, steps)
         if _pack_a(job, strip_m, end_m, step, end_step, scratch) != 0:
             return 1
         _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch)
     return 0
 
 
-@njit
+@helper(types.void)
 def _copy_job(source, target):
     for i in range(J.WORDS):
         store(target + 8 * i, load(source + 8 * i, "i64"), "i64")
@@ -306,25 +304,25 @@ def batch_kernel() -> int:
     fingerprint = FINGERPRINT
 
     def drive_all(batch, memory):
-        count, packed_b = _field(batch, J.BATCH_COUNT), memory + 4096
-        scratch, drive = memory + _field(batch, J.BATCH_SCRATCH), _field(batch, J.BATCH_DRIVE)
-        field_a = 8 * _field(batch, J.BATCH_FIELD_A)
-        field_b = 8 * _field(batch, J.BATCH_FIELD_B)
+        count, packed_b = field(batch, J.BATCH_COUNT), memory + 4096
+        scratch, drive = memory + field(batch, J.BATCH_SCRATCH), field(batch, J.BATCH_DRIVE)
+        field_a = 8 * field(batch, J.BATCH_FIELD_A)
+        field_b = 8 * field(batch, J.BATCH_FIELD_B)
         before = 0  # B of the product before, which is packed already
         while True:
             index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
             if index >= count:
                 break
-            addresses = _field(batch, J.BATCH_TABLE) + 32 * index
-            _copy_job(_field(batch, J.BATCH_JOB), memory)
+            addresses = field(batch, J.BATCH_TABLE) + 32 * index
+            _copy_job(field(batch, J.BATCH_JOB), memory)
             store(memory + 8 * J.B_PACKED, packed_b, "i64")
-            store(memory + field_a, _field(addresses, 0), "i64")
-            store(memory + field_b, _field(addresses, 1), "i64")
-            store(memory + 8 * J.OUT, _field(addresses, 2), "i64")
-            store(memory + 8 * J.C, _field(addresses, 3), "i64")
-            if _field(memory, J.B) == before:
+            store(memory + field_a, field(addresses, 0), "i64")
+            store(memory + field_b, field(addresses, 1), "i64")
+            store(memory + 8 * J.OUT, field(addresses, 2), "i64")
+            store(memory + 8 * J.C, field(addresses, 3), "i64")
+            if field(memory, J.B) == before:
                 store(memory + 8 * J.PACK_TASKS, 0, "i64")
-            before = _field(memory, J.B)
+            before = field(memory, J.B)
             call(drive, (memory, scratch))
         return fingerprint & 0
 
@@ -342,8 +340,8 @@ def macro_kernel() -> int:
 
     def drive(job, scratch):
         _packing_phase(job, scratch)
-        tasks = _field(job, J.TASKS)
-        config = _field(job, J.TILE_CONFIG)
+        tasks = field(job, J.TASKS)
+        config = field(job, J.TILE_CONFIG)
         if config != 0:
             _configure_tiles(config)
         while atomic_load(job + 8 * J.NOT_FINITE) == 0:

@@ -12,6 +12,8 @@ Importing this module imports numba; nothing on the way of ``import lowprec`` ma
 from __future__ import annotations
 
 import ctypes
+import inspect
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +52,15 @@ if hidden_flags() and numba.config.CPU_FEATURES is None:
 # compiles takes them the other way round, so two first uses at once could wait for each other for ever.
 with global_compiler_lock:
     TARGET = cpu_target.target_context
+
+# A fork waits until no other thread compiles: in the child nobody would release the lock, nor go on with what LLVM is
+# in the middle of.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -126,6 +137,31 @@ def store(typing_context, address, value, kind):
         return context.get_dummy_value()
 
     return types.void(types.intp, numba_type, kind), generate
+
+
+@intrinsic
+def field(typing_context, words, index):
+    """``field(job, J.K)``: one of the int64 at an address."""
+
+    def generate(context, builder, signature, args):
+        word = builder.gep(pointer(builder, args[0], I64), [args[1]])
+        return builder.load(word, align=1)
+
+    return types.intp(types.intp, types.intp), generate
+
+
+def _chosen(comparison: str) -> Any:
+    def choose(typing_context, a, b):
+        def generate(context, builder, signature, args):
+            return builder.select(builder.icmp_signed(comparison, *args), *args)
+
+        return types.intp(types.intp, types.intp), generate
+
+    return intrinsic(choose)
+
+
+#: The lesser and the greater of two integers. Python's own are compiled anew for each literal.
+lesser, greater = _chosen("<"), _chosen(">")
 
 
 @intrinsic
@@ -206,6 +242,50 @@ def yield_cpu(typing_context):
     return types.void(), generate
 
 
+# --- the functions that kernels are made of ---------------------------------------------------
+
+
+def _flags() -> compiler.Flags:
+    """Return how functions are compiled: for callers that are native code, too, and without errors of arithmetic."""
+    flags = compiler.Flags()
+    flags.no_cpython_wrapper, flags.no_cfunc_wrapper, flags.no_compile = True, True, True
+    flags.nrt, flags.error_model = True, "numpy"
+    return flags
+
+
+def _made_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, and all that it closes over; the name of a helper tells that of itself."""
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
+    return " ".join([function.__module__, function.__qualname__, *made_of])
+
+
+def helper(result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function one that kernels call, by the type of what it returns; its integers are 64-bit words.
+
+    Nobody calls it from Python, so that it is compiled with the kernel, once. As a function of ``njit`` it would be
+    typed for each literal argument, and get wrappers and machine code of its own, for twice the time of it all.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        def typed(typing_context, *args):
+            words = (types.intp if isinstance(x, types.Integer) else x for x in args)
+
+            def generate(context, builder, signature, args):
+                compiled = context.compile_subroutine(builder, function, signature, flags=_flags())
+                return context.call_internal(builder, compiled.fndesc, signature, args)
+
+            return result(*words), generate
+
+        parameters = inspect.signature(function).parameters.values()
+        context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        typed.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        typed.__name__ = _made_of(function)
+        return intrinsic(typed)
+
+    return decorate
+
+
 # --- from Python ------------------------------------------------------------------------------
 
 #: What this process has compiled: who looks for an instruction asks for its assembly.
@@ -218,20 +298,16 @@ def compile_kernel(function: Callable[..., Any], arity: int) -> int:
     The machine code is kept in the cache on disk, by what the function is made of: its name, and the numbers and words
     that it closes over. Loading it from there makes numba type and compile nothing.
     """
-    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
-    name = " ".join([function.__module__, function.__qualname__, str(arity), *made_of])
     with global_compiler_lock:
-        return stored_code.address(name, lambda: _machine_code(function, arity))
+        return stored_code.address(
+            f"{_made_of(function)} {arity}", lambda: _machine_code(function, arity)
+        )
 
 
 def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
     """Return an object file with the symbol `stored_code.SYMBOL`, which calls the function and nothing of Python."""
-    flags = compiler.Flags()
-    flags.no_cpython_wrapper, flags.no_cfunc_wrapper, flags.no_compile = True, True, True
-    flags.nrt, flags.error_model = True, "numpy"
     result = compiler.compile_extra(
-        cpu_target.typing_context, TARGET, function, (types.intp,) * arity, types.intp, flags, {}
+        cpu_target.typing_context, TARGET, function, (types.intp,) * arity, types.intp, _flags(), {}
     )
     described, library = result.fndesc, result.library
     module = TARGET.create_module(stored_code.SYMBOL)
@@ -245,9 +321,11 @@ def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
     )
     builder.ret(value)
     library.add_ir_module(module)
+    # Numba makes machine code as it links a library, and keeps it for caches where it is told so.
+    library.enable_object_caching()
     library.finalize()
     compiled_here.append(library)
-    return bytes(library._codegen._tm.emit_object(library._final_module))
+    return bytes(library._get_compiled_object())
 
 
 def callable_at(address: int, arity: int) -> Callable[..., int]:

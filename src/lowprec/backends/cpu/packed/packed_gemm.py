@@ -164,11 +164,14 @@ def _kernels(
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, 0)
+    emit = resolve(
+        micro_kernel.emit
+    )  # imported before the first is compiled: a fork waits for compilers alone
     fields = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: resolve(micro_kernel.emit)(_products(a, b, rounding)),
+        J.KERNEL: emit(_products(a, b, rounding)),
         J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)

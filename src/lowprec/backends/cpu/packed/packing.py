@@ -27,9 +27,9 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.native import (
@@ -38,11 +38,14 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     I64,
     compile_kernel,
+    greater,
+    helper,
+    lesser,
     load,
     pointer,
     store,
 )
-from lowprec.backends.cpu.packed.tile_rows import BY_INDEX, Scheme, pack_row, transpose
+from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 
 #: Bytes of scratch that a packing kernel needs: a padded block and the tiles to be transposed.
 SCRATCH_BYTES = 16 << 10
@@ -51,22 +54,13 @@ _TILES_AT = 8 << 10
 PACK_ARITY = 14
 
 
-# The functions that depend on the scheme are overloads on its index, a literal. As closures of the
-# kernel they would be part of the name under which numba's disk cache files it, and that name would
-# be another in every process.
-
-
-def _pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
-    """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
-
-
-@overload(_pad, prefer_literal=True)
-def _pad_overload(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
-    scheme = BY_INDEX[index.literal_value]
+def _pad_function(scheme: Scheme) -> Any:
     item, step = scheme.item_bytes, scheme.step
     kind = {1: "i8", 2: "u16", 4: "u32"}[item]
 
-    def pad(index, source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+    @helper(types.void)
+    def pad(source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+        """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
         for lane in range(first_lane, end_lane):
             from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):
@@ -99,13 +93,13 @@ def _copy_line(typing_context, source, target, count):
     return types.void(types.intp, types.intp, types.intp), generate
 
 
-@njit
+@helper(types.void)
 def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
     """Copy rows of contiguous bytes; what is between them in the target becomes zero, or is zero already."""
     for row in range(rows):
         from_, to = source + row * stride, target + row * target_stride
         for at in range(0, row_bytes, 64):
-            _copy_line(from_ + at, to + at, min(64, row_bytes - at))
+            _copy_line(from_ + at, to + at, lesser(64, row_bytes - at))
 
 
 @intrinsic
@@ -118,22 +112,18 @@ def _clear_line(typing_context, target):
     return types.void(types.intp), generate
 
 
-@njit
+@helper(types.void)
 def _clear(target, count):
     for offset in range(0, count, 64):
         _clear_line(target + offset)
 
 
-def _along(index, source, lane_stride, target, is_b, tiles):
-    """Pack a whole block that is contiguous along k."""
+def _along_function(scheme: Scheme) -> Any:
+    index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
 
-
-@overload(_along, prefer_literal=True)
-def _along_overload(index, source, lane_stride, target, is_b, tiles):
-    number = index.literal_value
-    parts, run = BY_INDEX[number].parts, 16 * BY_INDEX[number].item_bytes
-
-    def along(index, source, lane_stride, target, is_b, tiles):
+    @helper(types.intp)
+    def along(source, lane_stride, target, is_b, tiles):
+        """Pack a whole block that is contiguous along k."""
         flags = 0
         for tile in range(2):
             to, part_stride = target + tile * 1024, 2048
@@ -141,7 +131,7 @@ def _along_overload(index, source, lane_stride, target, is_b, tiles):
                 to, part_stride = tiles, 1024
             for lane in range(16):
                 from_ = source + (tile * 16 + lane) * lane_stride
-                flags |= pack_row(number, 0, from_, run, to + lane * 64, part_stride)
+                flags |= pack_row(index, 0, from_, run, to + lane * 64, part_stride)
             if is_b:
                 for part in range(parts):
                     transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
@@ -150,17 +140,13 @@ def _along_overload(index, source, lane_stride, target, is_b, tiles):
     return along
 
 
-def _across(index, source, k_stride, target, is_b, tiles):
-    """Pack a whole block that is contiguous along the lanes."""
+def _across_function(scheme: Scheme) -> Any:
+    index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
+    per_dword = scheme.per_dword
 
-
-@overload(_across, prefer_literal=True)
-def _across_overload(index, source, k_stride, target, is_b, tiles):
-    number = index.literal_value
-    parts, run = BY_INDEX[number].parts, 16 * BY_INDEX[number].item_bytes
-    per_dword = BY_INDEX[number].per_dword
-
-    def across(index, source, k_stride, target, is_b, tiles):
+    @helper(types.intp)
+    def across(source, k_stride, target, is_b, tiles):
+        """Pack a whole block that is contiguous along the lanes."""
         flags = 0
         for tile in range(2):
             to, part_stride = target + tile * 1024, 2048
@@ -168,7 +154,7 @@ def _across_overload(index, source, k_stride, target, is_b, tiles):
                 to, part_stride = tiles, 1024
             for dword in range(16):
                 from_ = source + dword * per_dword * k_stride + tile * run
-                flags |= pack_row(number, 1, from_, k_stride, to + dword * 64, part_stride)
+                flags |= pack_row(index, 1, from_, k_stride, to + dword * 64, part_stride)
             if not is_b:
                 for part in range(parts):
                     transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
@@ -177,8 +163,8 @@ def _across_overload(index, source, k_stride, target, is_b, tiles):
     return across
 
 
-def _pack_function(index: int) -> Any:
-    scheme = BY_INDEX[index]
+def _pack_function(scheme: Scheme) -> Any:
+    pad, along, across = _pad_function(scheme), _along_function(scheme), _across_function(scheme)
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
     fingerprint, has_masks = FINGERPRINT, "avx512bw" in cpu_flags()
 
@@ -202,11 +188,11 @@ def _pack_function(index: int) -> Any:
                     to += (s - first_step) * block_bytes
                     whole = lane0 >= 0 and lane0 + 32 <= lanes and k0 + step <= k
                     if whole and k_stride == item:
-                        flags |= _along(index, from_, lane_stride, to, is_b, tiles)
+                        flags |= along(from_, lane_stride, to, is_b, tiles)
                     elif whole and lane_stride == item:
-                        flags |= _across(index, from_, k_stride, to, is_b, tiles)
+                        flags |= across(from_, k_stride, to, is_b, tiles)
                     else:
-                        first, end, k_here = max(0, -lane0), min(32, lanes - lane0), min(step, k - k0)
+                        first, end, k_here = greater(0, -lane0), lesser(32, lanes - lane0), lesser(step, k - k0)
                         _clear(scratch, 32 * step * item)
                         if has_masks and k_stride == item:
                             _pad_rows(
@@ -219,11 +205,11 @@ def _pack_function(index: int) -> Any:
                                 scratch + first * item, 32 * item,
                             )
                         else:
-                            _pad(index, from_, lane_stride, k_stride, first, end, k_here, scratch)
+                            pad(from_, lane_stride, k_stride, first, end, k_here, scratch)
                         if has_masks and k_stride != item and lane_stride == item:
-                            flags |= _across(index, scratch, 32 * item, to, is_b, tiles)
+                            flags |= across(scratch, 32 * item, to, is_b, tiles)
                         else:
-                            flags |= _along(index, scratch, step * item, to, is_b, tiles)
+                            flags |= along(scratch, step * item, to, is_b, tiles)
         return flags
 
     return pack
@@ -239,4 +225,4 @@ def pack_kernel(scheme: Scheme) -> int:
     strip lie before lane 0 and are zero. It returns 0, or in two parts something else if a rounded
     value was not finite.
     """
-    return compile_kernel(_pack_function(scheme.index), PACK_ARITY)
+    return compile_kernel(_pack_function(scheme), PACK_ARITY)

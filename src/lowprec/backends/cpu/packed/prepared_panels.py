@@ -31,6 +31,7 @@ _SHARED_FROM = 1 << 20
 class Panels(NamedTuple):
     """A matrix as a micro-kernel reads it."""
 
+    memory: Any  # what holds it, which the operand may give back while a product reads it
     address: int  # of the first panel
     finite: bool  # whether no value became infinite or NaN; looked at where operands have two parts
     dtype: str  # in which it was packed
@@ -50,7 +51,8 @@ class PanelStack(NamedTuple):
     def panels_at(self, offset: int) -> Panels:
         """Return the panels of the matrix that lies there."""
         index = int(np.searchsorted(self.offsets, offset))
-        return Panels(self.address + index * self.step, self.finite[index], self.dtype)
+        address = self.address + index * self.step
+        return Panels(self.memory, address, self.finite[index], self.dtype)
 
     def addresses(self, offsets: Any) -> Any:
         """Return the addresses of the panels of matrices by their offsets."""

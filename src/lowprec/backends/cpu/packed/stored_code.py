@@ -21,7 +21,8 @@ from lowprec import disk
 #: The function of an object file.
 SYMBOL = "lowprec_kernel"
 
-#: A digest of the code stands before it in a file, so that a file that was cut or changed is noticed.
+#: A digest of all that the code is made of, and of the code, stands before it in a file, so that a file that was cut,
+#: changed or put in the place of another is noticed.
 _DIGEST_BYTES = 32
 
 #: Of each kernel: what keeps its code in memory, and where that is.
@@ -31,11 +32,12 @@ _loaded: dict[str, tuple[Any, int]] = {}
 def address(name: str, compile_: Callable[[], bytes]) -> int:
     """Return the address of a kernel; one thread at a time. ``name`` is all that it is made of."""
     if name not in _loaded:
-        file = f"kernels/{hashlib.sha256(f'{_maker()} {name}'.encode()).hexdigest()[:32]}.o"
-        code = _read(file)
+        made_of = hashlib.sha256(f"{_maker()} {name}".encode())
+        file = f"kernels/{made_of.hexdigest()[:32]}.o"
+        code = _read(file, made_of.digest())
         if code is None:
             code = compile_()
-            disk.write_bytes(file, hashlib.sha256(code).digest() + code)
+            disk.write_bytes(file, _digest(made_of.digest(), code) + code)
         _loaded[name] = _link(code)
     return _loaded[name][1]
 
@@ -52,12 +54,16 @@ def _maker() -> str:
     return f"{versions} {sys.platform} {cpu} {features}"
 
 
-def _read(file: str) -> bytes | None:
+def _digest(made_of: bytes, code: bytes) -> bytes:
+    return hashlib.sha256(made_of + code).digest()
+
+
+def _read(file: str, made_of: bytes) -> bytes | None:
     data = disk.read_bytes(file)
     if data is None:
         return None
     digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() == digest:
+    if _digest(made_of, code) == digest:
         return code
     disk.set_aside(file, "it is damaged")
     return None
