@@ -104,7 +104,7 @@ def test_small_products_that_are_more_than_a_call_of_a_blas(changes, mode, size,
 
 def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
     p = GemmProblem(array(F32, 1, 1000), array(F32, 1000, 5))
-    row = dataclasses.replace(ROWS["amx_bf16_pair"], minimum_elements=0)
+    row = ROWS["amx_bf16_pair"]._replace(minimum_elements=0)
     able = dataclasses.replace(AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"})
     found = plan(p, MathMode.TF32, able)
     assert (found.kernel, found.fallback.name) == ("amx_bf16_pair", "openblas")
@@ -116,7 +116,7 @@ def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (
         small.kernel_reason
     )
-    row = dataclasses.replace(ROWS["amx_bf16"], minimum_elements=0)
+    row = ROWS["amx_bf16"]._replace(minimum_elements=0)
     eager = dataclasses.replace(AMX, kernels=(row, *AMX.kernels))
     assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel == "amx_bf16"
 
@@ -441,7 +441,7 @@ def test_no_line_of_a_table_is_wider_than_80(dtype, capabilities):
 
 
 def test_a_device_without_a_kernel_for_the_numbers_says_so():
-    kernel = dataclasses.replace(ROWS["amx_bf16"], fallback=None)
+    kernel = ROWS["amx_bf16"]._replace(fallback=None)
     device = Capabilities("ext_dev:0", "a device of one format", (kernel,))
     with pytest.raises(UnsupportedError, match=r"ext_dev:0 runs .* of tf32 numbers;"):
         plan(problem(F32), MathMode.TF32, device)
