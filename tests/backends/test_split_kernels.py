@@ -22,7 +22,7 @@ from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
 
 pytest.importorskip("numba")
 
@@ -128,7 +128,7 @@ def test_errors_are_within_the_plans_bound(
     )
     if mode == "tf32x3" and kernel is AVX512_BF16:  # no row of its own: it would not pay
         rows = (rows[0]._replace(formats=frozenset({"tf32"}), parts=2), rows[1])
-    able = lowprec.planning.Capabilities("cpu", "a CPU", rows)
+    able = Capabilities("cpu", "a CPU", rows)
     spec = [OperandSpec.contiguous(DType.FLOAT32, s) for s in ((33, k), (k, 35))]
     plan = plan_gemm(GemmProblem(*spec), able, MathMode(mode))
     assert plan.kernel_row is rows[0]
