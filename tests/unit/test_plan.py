@@ -426,7 +426,7 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
                 mean zero
   underflow     2^-126 per element of an operand, 2^-126 per product (units that
                 count subnormals as zero)
-  provided      no partial sum beyond float32's range
+  provided      no rounded operand or partial sum beyond float32's range
   advice        k = 1001 is odd: pad"""
 
 

@@ -328,7 +328,7 @@ def error_bound(
         k,
         error.formula,
         _absolute_text(operand_loss, term_loss, out_loss, accumulator),
-        _condition(rounding, accumulator),
+        _condition(rounding, accumulator, is_split),
         unconditional=not narrow,
         probable=probable,
         by_norms=bool(scaled),
@@ -424,7 +424,7 @@ def _power(value: float) -> str:
     return f"2^{exponent - (mantissa == 0.5)}"
 
 
-def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
+def _condition(rounding: _Rounding, accumulator: NumberFormat, is_split: bool) -> str:
     """Return what the data must satisfy."""
     texts = []
     narrow = [(rounding.operand, "|x|", " in the operands")] if rounding.operands else []
@@ -436,5 +436,12 @@ def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
         if fmt.emax < accumulator.emax:
             beyond = "Inf" if fmt.has_infinity else "NaN"
             texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
-    texts.append(f"no partial sum beyond {accumulator.name}'s range")
+    # The largest number of a format with the same exponents is smaller by the digits that it lacks. Where a part is
+    # infinite, the product is computed again from the operands as they are.
+    numbers = ["partial sum"]
+    if rounding.operands and not is_split and rounding.operand.emax == accumulator.emax:
+        numbers.insert(0, "rounded operand")
+    if rounding.out and rounding.out.emax == accumulator.emax:
+        numbers.append("rounded result")
+    texts.append(f"no {' or '.join(numbers)} beyond {accumulator.name}'s range")
     return "; ".join(texts)
