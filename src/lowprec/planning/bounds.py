@@ -174,12 +174,10 @@ class _Sum(NamedTuple):
 def _summation(
     schedule: tuple[Product, ...],
     kernel: KernelRow,
-    fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
-    capability: tuple[int, int] | None,
+    depth: Depth,
 ) -> _Sum:
-    depth, _ = _depths(schedule, kernel, fmt, accumulator, components, capability)[0, 0]
     # A sum that is scaled, and one that is added, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule[1:])
     terms += components * schedule[0].length
@@ -298,7 +296,8 @@ def error_bound(
     scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
-    how = _summation(schedule, kernel, fmt, accumulator, components, capability)
+    found = _depths(schedule, kernel, fmt, accumulator, components, capability)
+    how = _summation(schedule, kernel, accumulator, components, found[0, 0][0])
     is_split = acts and row(mode).parts > 1 and any(rounded)
     # Parts are rounded before, and nothing is left to cut.
     cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
@@ -306,10 +305,8 @@ def error_bound(
     size = confidence(max(elements, 1) * max(how.terms, 1))
     if is_split:
         error = split_error(
-            row(mode), rounded,
-            _depths(schedule, kernel, fmt, accumulator, components, capability), accumulator,
-            growth=how.growth, scaled_over=scaled, size=size,
-        )  # fmt: skip
+            row(mode), rounded, found, accumulator, growth=how.growth, scaled_over=scaled, size=size
+        )
     else:
         error = _plain_error(rounding, how, size)
     norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
