@@ -232,6 +232,8 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
         (problem(F32, DType.FLOAT8_E5M2), UnsupportedError, "b has dtype float8_e5m2"),
         (problem(F32, out_dtype=F16, out=array(F32, 512, 512)), DTypeError,
          "out has dtype float32, but the result has dtype float16"),
+        (problem(F32, out=array(F64, 512, 512)), DTypeError,
+         "^out of dtype float64 is not possible for .* it gives float32 or"),
         (problem(F32, out=array(F32, 512, 1)), ShapeError, r"out has shape \(512, 1\)"),
         (problem(F32, bias=array(F32, 1)), ShapeError, r"bias has shape \(1,\), but must have shape \(512,\)"),
         (problem(F32, c=array(F32, 2, 512, 512)), ShapeError, "c has shape .* does not broadcast"),
