@@ -121,6 +121,28 @@ def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel == "amx_bf16"
 
 
+@pytest.mark.parametrize("extents", [(63, 512, 512), (512, 63, 512), (512, 512, 63)])
+def test_tile_units_take_complex_matrices_that_are_wide_in_every_direction(extents):
+    m, k, n = extents
+    narrow = plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX)
+    assert narrow.kernel == "openblas"
+    assert "amx_bf16 pays from an inner dimension (complex: m, n and k) of 64" in (
+        narrow.kernel_reason
+    )
+    m, k, n = (max(x, 64) for x in extents)
+    assert (
+        plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX).kernel
+        == "amx_bf16"
+    )
+
+
+def test_chunks_that_are_asked_for_go_to_a_kernel_that_does_not_choose_its_own():
+    assert plan(problem(F32), MathMode.BF16X3, AMX).kernel == "amx_bf16_parts"
+    made = plan(problem(F32, k_chunk=256), MathMode.BF16X3, AMX)
+    assert (made.kernel, made.k_chunk) == ("openblas", 256)
+    assert "amx_bf16_parts cuts k itself, k_chunk= asks for other pieces" in made.kernel_reason
+
+
 def test_no_extent_is_too_large():
     long = GemmProblem(array(F32, 2**31, 1), array(F32, 1, 1))
     assert plan(long, capabilities=OPENBLAS).kernel == "openblas"
