@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -59,7 +58,7 @@ def on(machine: str) -> Iterator[None]:
             _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
         if machine == SOFTWARE_TILES:
             rows = tuple(
-                replace(row, minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
+                row._replace(minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
             )
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
             monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)

@@ -19,7 +19,6 @@ from lowprec.errors import ElsewhereError, UnsupportedError
 from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
-from lowprec.tolerance import mode_within
 
 
 def matmul(
@@ -132,10 +131,7 @@ def matmul(
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        check_devices(request.views(x, y))
-        problem = request.problem(spec_of(x), spec_of(y))
-        able = backend_of(x.device).capabilities(x.device)
-        resolved, _ = mode_within(rtol, math_mode, problem, able, bound)
+        resolved = _resolve_within(rtol, math_mode, bound, x, y, request)
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
@@ -190,6 +186,24 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}"
         )
     return road(a, b, **given)
+
+
+def _resolve_within(
+    rtol: float | None,
+    math_mode: str | MathMode | None,
+    bound: str | None,
+    x: ArrayView,
+    y: ArrayView,
+    request: Request,
+) -> ResolvedMode:
+    """Return the cheapest mode within a tolerance."""
+    from lowprec.tolerance import mode_within  # few calls have one
+
+    check_devices(request.views(x, y))
+    problem = request.problem(spec_of(x), spec_of(y))
+    able = backend_of(x.device).capabilities(x.device)
+    resolved, _ = mode_within(rtol, math_mode, problem, able, bound)
+    return resolved
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Executor, backend_of
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
-from lowprec.planning import GemmPlan, plan_gemm
 from lowprec.request import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import GemmPlan
 
 _CACHE_SIZE = 4096
 
@@ -40,6 +42,8 @@ def observe(observer: Observer | None) -> None:
 
 def forget() -> None:
     """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
+    from lowprec.planning import plan_gemm
+
     _executors.clear()
     plan_gemm.cache_clear()
 
@@ -72,6 +76,8 @@ def look_up(
 
 
 def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> CachedExecutor:
+    from lowprec.planning import plan_gemm
+
     views = request.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.backends import Arguments
@@ -22,8 +22,10 @@ from lowprec.errors import (
     quoted,
 )
 from lowprec.formats import DType, dtype_from_name
-from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
 from lowprec.strides import contiguous_strides
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Activation, GemmProblem, OperandSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return what planning knows of a view: shape, strides and element type."""
+    from lowprec.planning import OperandSpec
+
     return OperandSpec(x.dtype, x.shape, x.strides)
 
 
@@ -141,6 +145,8 @@ class Request(NamedTuple):
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
+        from lowprec.planning import GemmProblem
+
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
         return GemmProblem(
@@ -199,7 +205,7 @@ def bind(
         None if bias is None else view_of(bias, describing=describing),
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
-        None if activation is None else parse_activation(activation),
+        None if activation is None else _activation(activation),
         None if out_dtype is None else parse_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),
@@ -208,6 +214,12 @@ def bind(
     if request.beta != 0 and c is None:
         raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
     return request
+
+
+def _activation(name: str) -> Activation | None:
+    from lowprec.planning import parse_activation
+
+    return parse_activation(name)
 
 
 def _scale(name: str, value: Any) -> ArrayView | float | None:

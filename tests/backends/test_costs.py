@@ -182,6 +182,18 @@ def test_a_kernel_that_was_measured_to_be_slower_is_passed_over() -> None:
     assert plan_gemm(_problem(512), fast, MathMode.BF16).kernel == "avx512_bf16"
 
 
+@pytest.mark.parametrize(("m", "n"), [(4, 4096), (4096, 4)])
+def test_an_element_of_either_operand_is_weighed_by_the_flops_that_it_takes_part_in(
+    m: int, n: int
+) -> None:
+    machine = _machine(openblas=Cost(1.0, 0.0), avx512_bf16=Cost(0.5, 5.0))
+    a, b = (OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((m, 512), (512, n)))
+    plan = plan_gemm(GemmProblem(a, b), machine, MathMode.BF16)
+    (reason,) = (reason for reason in plan.passed_over if reason.why is Why.MEASURED_SLOWER)
+    # 0.5 + 5 / (2 * 4) + 5 / (2 * 4096)
+    assert str(reason) == "avx512_bf16 was measured to take 1.13 times as long here"
+
+
 def test_small_products_are_weighed_by_the_elements() -> None:
     machine = _machine(openblas=Cost(1.0, 0.0), avx512_bf16=Cost(0.5, 100.0))
     kernels = [plan_gemm(_problem(n), machine, MathMode.BF16).kernel for n in (128, 256)]

@@ -22,6 +22,7 @@ from lowprec.backends.cpu.rounding import round_float32
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode
+from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.emulation import emulated
 from oracles import bfloat16
@@ -166,7 +167,7 @@ def test_errors_are_within_the_bound_of_the_architecture(
             assert (error > bound / 100).any()
 
 
-def guaranteed(plan: lowprec.planning.GemmPlan, x: Any, y: Any) -> Any:
+def guaranteed(plan: GemmPlan, x: Any, y: Any) -> Any:
     """Return the bound of a plan for operands in float64, element by element."""
     bound, k = plan.bound, x.shape[-1]
     sums = np.abs(x).sum(1)[:, None] + np.abs(y).sum(0) + k * bound.operand_absolute

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -62,11 +60,8 @@ def _prepare_sevens(plan):
 
 def test_the_plan_and_what_runs_follow_the_kernel_row(monkeypatch):
     """A row with another executor, name and format: the plan says so, the record too, and its executor runs."""
-    sevens = dataclasses.replace(
-        machines.ROWS["numpy"],
-        name="sevens",
-        units="nothing",
-        executor=f"{__name__}:_prepare_sevens",
+    sevens = machines.ROWS["numpy"]._replace(
+        name="sevens", units="nothing", executor=f"{__name__}:_prepare_sevens"
     )
     a = np.ones((4, 4), np.float32)
     with machines.with_rows(sevens), lowprec.profile() as profile:

@@ -22,7 +22,7 @@ from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
 
 pytest.importorskip("numba")
 
@@ -123,12 +123,12 @@ def test_errors_are_within_the_plans_bound(
     }
     row_name = names[kernel.name][-1 if mode == "tf32x3" else 0]
     rows = (
-        replace(machines.ROWS[row_name], requires=None, minimum_elements=0),
+        machines.ROWS[row_name]._replace(requires=None, minimum_elements=0),
         machines.ROWS["numpy"],
     )
     if mode == "tf32x3" and kernel is AVX512_BF16:  # no row of its own: it would not pay
-        rows = (replace(rows[0], formats=frozenset({"tf32"}), parts=2), rows[1])
-    able = lowprec.planning.Capabilities("cpu", "a CPU", rows)
+        rows = (rows[0]._replace(formats=frozenset({"tf32"}), parts=2), rows[1])
+    able = Capabilities("cpu", "a CPU", rows)
     spec = [OperandSpec.contiguous(DType.FLOAT32, s) for s in ((33, k), (k, 35))]
     plan = plan_gemm(GemmProblem(*spec), able, MathMode(mode))
     assert plan.kernel_row is rows[0]
@@ -224,10 +224,10 @@ def parts_on(kernel: str) -> Iterator[None]:
         with machines.on(kernel):
             yield
         return
-    own = [replace(x, minimum_elements=0, minimum_elements_complex=0, minimum_extent_complex=0)
+    own = [x._replace(minimum_elements=0, minimum_elements_complex=0, minimum_extent_complex=0)
            for x in device.capabilities(lowprec.arrays.CPU).kernels
            if x.sums_products and x.requires in device.features()]  # fmt: skip
-    with machines.with_rows(*(replace(x, requires=None) for x in own), machines.ROWS["numpy"]):
+    with machines.with_rows(*(x._replace(requires=None) for x in own), machines.ROWS["numpy"]):
         yield
 
 

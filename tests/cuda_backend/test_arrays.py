@@ -397,8 +397,10 @@ def test_a_captured_product_can_be_run_again(gpu: Gpu, streamed: StreamedLibrary
 def test_another_stream_is_captured_along(gpu: Gpu) -> None:
     gpu.runtime.begin_capture(gpu.first)
     memory.order(gpu.first, gpu.second, GPU)
+    assert runtime.is_capturing(gpu.second)
     memory.order(gpu.second, gpu.first, GPU)
     gpu.runtime.end_capture(gpu.first)
+    assert not runtime.is_capturing(gpu.second)
     memory.order(gpu.first, gpu.second, GPU)  # the event of the graph serves again
     gpu.runtime.drain()
 

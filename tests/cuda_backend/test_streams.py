@@ -16,6 +16,7 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import SoftwareGpu
+from device_libraries import StreamedLibrary
 from lowprec import executors
 from software_cuda.arrays import DeviceArray
 from software_cuda.cupy import Cupy
@@ -55,6 +56,23 @@ def test_out_of_a_library_that_tells_no_stream(software: SoftwareGpu) -> None:
     out = DeviceArray(runtime, np.zeros_like(A))
     assert lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), out=out) is out
     np.testing.assert_array_equal(out.to_numpy(), TRUE)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
+def test_what_is_kept_of_a_prepared_operand_is_ready_for_every_stream(
+    library: StreamedLibrary, mode: str
+) -> None:
+    with library.stream():
+        b = library.late(B)
+        want = library.get(lowprec.matmul(library.late(A), b, math_mode=mode))
+        prepared = lowprec.prepare(b, math_mode=mode)
+        first = lowprec.matmul(
+            library.late(A), prepared, math_mode=mode
+        )  # packs it, and is not waited for
+        with library.stream():
+            second = library.get(lowprec.matmul(library.late(A), prepared, math_mode=mode))
+        np.testing.assert_array_equal(second, want)
+        np.testing.assert_array_equal(library.get(first), want)
 
 
 # -- devices and threads --------------------------------------------------------------------------

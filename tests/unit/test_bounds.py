@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import lowprec
 from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds
@@ -303,6 +304,27 @@ def test_no_mode_depends_on_the_range_of_the_data():
         assert "65504" not in bound.condition
     narrow = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT16, 8, ROWS["numpy"])
     assert "|result| <= 65504" in narrow.condition
+
+
+@pytest.mark.parametrize(
+    ("mode", "out", "numbers"),
+    [
+        (MathMode.FP32, DType.FLOAT32, "partial sum"),
+        (MathMode.FP32, DType.BFLOAT16, "partial sum or rounded result"),
+        (MathMode.BF16, DType.FLOAT32, "rounded operand or partial sum"),
+        (MathMode.TF32, DType.BFLOAT16, "rounded operand or partial sum or rounded result"),
+        (MathMode.BF16X3, DType.FLOAT32, "partial sum"),  # computed again where a part is infinite
+        (MathMode.FP16, DType.FLOAT32, "partial sum"),
+    ],
+)
+def test_a_number_that_rounding_takes_out_of_range_is_named(mode, out, numbers):
+    """The largest bfloat16 and the largest TF32 number lie below the largest float32."""
+    bound = error_bound(mode, DType.FLOAT32, out, 8, ROWS["numpy"])
+    assert bound.condition == f"no {numbers} beyond float32's range"
+    largest = np.full((1, 1), np.finfo(np.float32).max)
+    with np.errstate(over="ignore"):
+        found = lowprec.matmul(largest, np.float32([[0.5]]), math_mode=mode)
+    assert np.isinf(found).all() == ("rounded operand" in numbers)
 
 
 def test_formats_hold_one_another_as_their_tables_say():

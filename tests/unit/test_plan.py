@@ -104,7 +104,7 @@ def test_small_products_that_are_more_than_a_call_of_a_blas(changes, mode, size,
 
 def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
     p = GemmProblem(array(F32, 1, 1000), array(F32, 1000, 5))
-    row = dataclasses.replace(ROWS["amx_bf16_pair"], minimum_elements=0)
+    row = ROWS["amx_bf16_pair"]._replace(minimum_elements=0)
     able = dataclasses.replace(AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"})
     found = plan(p, MathMode.TF32, able)
     assert (found.kernel, found.fallback.name) == ("amx_bf16_pair", "openblas")
@@ -116,9 +116,31 @@ def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (
         small.kernel_reason
     )
-    row = dataclasses.replace(ROWS["amx_bf16"], minimum_elements=0)
+    row = ROWS["amx_bf16"]._replace(minimum_elements=0)
     eager = dataclasses.replace(AMX, kernels=(row, *AMX.kernels))
     assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel == "amx_bf16"
+
+
+@pytest.mark.parametrize("extents", [(63, 512, 512), (512, 63, 512), (512, 512, 63)])
+def test_tile_units_take_complex_matrices_that_are_wide_in_every_direction(extents):
+    m, k, n = extents
+    narrow = plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX)
+    assert narrow.kernel == "openblas"
+    assert "amx_bf16 pays from an inner dimension (complex: m, n and k) of 64" in (
+        narrow.kernel_reason
+    )
+    m, k, n = (max(x, 64) for x in extents)
+    assert (
+        plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX).kernel
+        == "amx_bf16"
+    )
+
+
+def test_chunks_that_are_asked_for_go_to_a_kernel_that_does_not_choose_its_own():
+    assert plan(problem(F32), MathMode.BF16X3, AMX).kernel == "amx_bf16_parts"
+    made = plan(problem(F32, k_chunk=256), MathMode.BF16X3, AMX)
+    assert (made.kernel, made.k_chunk) == ("openblas", 256)
+    assert "amx_bf16_parts cuts k itself, k_chunk= asks for other pieces" in made.kernel_reason
 
 
 def test_no_extent_is_too_large():
@@ -232,6 +254,8 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
         (problem(F32, DType.FLOAT8_E5M2), UnsupportedError, "b has dtype float8_e5m2"),
         (problem(F32, out_dtype=F16, out=array(F32, 512, 512)), DTypeError,
          "out has dtype float32, but the result has dtype float16"),
+        (problem(F32, out=array(F64, 512, 512)), DTypeError,
+         "^out of dtype float64 is not possible for .* it gives float32 or"),
         (problem(F32, out=array(F32, 512, 1)), ShapeError, r"out has shape \(512, 1\)"),
         (problem(F32, bias=array(F32, 1)), ShapeError, r"bias has shape \(1,\), but must have shape \(512,\)"),
         (problem(F32, c=array(F32, 2, 512, 512)), ShapeError, "c has shape .* does not broadcast"),
@@ -426,7 +450,7 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
                 mean zero
   underflow     2^-126 per element of an operand, 2^-126 per product (units that
                 count subnormals as zero)
-  provided      no partial sum beyond float32's range
+  provided      no rounded operand or partial sum beyond float32's range
   advice        k = 1001 is odd: pad"""
 
 
@@ -441,7 +465,7 @@ def test_no_line_of_a_table_is_wider_than_80(dtype, capabilities):
 
 
 def test_a_device_without_a_kernel_for_the_numbers_says_so():
-    kernel = dataclasses.replace(ROWS["amx_bf16"], fallback=None)
+    kernel = ROWS["amx_bf16"]._replace(fallback=None)
     device = Capabilities("ext_dev:0", "a device of one format", (kernel,))
     with pytest.raises(UnsupportedError, match=r"ext_dev:0 runs .* of tf32 numbers;"):
         plan(problem(F32), MathMode.TF32, device)

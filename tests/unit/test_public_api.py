@@ -130,6 +130,16 @@ def test_what_is_imported_on_demand_is_listed_and_typed() -> None:
     assert done.stdout.split() == ["False", "True", "True"]
 
 
+def test_planning_is_imported_with_the_first_product() -> None:
+    code = (
+        "import sys, numpy, lowprec; before = 'lowprec.planning' in sys.modules; "
+        "lowprec.matmul(numpy.ones((2, 2)), numpy.ones((2, 2))); "
+        "print(before, 'lowprec.planning.planner' in sys.modules, 'lowprec.tolerance' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
+
+
 def test_a_misspelt_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match="matmull"):
         _ = lowprec.matmull

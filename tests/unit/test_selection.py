@@ -121,6 +121,13 @@ def test_the_plans_candidates_print():
     )
 
 
+def test_a_bound_that_is_the_tolerance_is_within_it():
+    p = square(DType.FLOAT32)
+    rtol = plan_gemm(p, AMX, MathMode.BF16).bound.relative
+    assert select_mode(p, AMX, rtol).mode is MathMode.BF16
+    assert select_mode(p, AMX, rtol * (1 - 2.0**-50)).mode is not MathMode.BF16
+
+
 @pytest.mark.parametrize("rtol", [0, -1.0, float("inf"), float("nan"), "1e-3", None, True, [1]])
 def test_rtol_must_be_a_positive_finite_number(rtol):
     with pytest.raises(ModeError, match="rtol must be a positive finite number, got"):
@@ -134,7 +141,7 @@ def test_errors_of_the_product_come_first():
 
 
 def test_modes_that_no_kernel_of_the_device_runs_are_not_weighed():
-    kernel = dataclasses.replace(ROWS["numpy"], formats=frozenset({"float32", "bfloat16"}))
+    kernel = ROWS["numpy"]._replace(formats=frozenset({"float32", "bfloat16"}))
     device = Capabilities("ext_dev:0", "a device of few formats", (kernel,))
     found = select_mode(square(DType.FLOAT32), device, 1e-2)
     assert {c.mode for c in found.candidates} == {

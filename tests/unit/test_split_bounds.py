@@ -12,7 +12,7 @@ import pytest
 import machines
 from lowprec.formats import FLOAT32, TF32, DType
 from lowprec.modes import TABLE, MathMode, row
-from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import GemmProblem, OperandSpec, plan_gemm, planner
 from lowprec.planning.bounds import error_bound
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import Depth, chunk_for, confidence
@@ -247,6 +247,20 @@ def test_fp32_emulated_is_as_exact_as_fp32(capability):
     assert plan.scheme is MathMode.BF16X6
     assert plan.bound.relative <= plan_gemm(square(4096), able, MathMode.FP32).bound.relative
     assert not row(plan.scheme).uses_tf32
+
+
+def test_fp32_emulated_takes_no_scheme_with_a_larger_bound(monkeypatch):
+    """However little it costs: what a split drops, and what is cut, are more than the roundings of a short sum."""
+    monkeypatch.setattr(planner, "expected_cost", lambda plan: -plan.products)
+    plan_gemm.cache_clear()
+    try:
+        able, short, long = machines.gpu((8, 0)), square(4), square(4096)
+        fp32, six = (plan_gemm(short, able, mode) for mode in (MathMode.FP32, MathMode.BF16X6))
+        assert six.bound.relative > fp32.bound.relative
+        assert plan_gemm(short, able, MathMode.FP32_EMULATED).scheme is MathMode.FP32
+        assert plan_gemm(long, able, MathMode.FP32_EMULATED).scheme is MathMode.BF16X9
+    finally:
+        plan_gemm.cache_clear()
 
 
 def test_fp32_emulated_leaves_other_types_alone():

@@ -6,11 +6,13 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.formats import DType
-from lowprec.planning import Capabilities, GemmPlan
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Capabilities, GemmPlan
 
 
 @functools.cache

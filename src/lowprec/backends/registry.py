@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend
 from lowprec.errors import DeviceError, DeviceMemoryError
-from lowprec.planning import Capabilities
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}

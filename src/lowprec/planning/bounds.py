@@ -174,12 +174,10 @@ class _Sum(NamedTuple):
 def _summation(
     schedule: tuple[Product, ...],
     kernel: KernelRow,
-    fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
-    capability: tuple[int, int] | None,
+    depth: Depth,
 ) -> _Sum:
-    depth, _ = _depths(schedule, kernel, fmt, accumulator, components, capability)[0, 0]
     # A sum that is scaled, and one that is added, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule[1:])
     terms += components * schedule[0].length
@@ -298,7 +296,8 @@ def error_bound(
     scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
-    how = _summation(schedule, kernel, fmt, accumulator, components, capability)
+    found = _depths(schedule, kernel, fmt, accumulator, components, capability)
+    how = _summation(schedule, kernel, accumulator, components, found[0, 0][0])
     is_split = acts and row(mode).parts > 1 and any(rounded)
     # Parts are rounded before, and nothing is left to cut.
     cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
@@ -306,10 +305,8 @@ def error_bound(
     size = confidence(max(elements, 1) * max(how.terms, 1))
     if is_split:
         error = split_error(
-            row(mode), rounded,
-            _depths(schedule, kernel, fmt, accumulator, components, capability), accumulator,
-            growth=how.growth, scaled_over=scaled, size=size,
-        )  # fmt: skip
+            row(mode), rounded, found, accumulator, growth=how.growth, scaled_over=scaled, size=size
+        )
     else:
         error = _plain_error(rounding, how, size)
     norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
@@ -328,7 +325,7 @@ def error_bound(
         k,
         error.formula,
         _absolute_text(operand_loss, term_loss, out_loss, accumulator),
-        _condition(rounding, accumulator),
+        _condition(rounding, accumulator, is_split),
         unconditional=not narrow,
         probable=probable,
         by_norms=bool(scaled),
@@ -424,7 +421,7 @@ def _power(value: float) -> str:
     return f"2^{exponent - (mantissa == 0.5)}"
 
 
-def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
+def _condition(rounding: _Rounding, accumulator: NumberFormat, is_split: bool) -> str:
     """Return what the data must satisfy."""
     texts = []
     narrow = [(rounding.operand, "|x|", " in the operands")] if rounding.operands else []
@@ -436,5 +433,12 @@ def _condition(rounding: _Rounding, accumulator: NumberFormat) -> str:
         if fmt.emax < accumulator.emax:
             beyond = "Inf" if fmt.has_infinity else "NaN"
             texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
-    texts.append(f"no partial sum beyond {accumulator.name}'s range")
+    # The largest number of a format with the same exponents is smaller by the digits that it lacks. Where a part is
+    # infinite, the product is computed again from the operands as they are.
+    numbers = ["partial sum"]
+    if rounding.operands and not is_split and rounding.operand.emax == accumulator.emax:
+        numbers.insert(0, "rounded operand")
+    if rounding.out and rounding.out.emax == accumulator.emax:
+        numbers.append("rounded result")
+    texts.append(f"no {' or '.join(numbers)} beyond {accumulator.name}'s range")
     return "; ".join(texts)

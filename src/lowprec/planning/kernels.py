@@ -38,8 +38,7 @@ class Summation(Enum):
     TENSOR_CORES = "tensor cores"
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRow:
+class KernelRow(NamedTuple):
     """What one kernel is, needs and costs."""
 
     name: str

@@ -86,7 +86,8 @@ def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
     if dtype not in legal:
         choices = " or ".join(map(str, legal))
-        raise DTypeError(f"out_dtype {dtype} is not possible for {words}; it gives {choices}")
+        asked = "out_dtype" if problem.out_dtype else "out of dtype"
+        raise DTypeError(f"{asked} {dtype} is not possible for {words}; it gives {choices}")
     if problem.out and problem.out.dtype is not dtype:
         raise DTypeError(f"out has dtype {problem.out.dtype}, but the result has dtype {dtype}")
     return dtype

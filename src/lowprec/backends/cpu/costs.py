@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowprec import disk
@@ -74,7 +73,7 @@ def applied(
 ) -> tuple[tuple[KernelRow, ...], frozenset[str]]:
     """Return kernels' rows with the costs that were measured, and the names of those."""
     with_costs = tuple(
-        replace(row, cost_per_flop=cost.per_flop, cost_per_element=cost.per_element)
+        row._replace(cost_per_flop=cost.per_flop, cost_per_element=cost.per_element)
         if (cost := measured.get(row.name))
         else row
         for row in rows

@@ -8,8 +8,6 @@ a matrix), and NumPy rounds 1.3e9. Those of vector units are what ``lowprec auto
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation, Why
 
@@ -32,8 +30,7 @@ _TILES = KernelRow(
     minimum_extent_complex=64,
 )
 
-AMX_BF16 = replace(
-    _TILES,
+AMX_BF16 = _TILES._replace(
     name="amx_bf16",
     units="bfloat16 tile units (AMX)",
     formats=frozenset({"bfloat16"}),
@@ -45,8 +42,7 @@ AMX_BF16 = replace(
 )
 
 #: A TF32 or float16 value is the exact sum of two bfloat16 values.
-AMX_BF16_PAIR = replace(
-    AMX_BF16,
+AMX_BF16_PAIR = AMX_BF16._replace(
     name="amx_bf16_pair",
     units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
     formats=frozenset({"tf32", "float16"}),
@@ -58,8 +54,7 @@ AMX_BF16_PAIR = replace(
 )
 
 #: All products of parts in one pass; a product costs as it does where there is one, which is an estimate.
-AMX_BF16_PARTS = replace(
-    AMX_BF16,
+AMX_BF16_PARTS = AMX_BF16._replace(
     name="amx_bf16_parts",
     units="bfloat16 tile units (AMX), all products of parts in one pass",
     single_product=False,
@@ -69,8 +64,7 @@ AMX_BF16_PARTS = replace(
 )
 
 #: Of TF32 parts, each the exact sum of two.
-AMX_BF16_PAIR_PARTS = replace(
-    AMX_BF16_PARTS,
+AMX_BF16_PAIR_PARTS = AMX_BF16_PARTS._replace(
     name="amx_bf16_pair_parts",
     units="bfloat16 tile units (AMX), all products of parts, each the exact sum of two, in one pass",
     formats=frozenset({"tf32"}),
@@ -78,8 +72,7 @@ AMX_BF16_PAIR_PARTS = replace(
     parts=2,
 )
 
-AMX_INT8 = replace(
-    _TILES,
+AMX_INT8 = _TILES._replace(
     name="amx_int8",
     units="int8 tile units (AMX)",
     formats=frozenset({"int8"}),
@@ -91,8 +84,7 @@ AMX_INT8 = replace(
 )
 
 #: Bfloat16 parts of TF32 and float16 values would not pay here: four products at half the cost of one in FP32.
-AVX512_BF16 = replace(
-    _TILES,
+AVX512_BF16 = _TILES._replace(
     name="avx512_bf16",
     units="bfloat16 vector units (AVX512-BF16)",
     micro_kernel=f"{_MICRO_KERNELS}:AVX512_BF16",
@@ -108,8 +100,7 @@ AVX512_BF16 = replace(
 )
 
 #: Several products never pay next to one in FP32, but next to as many.
-AVX512_BF16_PARTS = replace(
-    AVX512_BF16,
+AVX512_BF16_PARTS = AVX512_BF16._replace(
     name="avx512_bf16_parts",
     units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
     single_product=False,
@@ -119,8 +110,7 @@ AVX512_BF16_PARTS = replace(
     fallback=Why.NOT_FINITE_IN_PARTS,
 )
 
-AVX512_VNNI = replace(
-    AVX512_BF16,
+AVX512_VNNI = AVX512_BF16._replace(
     name="avx512_vnni",
     units="int8 vector units (AVX512-VNNI)",
     micro_kernel=f"{_MICRO_KERNELS}:AVX512_VNNI",
@@ -135,8 +125,7 @@ AVX512_VNNI = replace(
     cost_per_element=10.0,
 )
 
-AVX_VNNI = replace(
-    AVX512_VNNI,
+AVX_VNNI = AVX512_VNNI._replace(
     name="avx_vnni",
     units="int8 vector units (AVX-VNNI)",
     micro_kernel=f"{_MICRO_KERNELS}:AVX_VNNI",
@@ -214,8 +203,7 @@ NUMPY = KernelRow(
 )
 
 #: cblas_?gemm on the rounded operands.
-OPENBLAS = replace(
-    NUMPY,
+OPENBLAS = NUMPY._replace(
     name="openblas",
     units="OpenBLAS",
     blas="lowprec.backends.cpu.gemm:OPENBLAS",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import arithmetic, formats_of
 from lowprec.backends.cpu.kernel_rows import NUMPY
@@ -25,8 +23,7 @@ def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
 
 def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
     model = arithmetic(architecture, fmt)
-    return replace(
-        NUMPY,
+    return NUMPY._replace(
         name=f"{architecture}_{fmt}",
         units=(
             f"{architecture.label}'s tensor cores, imitated bit by bit: groups of {model.group} products, "
