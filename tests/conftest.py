@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -72,6 +73,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             total += next(i for i, x in enumerate(known) if x is value)
         if total % sampled.args[0]:
             item.add_marker(pytest.mark.sweep)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_collections() -> None:
+    """What there is before a module's tests, all that were collected among it, no collection of theirs looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

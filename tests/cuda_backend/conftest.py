@@ -60,15 +60,6 @@ def waiting_thread(software: device_fixture.SoftwareGpu) -> Iterator[None]:
     memory._waiter.stop()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cheap_collections(kept_kernels: None) -> Iterator[None]:
-    """What is there already is no garbage, and need not be looked at whenever a test of the module collects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def _left(software: software_cuda.Software) -> dict[str, int]:
     return {name: count for name, count in software.live().items() if count}
 
