@@ -24,6 +24,11 @@ for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]
     if _name not in _KEPT:
         del os.environ[_name]
 
+# Read when NumPy and PyTorch are first imported, here and in the programs that tests start: threads that spin after
+# their work take a core from the tests beside them.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # A shell lets what it runs in the background ignore Ctrl-C, which the programs that tests start would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
