@@ -325,9 +325,13 @@ def test_pytorch_set_by_the_program_under_the_guard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("under", "word"), [(("--mode", "bf16"), "bfloat16"), (GUARD, "highest")], ids=["mode", "guard"]
+    ("under", "word"),
+    [
+        pytest.param(("--mode", "bf16"), "bfloat16", marks=pytest.mark.sweep),
+        (GUARD, "highest"),
+    ],
+    ids=["mode", "guard"],
 )
-@pytest.mark.sampled(2)
 def test_jax(under: Sequence[str], word: str) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     assert start(write(REAL), "jax", under=under) == (0, 3 * f"{word}\n", "")
