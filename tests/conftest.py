@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -22,6 +23,11 @@ _KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]
+
+# Read when NumPy and PyTorch are first imported, here and in the programs that tests start: threads that spin after
+# their work take a core from the tests beside them.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # A shell lets what it runs in the background ignore Ctrl-C, which the programs that tests start would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -72,6 +78,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             total += next(i for i, x in enumerate(known) if x is value)
         if total % sampled.args[0]:
             item.add_marker(pytest.mark.sweep)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_collections() -> None:
+    """What there is before a module's tests, all that were collected among it, no collection of theirs looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ BATCHES = [(4,), (1,), (2, 3), (3, 1, 2)]
 @pytest.mark.parametrize("mode", oracles.ALL_MODES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("left", LEFT)
+@pytest.mark.sampled(2)
 def test_every_mode(
     mode: str, dtype: str, left: str, machine: str, rng: np.random.Generator
 ) -> None:
@@ -76,6 +77,7 @@ def test_every_mode(
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "complex128", "int8"])
 @pytest.mark.parametrize("left", LEFT)
+@pytest.mark.sampled(2)
 def test_every_dtype(dtype: Any, left: str, machine: str, rng: np.random.Generator) -> None:
     for right, batch in itertools.product(RIGHT, BATCHES):
         b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)

@@ -235,6 +235,7 @@ SHAPES = [
 
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(2)
 def test_shapes(
     kernel: MicroKernel,
     rng: np.random.Generator,

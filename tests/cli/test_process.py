@@ -103,6 +103,7 @@ TALKING = pytest.mark.parametrize(
 
 @TALKING
 @BUFFERING
+@pytest.mark.sampled(2)
 def test_a_reader_that_goes_away_is_no_defect(
     words: tuple[str, ...], variables: Mapping[str, str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_reader_that_goes_away_is_no_defect(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 @TALKING
 @BUFFERING
+@pytest.mark.sampled(2)
 def test_a_full_disk_behind_standard_output_is_told(
     words: tuple[str, ...], variables: Mapping[str, str]
 ) -> None:

@@ -51,6 +51,7 @@ ENDS = {
 
 @pytest.mark.parametrize("under", [TF32, GUARD], ids=["mode", "guard"])
 @pytest.mark.parametrize(("text", "code"), ENDS.values(), ids=ENDS)
+@pytest.mark.sampled(2)
 def test_a_program_ends_as_it_does(text: str, code: int, under: Sequence[str]) -> None:
     assert same(write(text), under=under).code == code
 

@@ -314,6 +314,7 @@ def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
     assert seen == (0, 3 * f"{word} {low} {not low}\n", "" if silent else 2 * told)
 
 
+@pytest.mark.sweep
 def test_pytorch_set_by_the_program_under_the_guard() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", "set", under=GUARD)
@@ -324,7 +325,12 @@ def test_pytorch_set_by_the_program_under_the_guard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("under", "word"), [(("--mode", "bf16"), "bfloat16"), (GUARD, "highest")], ids=["mode", "guard"]
+    ("under", "word"),
+    [
+        pytest.param(("--mode", "bf16"), "bfloat16", marks=pytest.mark.sweep),
+        (GUARD, "highest"),
+    ],
+    ids=["mode", "guard"],
 )
 def test_jax(under: Sequence[str], word: str) -> None:
     pytest.importorskip("jax", reason="jax is not installed")

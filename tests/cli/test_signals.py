@@ -20,6 +20,7 @@ from lowprec.cli import main
 
 name, *words = sys.argv[1:]
 number = getattr(signal, name)
+signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored from the start
 
 class At:
     def __init__(self, line): self.left = line

@@ -19,7 +19,7 @@ import oracles
 from cuda_reset import reset
 from device_fixture import Gpu
 from lowprec import disk, executors
-from lowprec.backends.cuda import compiling
+from lowprec.backends.cuda import compiling, measuring
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import INTERNAL_ERROR
 
@@ -31,6 +31,8 @@ TRUE = oracles.product(A, A)
 def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    # The software's clock has no resolution: a product or two per measurement will do.
+    monkeypatch.setattr(measuring, "_MEASUREMENT_MS", 0.04)
     restart()
     return tmp_path
 

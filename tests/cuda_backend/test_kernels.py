@@ -196,7 +196,9 @@ def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Ge
 def test_more_work_than_blocks(
     variant: tuple[Any, ...], layout: str, rng: np.random.Generator
 ) -> None:
-    array = lay_out(random_bits(rng, variant[0], 1 << 19), (2, 350, 1030), layout)
+    # More for every kernel than the 32 blocks that the software device takes; the largest pieces are tiles of bytes, of
+    # 128 each way, and strips of 32 rows by 512 columns, in which maxima are sought.
+    array = lay_out(random_bits(rng, variant[0], 1 << 17), (9, 36, 518), layout)
     check_pack(array, packing_of(array, *variant, (4, 2)))
 
 
@@ -376,6 +378,7 @@ NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0
 
 @each_of(NARROWING)
 @pytest.mark.parametrize("layout", ["rows", "columns", "every third", "backwards"])
+@pytest.mark.sampled(2)
 def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> None:
     """Signalling and quiet, with few and with all bits of the payload, of both signs, each in a row of its own."""
     nans = oracles.nans(NUMPY_DTYPES[variant[0]].type(0).real.dtype)
@@ -473,6 +476,7 @@ RESULTS = [
 @pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize(("product", "out"), RESULTS, ids=str)
 @pytest.mark.parametrize("out_layout", ["rows", "columns", "every third", "backwards"])
+@pytest.mark.sampled(2)
 def test_results(product: DType, out: DType, out_layout: str, rng: np.random.Generator) -> None:
     for pad in (0, 8, 1):
         check_epilogue(rng, product, out, out_layout=out_layout, pad=pad, shape=(2, 3, 19, 24))

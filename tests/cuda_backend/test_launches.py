@@ -75,6 +75,7 @@ def test_what_a_warm_product_calls(software: SoftwareGpu, cupy: Cupy, name: str)
         *((np.complex64, name) for name in ("alpha", "c", "bias", "all")),
     ],
 )
+@pytest.mark.sampled(2)
 def test_each_call_has_its_own_factors_and_arrays(
     software: SoftwareGpu, mode: str, name: str, dtype: Any
 ) -> None:

@@ -31,6 +31,7 @@ def forms(prepared: lowprec.PreparedOperand) -> dict[Any, Any]:
 @pytest.mark.feature("prepared operands")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.sampled(2)
 def test_the_bits_of_the_array(gpu: Gpu, dtype: Any, mode: str) -> None:
     b = numbers(dtype, 50, 24)
     for laid in (b, np.asfortranarray(b)):

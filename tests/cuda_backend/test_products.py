@@ -61,6 +61,7 @@ named = pytest.mark.parametrize
 @pytest.mark.feature("stored as {dtype}", "odd extents and addresses")
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
 @named("size", [(1, 1, 1), (5, 7, 3), (33, 17, 40), (64, 32, 48)], ids=str)
+@pytest.mark.sampled(2)
 def test_products(gpu: Gpu, rng: Any, dtype: Any, mode: str, size: tuple[int, int, int]) -> None:
     m, n, k = size
     a, b = integers(rng, (m, k), dtype), integers(rng, (k, n), dtype)
@@ -100,6 +101,7 @@ BATCHES = [
 @pytest.mark.feature("batches, and one dimension")
 @named("batches", BATCHES, ids=str)
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.sampled(2)
 def test_batches(gpu: Gpu, rng: Any, dtype: Any, mode: str, batches: Any) -> None:
     a, b = integers(rng, (*batches[0], 6, 9), dtype), integers(rng, (*batches[1], 9, 5), dtype)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
@@ -109,6 +111,7 @@ def test_batches(gpu: Gpu, rng: Any, dtype: Any, mode: str, batches: Any) -> Non
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
 @named("left", [(3, 6, 9), (1, 9)], ids=str)
 @named("backwards", [False, True])
+@pytest.mark.sampled(2)
 def test_operands_repeated_by_strides_of_zero(
     gpu: Gpu, rng: Any, dtype: Any, mode: str, left: tuple[int, ...], backwards: bool
 ) -> None:
@@ -335,6 +338,7 @@ def test_a_batch_backwards(gpu: Gpu, rng: Any, dtype: Any, mode: str) -> None:
 @named("layout", LAYOUTS)
 @named("dtype", [F32, F16, BF16, C64, I8, F64], ids=lambda d: d.name)
 @named("mode", ["fp32", "bf16"])
+@pytest.mark.sampled(2)
 def test_out(gpu: Gpu, rng: Any, dtype: Any, layout: str, mode: str) -> None:
     a, b = integers(rng, (2, 10, 16), dtype), integers(rng, (2, 16, 12), dtype)
     whole = LAYOUTS[layout](np.zeros((2, 10, 12), result_dtype(dtype)))
@@ -411,6 +415,7 @@ SIZES = [(512, 512, 512), (528, 640, 2048)] if has_real_gpu() else [(24, 40, 17)
 )
 @named("one_sign", [False, True], ids=["N(0,1)", "U(0,1)"])
 @named("size", SIZES, ids=str)
+@pytest.mark.sampled(2)
 def test_errors_are_within_the_plan_s_bound(
     gpu: Gpu, rng: Any, dtype: Any, mode: str, one_sign: bool, size: tuple[int, int, int]
 ) -> None:

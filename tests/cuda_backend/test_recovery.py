@@ -59,6 +59,7 @@ def test_errors_are_within_the_bound(gpu: Gpu, mode: Any, dtype: Any, order: str
 
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.sampled(2)
 def test_batches_and_epilogues(gpu: Gpu, mode: Any, dtype: Any) -> None:
     """Batched, broadcast (an operand is packed once), strided; bias, c, alpha and a strided result."""
     rng = np.random.default_rng(0)
@@ -99,6 +100,7 @@ TOP = np.float32(3.4028235e38)
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "tt"])
+@pytest.mark.sampled(2)
 def test_nan_and_inf_are_those_of_fp32(gpu: Gpu, mode: Any, dtype: Any, order: str) -> None:
     rng = np.random.default_rng(0)
     a, b = operands(rng, dtype, (2, 12, 9), (9, 11))
@@ -137,6 +139,7 @@ def test_fp64_rounds_once(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", SCHEMES)
+@pytest.mark.sampled(2)
 def test_what_a_format_holds_has_one_part(gpu: Gpu, mode: Any, name: str) -> None:
     import ml_dtypes
 

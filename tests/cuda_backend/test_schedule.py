@@ -35,6 +35,7 @@ def test_every_pair_of_parts_is_multiplied_and_summed(
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
+@pytest.mark.sampled(2)
 def test_chunks_of_the_inner_dimension_are_summed(
     gpu: Gpu, mode: str, dtype: Any, order: str
 ) -> None:

@@ -171,6 +171,7 @@ def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
 @pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(2)
 def test_transformed(jax: Any, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_JAX_KERNELS", kernels)
     x, _ = operands((4, 4), (1,))

@@ -209,7 +209,7 @@ from threading import Barrier
 barrier = Barrier(8)
 def work(i):
     barrier.wait()
-    for _ in range(20):
+    for _ in range(8):
         if i % 2:
             with lowprec.math_mode("bf16"):
                 found = float(jax.jit(lambda x: lowprec.matmul(x, x))(x)[0, 0])

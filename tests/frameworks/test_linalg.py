@@ -122,6 +122,7 @@ def real(dtype: str) -> str:
 @single
 @batches
 @pytest.mark.parametrize("columns", [None, 1, 4])
+@pytest.mark.sampled(2)
 def test_solve(
     xp: ArrayNamespace, dtype: str, batch: Any, columns: int | None, rng: np.random.Generator
 ) -> None:
@@ -202,6 +203,7 @@ def test_lstsq_ignores_singular_values_below_rtol(
 @single
 @batches
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
+@pytest.mark.sampled(2)
 def test_pinv(
     xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, rng: np.random.Generator
 ) -> None:
@@ -245,6 +247,7 @@ def test_cholesky(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Gen
 @batches
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.parametrize("mode", ["reduced", "complete"])
+@pytest.mark.sampled(2)
 def test_qr(
     xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, rng: np.random.Generator
 ) -> None:
@@ -282,6 +285,7 @@ def test_eigh(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generat
 @single
 @batches
 @pytest.mark.parametrize("full", [True, False])
+@pytest.mark.sampled(2)
 def test_svd(
     xp: ArrayNamespace, dtype: str, batch: Any, full: bool, rng: np.random.Generator
 ) -> None:
@@ -331,6 +335,7 @@ def test_det_and_slogdet(
 @single
 @batches
 @pytest.mark.parametrize("n", [5, 1, 0, -2])
+@pytest.mark.sampled(2)
 def test_matrix_power(
     xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: np.random.Generator
 ) -> None:
@@ -364,6 +369,7 @@ def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.
 @single
 @batches
 @pytest.mark.parametrize("size", [0.3, 2.0])
+@pytest.mark.sampled(2)
 def test_expm(
     xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator
 ) -> None:

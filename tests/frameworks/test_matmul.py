@@ -192,6 +192,7 @@ VIEWS = {
 @pytest.mark.parametrize("mode", ["fp32", "tf32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64", "int8"])
 @pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.sampled(2)
 def test_strides(
     xp: ArrayNamespace, mode: str, dtype: str, view: str, rng: np.random.Generator
 ) -> None:

@@ -487,9 +487,16 @@ def test_what_a_compiled_graph_leaves_to_torch_is_told(torch: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_inductor_takes_the_options_and_knows_the_mode(torch: Any) -> None:
+def test_inductor_takes_the_options_and_knows_the_mode(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
     import lowprec.torch as lt
 
+    # Compiling headers ahead, and programs that try the processor's vectors, takes longer than the kernels do.
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", False)
     x = torch.full((4, 4), 1 + 2.0**-9, requires_grad=True)
     f = lambda x: torch.addmm(x, x, x, beta=0, alpha=2)  # noqa: E731
     full = 8 * (1 + 2.0**-9) ** 2

@@ -35,10 +35,11 @@ _SHIM = Path(__file__).with_name("host_cuda.h")
 _MAGIC = b"software cubin "
 _KERNEL = re.compile(r"__attribute__\s*\(\(used\)\)\s*void\s+(\w+)\s*\(")
 _COMPILE = (
-    "-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+    "-std=c++17", "-O0", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
     "-U_FORTIFY_SOURCE",
     "-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-fsanitize=kernel-address",
     "--param=asan-stack=0", "--param=asan-globals=0", "--param=asan-instrumentation-with-call-threshold=0",
+    "-shared", "-nostdlib", "-Wl,-Bsymbolic",
 )  # fmt: skip
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
@@ -211,16 +212,15 @@ def _compiled(source: str) -> bytes:
 
 def _compile(gxx: str, source: str, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        file, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.o")
+        file = Path(folder, "kernel.cpp")
         text = f'#include "{_SHIM}"\n{source}\n'
         file.write_text(text)
         expanded = _run(gxx, "-std=c++17", "-E", "-P", str(file))
         barriers = "true" if "host_cuda::barrier()" in expanded else "false"
         names = _KERNEL.findall(expanded)
         file.write_text(text + "".join(_entry(name, barriers) for name in names))
-        _run(gxx, *_COMPILE, "-c", str(file), "-o", str(made))
         linked = Path(folder, "kernel.so")
-        _run(gxx, "-shared", "-Wl,-Bsymbolic", "-o", str(linked), str(made))
+        _run(gxx, *_COMPILE, "-o", str(linked), str(file), "-lm", "-lc")
         # In one step, as several processes may compile the same.
         moved = path.with_suffix(f".{os.getpid()}")
         shutil.copyfile(linked, moved)
@@ -324,7 +324,6 @@ class _Kernel:
         self._ranges = library["host_cuda_ranges"]
         self._launch.restype = letters.restype = ctypes.c_char_p
         self._letters = letters().decode()
-        self._image = _image(library)
 
     def check(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the arguments as C has them; they must be of the kernel's own types."""
@@ -360,13 +359,7 @@ class _Kernel:
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
         extents = (ctypes.c_uint32 * 6)(*config.grid, *config.block)
         ranges = _ranges_of(runtime, device)
-        first, end = self._image
-        self._ranges(
-            ctypes.c_void_p(ranges.ctypes.data),
-            ctypes.c_int64(len(ranges)),
-            ctypes.c_uint64(first),
-            ctypes.c_uint64(end),
-        )
+        self._ranges(ctypes.c_void_p(ranges.ctypes.data), ctypes.c_int64(len(ranges)))
         fault = self._launch(pointers, extents)
         if fault is not None:
             raise Fault(fault.decode())
@@ -376,18 +369,3 @@ def _ranges_of(runtime: Runtime, device: int) -> NDArray[np.uint64]:
     blocks = runtime.memory.blocks
     rows = [(x.address, x.address + x.nbytes, x.alive and x.device == device) for x in blocks]
     return np.array(rows, np.uint64).reshape(-1, 3)
-
-
-def _image(library: ctypes.CDLL) -> tuple[int, int]:
-    """Return where a library lies in memory: its static variables are the kernels' shared memory."""
-    address = ctypes.cast(library["host_cuda_ranges"], ctypes.c_void_p).value or 0
-    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [tuple(int(x, 16) for x in row[0].split("-")) for row in rows]
-    names = [row[5] if len(row) > 5 else "" for row in rows]
-    home = next(i for i, (first, end) in enumerate(spans) if first <= address < end)
-    own = [i for i, name in enumerate(names) if name and name == names[home]]
-    last = own[-1]
-    # Zeroed static variables follow, without a name.
-    while last + 1 < len(spans) and not names[last + 1] and spans[last + 1][0] == spans[last][1]:
-        last += 1
-    return spans[own[0]][0], spans[last][1]

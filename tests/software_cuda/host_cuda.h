@@ -4,16 +4,23 @@
 // barriers, and as plain calls where it has none. Every load and store is checked by the compiler's instrumentation
 // against the allocations of the device and against the alignment of its type.
 
-#include <math.h>
+// Of C alone: C++'s headers take the compiler longer than a kernel does.
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <type_traits>
 #include <ucontext.h>
-#include <utility>
+
+extern "C" {
+float tanhf(float);
+double tanh(double);
+
+// The linker's: where the compiled kernel lies in memory. Its static variables are the kernels' shared memory.
+extern char __ehdr_start[] __attribute__((visibility("hidden")));
+extern char _end[] __attribute__((visibility("hidden")));
+}
 
 #define __global__ __attribute__((used))
 #define __device__
@@ -41,7 +48,6 @@ struct Range { uint64_t first, end, alive; };
 static const Range* ranges;
 static int64_t range_count;
 static const Range* recent;
-static uint64_t image_first, image_end;
 static char fault_text[256];
 
 static jmp_buf fault_exit;
@@ -71,7 +77,7 @@ static unsigned int current;
 
 HOST_CUDA_UNCHECKED static bool is_own(uint64_t address)
 {
-    if (address >= image_first && address < image_end) return true;
+    if (address >= (uint64_t)__ehdr_start && address < (uint64_t)_end) return true;
     if (in_fibre) return address >= (uint64_t)stacks && address < (uint64_t)stacks + fibres * stack_bytes;
     char here;
     uint64_t stack = (uint64_t)&here;
@@ -170,12 +176,25 @@ HOST_CUDA_UNCHECKED static void run_block(unsigned int count)
 
 // -- launching ------------------------------------------------------------------------------------
 
-template <class T> constexpr char letter()
-{
-    if (std::is_pointer<T>::value) return 'p';
-    if (std::is_floating_point<T>::value) return sizeof(T) == 8 ? 'd' : 'f';
-    return sizeof(T) == 8 ? 'l' : 'i';
-}
+template <class T> struct Argument {
+    typedef T Value;
+    static constexpr char letter = sizeof(T) == 8 ? 'l' : 'i';
+};
+template <class T> struct Argument<const T> : Argument<T> {};
+template <class T> struct Argument<T*> {
+    typedef T* Value;
+    static constexpr char letter = 'p';
+};
+template <> struct Argument<float> {
+    typedef float Value;
+    static constexpr char letter = 'f';
+};
+template <> struct Argument<double> {
+    typedef double Value;
+    static constexpr char letter = 'd';
+};
+
+template <size_t...> struct Indices {};
 
 template <auto Function> struct Kernel;
 
@@ -185,16 +204,16 @@ template <class... Arguments, void (*Function)(Arguments...)> struct Kernel<Func
 
     static const char* letters()
     {
-        static const char found[] = {letter<Arguments>()..., '\0'};
+        static const char found[] = {Argument<Arguments>::letter..., '\0'};
         return found;
     }
 
-    template <size_t... Index> static void call_with(void** values, std::index_sequence<Index...>)
+    template <size_t... Index> static void call_with(void** values, Indices<Index...>)
     {
-        Function(*(typename std::remove_const<Arguments>::type*)values[Index]...);
+        Function(*(typename Argument<Arguments>::Value*)values[Index]...);
     }
 
-    static void call(void** values) { call_with(values, std::index_sequence_for<Arguments...>()); }
+    static void call(void** values) { call_with(values, Indices<__integer_pack(sizeof...(Arguments))...>()); }
 };
 
 constexpr int most_arguments = 64;
@@ -265,11 +284,9 @@ HOST_CUDA_UNCHECKED void __ubsan_handle_type_mismatch_v1(void*, uint64_t address
     host_cuda::fault("misaligned access", address, 0);
 }
 
-HOST_CUDA_UNCHECKED void host_cuda_ranges(const host_cuda::Range* ranges, int64_t count, uint64_t first, uint64_t end)
+HOST_CUDA_UNCHECKED void host_cuda_ranges(const host_cuda::Range* ranges, int64_t count)
 {
     host_cuda::ranges = ranges;
     host_cuda::range_count = count;
-    host_cuda::image_first = first;
-    host_cuda::image_end = end;
 }
 }

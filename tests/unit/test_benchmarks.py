@@ -513,6 +513,7 @@ def test_gemm_runs_without_extras(tmp_path: Path) -> None:
     assert not {"scipy_openblas64", "numba", "torch"}.intersection(result["machine"]["versions"])
 
 
+@pytest.mark.sweep
 def test_guard_runs(tmp_path: Path) -> None:
     _run("bench_guard.py", tmp_path)
     result = _result(tmp_path, "guard")
@@ -521,6 +522,7 @@ def test_guard_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
 
 
+@pytest.mark.sweep
 def test_unscale_runs(tmp_path: Path) -> None:
     _run("bench_unscale.py", tmp_path)
     result = _result(tmp_path, "unscale")
@@ -540,6 +542,7 @@ def test_digits_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run begins anew"
 
 
+@pytest.mark.sweep
 def test_jax_runs() -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     rows = _run("bench_jax.py", None).splitlines()
