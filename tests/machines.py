@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -114,7 +115,7 @@ def without(features: Iterable[str], *, eager: bool = False) -> Iterator[None]:
 
 def _eager(row: KernelRow) -> KernelRow:
     name = f"EAGER_{row.name.removesuffix('_parts').upper()}"
-    return replace(row, micro_kernel=f"{__name__}:{name}") if name in globals() else row
+    return row._replace(micro_kernel=f"{__name__}:{name}") if name in globals() else row
 
 
 def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,7 @@ GEMV = KernelRow(
 )
 
 #: Nothing is rounded, but a BLAS's products, which pack, take two to five times as long.
-GEMV_FP32 = replace(
-    GEMV,
+GEMV_FP32 = GEMV._replace(
     name="gemv_fp32",
     units="FP32 units, reading a matrix that meets 2 to 4 vectors once",
     formats=frozenset({"float32"}),
@@ -164,8 +163,7 @@ GEMV_FP32 = replace(
 )
 
 #: Where there are more, only what has no units of its own for its numbers.
-GEMV_WIDE = replace(
-    GEMV,
+GEMV_WIDE = GEMV._replace(
     name="gemv_wide",
     units="FP32 units, rounding a matrix that meets 5 to 8 vectors as it is read",
     vectors=range(5, 9),
