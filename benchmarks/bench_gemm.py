@@ -31,8 +31,11 @@ import timing
 import lowprec
 
 SQUARE = ((1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096))
-#: (batch, m, k, n): tall, wide, small k, batched.
-MORE = ((1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256))
+#: (batch, m, k, n): tall, wide, small k, batched; a matrix that meets one vector and four; batches of small products.
+MORE = (
+    (1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256),
+    (1, 4096, 4096, 1), (1, 4096, 4096, 4), (512, 64, 64, 64), (4096, 16, 16, 16),
+)  # fmt: skip
 #: 256 rows times a weight.
 WEIGHTS = tuple((1, 256, n, n) for _, n, _, _ in SQUARE)
 #: The largest is large enough for every library to use its threads.
@@ -63,7 +66,7 @@ class Variant:
     operands: str
     multiply: Callable[[Any, Any], Any]
     mode: str | None = None
-    batches: bool = True
+    small: bool = True  # whether it takes batches, and fewer than 17 rows or columns
 
 
 Pairs = dict[str, list[tuple[Any, Any]]]
@@ -130,7 +133,7 @@ def _torch_variants() -> list[Variant]:
     ways |= {"bfloat16": torch.matmul, "float16": torch.matmul}
     return [
         *(Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", ways[x]) for x in ways),
-        Variant("torch int8", "torch", "int8 torch", torch._int_mm, batches=False),
+        Variant("torch int8", "torch", "int8 torch", torch._int_mm, small=False),
         _lowprec("float32", "bf16", "torch"),
         *(_lowprec(dtype, library="torch") for dtype in ("bfloat16", "float16")),
     ]
@@ -200,7 +203,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
     ways = scheme_variants(shape) if schemes else variants()
-    ways = [v for v in ways if v.name not in left_out and (v.batches or shape[0] == 1)]
+    is_small = shape[0] > 1 or min(shape[1:]) < 17
+    ways = [v for v in ways if v.name not in left_out and not (is_small and not v.small)]
     kinds = list(dict.fromkeys(v.operands for v in ways))
     rounds = number_of_rounds(shape, quick)
     sets = number_of_sets(shape, kinds, rounds)
@@ -354,6 +358,19 @@ def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> list[dict[st
     return made
 
 
+def vector_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the claims about a matrix that meets one vector, where that was measured: what a mode costs over FP32."""
+    made = []
+    for mode in ("tf32", "bf16"):
+        name = f"lowprec float32 {mode}"
+        for row in rows:
+            if row["variant"] == name and row["n"] == 1:
+                cost = 1 / row["speed"][FP32]["median"]
+                what = f"{name} in times of {FP32}, {row['m']} x {row['k']} x 1"
+                made.append(common.claim(what, cost, 1.3, at_most=True))
+    return made
+
+
 def peak_claim(rows: Sequence[dict[str, Any]], gflops: float | None) -> dict[str, Any]:
     """Return the claim about the share of the FP32 units' peak that `fp32` reaches."""
     found = [r for r in rows if r["variant"] == FP32 and common.is_square(r)]
@@ -377,7 +394,7 @@ def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
 def main() -> int:
     """Measure, print and write."""
     parser = common.parser(__doc__)
-    more = "more: tall, wide, small k and batched too"
+    more = "more: tall, wide, small k, few vectors and batched too"
     parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
     alone = "as on a machine without OpenBLAS's package and numba"
     schemes = "the modes that recover FP32, also with a prepared weight"
@@ -413,6 +430,8 @@ def main() -> int:
         claims = [peak_claim(rows, gflops), *speed_claims(rows, VECTOR_CLAIMS)]
     else:
         print("Nothing is claimed about speed on a CPU without AMX and AVX512-BF16.")
+    if "avx512f" in machine.cpu_flags():
+        claims += vector_claims(rows)
     name = "gemm-schemes" if arguments.schemes else "gemm-no-extras" if no_extras else "gemm"
     common.report(name, arguments, rows, claims, **settings, left_out=sorted(left_out))
     return 0

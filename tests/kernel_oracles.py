@@ -341,7 +341,8 @@ def with_epilogue(
         elif spec.activation == "gelu":
             inner = (x * x * dtype.type(0.044715) + dtype.type(1)) * x
             inner = np.tanh(inner * dtype.type(np.sqrt(2 / np.pi)))
-            x = x * ((inner + dtype.type(1)) * dtype.type(0.5))
+            inner = (inner + dtype.type(1)) * dtype.type(0.5)
+            x = np.where(inner == 0, -inner, x * inner)
         return x.astype(NUMPY_DTYPES[spec.out.dtype])
 
 

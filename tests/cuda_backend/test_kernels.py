@@ -617,6 +617,16 @@ def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out.imag, [[0, -np.inf]])
 
 
+@pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT64], ids=str)
+def test_gelu_has_its_limits(dtype: DType) -> None:
+    product = np.array([[-np.inf, np.inf, np.nan, -3e38, 3e38, -0.0, 0.0]], NUMPY_DTYPES[dtype])
+    out = np.zeros_like(product)
+    spec = Epilogue(dtype, 7, stack_of(out, dtype), activation=Activation.GELU)
+    run_epilogue(spec, [product, out, None], 1.0, 0.0)
+    want = np.array([[0, np.inf, np.nan, 0, 3e38, 0, 0]], NUMPY_DTYPES[dtype])
+    np.testing.assert_array_equal(out, want)
+
+
 @pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT16, D.BFLOAT16], ids=str)
 @pytest.mark.parametrize("activation", [None, *Activation])
 @pytest.mark.parametrize("layout", ["rows", "every third"])

@@ -72,7 +72,8 @@ template <class T> __device__ inline T activated(T x)
     T inner = x * x;
     inner = inner * (T)0.044715 + (T)1;
     inner = hyperbolic_tangent(inner * x * (T)0.7978845608028654);  // sqrt(2 / pi)
-    return x * ((inner + (T)1) * (T)0.5);
+    inner = (inner + (T)1) * (T)0.5;
+    return inner == 0 ? -inner : x * inner;  // of -Inf the product is NaN, not its limit
 #else
     return x;
 #endif
