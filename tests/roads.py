@@ -210,7 +210,9 @@ ROADS: dict[str, Road] = {
     ),
     "parts": _road(
         "avx512_bf16_parts", [_SINGLE, *_HALVES[:2]], _IN_BFLOAT16,
-        lambda x: x.elements >= AVX512_BF16_PARTS.minimum_elements, "avx512_bf16", _TILES,
+        lambda x: x.elements >= AVX512_BF16_PARTS.minimum_elements
+        and (x.count == 1 or x.flops >= AVX512_BF16_PARTS.minimum_batch_flops),
+        "avx512_bf16", _TILES,
     ),
     "parts, complex": _road(
         "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _is_large_complex, "avx512_bf16", _TILES,

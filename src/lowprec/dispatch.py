@@ -104,10 +104,9 @@ def matmul(
            [15., 22.]], dtype=float32)
     """
     if _in_graph():
-        return _in_a_graph(
-            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
-            math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
-        )  # fmt: skip
+        return _in_a_graph(a, b, **_given(
+            out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
+        ))  # fmt: skip
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
@@ -120,14 +119,9 @@ def matmul(
                 out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
             )
     except ElsewhereError as elsewhere:
-        given: dict[str, Any] = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}  # fmt: skip
-        if not plain:
-            given |= {"out": out, "c": c, "bias": bias, "activation": activation}
-            given |= {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
-        given = {name: x for name, x in given.items() if x is not None}
-        if not factors:
-            given |= {"alpha": alpha, "beta": beta}
-        return _elsewhere(elsewhere, a, b, given)
+        return _elsewhere(elsewhere, a, b, _given(
+            out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
+        ))  # fmt: skip
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
@@ -146,6 +140,21 @@ def matmul(
         arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
+
+
+def _given(
+    out: Any, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, out_dtype: Any, math_mode: Any, rtol: Any,
+    bound: Any, k_chunk: Any, scale_a: Any, scale_b: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return those arguments of :func:`matmul` that somebody gave."""
+    given = {
+        "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
+        "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
+    }  # fmt: skip
+    given = {name: x for name, x in given.items() if x is not None}
+    if not (type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
+        given |= {"alpha": alpha, "beta": beta}
+    return given
 
 
 def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:

@@ -93,7 +93,8 @@ SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
         ({}, MathMode.BF16X3, 8, "openblas"),  # a sum of products
         ({}, MathMode.TF32, 128, "direct"),
         ({}, MathMode.TF32, 129, "openblas"),
-        ({}, MathMode.BF16, 29, "avx512_bf16"),
+        ({}, MathMode.BF16, 54, "direct"),
+        ({}, MathMode.BF16, 55, "avx512_bf16"),
         ({"has_alpha": True}, MathMode.FP32, 129, "openblas"),
     ],
 )

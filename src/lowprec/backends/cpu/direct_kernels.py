@@ -17,35 +17,29 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, direct_gelu, scaling
+from lowprec.backends.cpu import casting_kernels, direct_blocks, direct_gelu, scaling
 from lowprec.backends.cpu import direct_job as D
 from lowprec.backends.cpu.cpuinfo import cpu_flags
-from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.direct_blocks import LANES, finish_row, multiply_block
 from lowprec.backends.cpu.packed.native import (
     F32,
     F64,
-    I32,
-    I64,
     atomic_add,
     call,
     compile_kernel,
     load,
     pointer,
-    shuffle,
     store,
 )
 
 PRODUCT_ARITY, BATCH_ARITY = 9, 2
 
-_ROWS, _LANES = 8, 16
-_FLOATS = {4: F32, 8: F64}
 _WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-_FILES = (__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
+_FILES = (__file__, direct_blocks.__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
 _FINGERPRINT = (
     zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
@@ -64,8 +58,8 @@ def _widen_16(typing_context, source, target):
     """Write 16 float32 in sequence as float64."""
 
     def generate(context, builder, signature, args):
-        floats = builder.load(pointer(builder, args[0], ir.VectorType(F32, _LANES)), align=1)
-        wide = builder.fpext(floats, ir.VectorType(F64, _LANES))
+        floats = builder.load(pointer(builder, args[0], ir.VectorType(F32, LANES)), align=1)
+        wide = builder.fpext(floats, ir.VectorType(F64, LANES))
         builder.store(wide, pointer(builder, args[1], wide.type), align=1)
         return context.get_dummy_value()
 
@@ -143,6 +137,20 @@ def _cast_b(job, source, target, exponents, scratch, item):
 
 
 @njit
+def _cast_addends(job, c, bias, has_bias, scratch, item):
+    """Cast what is added, and return where it is, 0 where there is nothing; the bias may be there already."""
+    c_at = bias_at = 0
+    if bias != 0:
+        bias_at = scratch + _field(job, D.AT_BIAS)
+        if not has_bias:
+            _cast(job, D.BIAS, bias, bias_at, scratch, item)
+    if c != 0:
+        c_at = scratch + _field(job, D.AT_C)
+        _cast(job, D.C, c, c_at, scratch, item)
+    return c_at, bias_at
+
+
+@njit
 def _complete_exponents(a_is_scaled, of_a, m, of_b, n):
     """Return whether any operand is scaled; the exponents of one that is not beside it become 0."""
     b_is_scaled = load(of_b - 8, "i64") != 0
@@ -166,196 +174,7 @@ def _unscale(block, rows, columns, of_a, of_b, scratch):
             store(at, types.float32(x), "f32")
 
 
-# --- blocks -----------------------------------------------------------------------------------
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    vector = ir.VectorType(value.type, _LANES)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
-    return shuffle(builder, first, first, [0] * _LANES)
-
-
-def _store_masked(builder: Any, value: Any, at: Any, mask: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, mask.type])
-    lanes = f"v{_LANES}{'f32' if value.type.element == F32 else 'f64'}"
-    function = cgutils.get_or_insert_function(
-        builder.module, kind, f"llvm.masked.store.{lanes}.p0{lanes}"
-    )
-    builder.call(function, [value, at, I32(1), mask])
-
-
-@intrinsic(prefer_literal=True)
-def _multiply_block(
-    typing_context,
-    item, vectors, a, last_row, row_step, k_step, b, b_step, k, target, target_step, columns,
-):  # fmt: skip
-    """Write 8 rows of A by ``vectors`` times 16 columns of B; no columns from ``columns`` on.
-
-    Beyond `last_row` that row is repeated.
-    """
-    bytes_, count = item.literal_value, vectors.literal_value
-    element = _FLOATS[bytes_]
-
-    def generate(context, builder, signature, args):
-        _, _, a, last_row, row_step, k_step, b, b_step, k, target, target_step, columns = args
-        vector, word = ir.VectorType(element, _LANES), a.type
-        size = _LANES * bytes_
-
-        def vector_at(address: Any, number: int) -> Any:
-            return pointer(builder, builder.add(address, word(size * number)), vector)
-
-        rows, targets, sums = [], [], []
-        for i in range(_ROWS):
-            beyond = builder.icmp_signed(">", word(i), last_row)
-            row = builder.select(beyond, last_row, word(i))
-            rows.append(builder.add(a, builder.mul(row, row_step)))
-            targets.append(builder.add(target, builder.mul(row, target_step)))
-            sums.append([cgutils.alloca_once(builder, vector) for _ in range(count)])
-            for total in sums[-1]:
-                builder.store(ir.Constant(vector, [0.0] * _LANES), total)
-        with cgutils.for_range(builder, k, intp=word) as loop:
-            from_ = builder.add(b, builder.mul(loop.index, b_step))
-            right = [builder.load(vector_at(from_, j), align=1) for j in range(count)]
-            # Opaque, or LLVM keeps a pointer to each row of two steps, which are too many for the registers.
-            step = native.inline_asm(builder, "", "=r,0", word, [builder.mul(loop.index, k_step)])
-            for row, totals in zip(rows, sums, strict=True):
-                at = pointer(builder, builder.add(row, step), element)
-                left = _splat(builder, builder.load(at, align=1))
-                for total, factor in zip(totals, right, strict=True):
-                    product = builder.fmul(left, factor)
-                    builder.store(builder.fadd(builder.load(total), product), total)
-        for j in range(count):
-            found = [
-                (builder.load(totals[j]), vector_at(at, j))
-                for totals, at in zip(sums, targets, strict=True)
-            ]
-            is_whole = builder.icmp_signed(">=", columns, word(_LANES * (j + 1)))
-            with builder.if_else(is_whole, likely=True) as (whole, part):
-                with whole:
-                    for total, at in found:
-                        builder.store(total, at, align=1)
-                with part:
-                    lanes = native.vector(I64, range(_LANES * j, _LANES * (j + 1)))
-                    mask = builder.icmp_signed("<", lanes, _splat(builder, columns))
-                    for total, at in found:
-                        _store_masked(builder, total, at, mask)
-        return context.get_dummy_value()
-
-    return types.void(item, vectors, *[types.intp] * 10), generate
-
-
-class _Vector:
-    """16 float32 in the code that is being made, for formulas."""
-
-    def __init__(self, builder: Any, value: Any) -> None:
-        self.builder, self.value = builder, value
-
-    def __add__(self, other: _Vector) -> _Vector:
-        return _Vector(self.builder, self.builder.fadd(self.value, other.value))
-
-    def __sub__(self, other: _Vector) -> _Vector:
-        return _Vector(self.builder, self.builder.fsub(self.value, other.value))
-
-    def __mul__(self, other: _Vector) -> _Vector:
-        return _Vector(self.builder, self.builder.fmul(self.value, other.value))
-
-    def __truediv__(self, other: _Vector) -> _Vector:
-        return _Vector(self.builder, self.builder.fdiv(self.value, other.value))
-
-    def __lt__(self, other: _Vector) -> Any:
-        return self.builder.fcmp_ordered("<", self.value, other.value)
-
-    def __gt__(self, other: _Vector) -> Any:
-        return self.builder.fcmp_ordered(">", self.value, other.value)
-
-
-def _gelu(builder: Any, value: Any) -> Any:
-    floats, bits = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
-
-    def number(x: float) -> _Vector:
-        return _Vector(builder, ir.Constant(floats, [float(np.float32(x))] * _LANES))
-
-    def where(condition: Any, then: _Vector, otherwise: _Vector) -> _Vector:
-        return _Vector(builder, builder.select(condition, then.value, otherwise.value))
-
-    def power_of_two(shifted: _Vector) -> _Vector:
-        magic = int(np.float32(direct_gelu.MAGIC).view(np.int32))
-        biased = native.vector(I32, [127 - magic] * _LANES)
-        n = builder.add(builder.bitcast(shifted.value, bits), biased)
-        n = builder.shl(n, native.vector(I32, [23] * _LANES))
-        return _Vector(builder, builder.bitcast(n, floats))
-
-    operations = direct_gelu.Operations(number, where, power_of_two)
-    result: _Vector = direct_gelu.gelu(_Vector(builder, value), operations)
-    return result.value
-
-
-def _rounded_to_odd(builder: Any, wide: Any) -> Any:
-    """16 float64 as float32, the last bit set where something was cut: rounding them again then rounds once."""
-    bits = ir.VectorType(I32, _LANES)
-    nearest = builder.fptrunc(wide, ir.VectorType(F32, _LANES))
-    back = builder.fpext(nearest, wide.type)
-    longs = ir.VectorType(I64, _LANES)
-    magnitudes = [
-        builder.and_(builder.bitcast(x, longs), native.vector(I64, [(1 << 63) - 1] * _LANES))
-        for x in (back, wide)
-    ]
-    # Of finite numbers the larger has the larger bits; those of an infinity tell that nothing is to be done.
-    infinity = native.vector(I64, [0x7FF << 52] * _LANES)
-    finite = builder.icmp_unsigned("<", magnitudes[1], infinity)
-    inexact = builder.and_(builder.fcmp_ordered("!=", back, wide), finite)
-    beyond = builder.and_(builder.icmp_unsigned(">", *magnitudes), inexact)
-    found = builder.sub(builder.bitcast(nearest, bits), builder.zext(beyond, bits))
-    return builder.or_(found, builder.zext(inexact, bits))
-
-
-def _stored(builder: Any, value: Any, dtype: str) -> Any:
-    """16 numbers as they are stored."""
-    is_wide = value.type.element == F64
-    floats, bits = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
-    if dtype in ("float16", "bfloat16"):
-        words = _rounded_to_odd(builder, value) if is_wide else builder.bitcast(value, bits)
-        return casting_kernels.narrowed(builder, words, is_float16=dtype == "float16")
-    return builder.fptrunc(value, floats) if is_wide and dtype == "float32" else value
-
-
-@intrinsic(prefer_literal=True)
-def _finish_row(typing_context, item, kind, block, factors, c, bias, activation, target):
-    """Apply the epilogue to 16 numbers and write them, in the result's type; no `c` or `bias` where that is 0."""
-    element, dtype = _FLOATS[item.literal_value], D.OUT_DTYPES[kind.literal_value]
-
-    def generate(context, builder, signature, args):
-        _, _, block, factors, c, bias, activation, target = args
-        vector, word = ir.VectorType(element, _LANES), block.type
-
-        def factor(index: int) -> Any:
-            at = builder.add(factors, word(8 * index))
-            number = builder.load(pointer(builder, at, F64), align=1)
-            return _splat(builder, number if element == F64 else builder.fptrunc(number, F32))
-
-        def vector_at(address: Any) -> Any:
-            return builder.load(pointer(builder, address, vector), align=1)
-
-        value = cgutils.alloca_once(builder, vector)
-        builder.store(builder.fmul(vector_at(block), factor(0)), value)
-        with builder.if_then(builder.icmp_signed("!=", c, word(0))):
-            addend = builder.fmul(vector_at(c), factor(1))
-            builder.store(builder.fadd(builder.load(value), addend), value)
-        with builder.if_then(builder.icmp_signed("!=", bias, word(0))):
-            builder.store(builder.fadd(builder.load(value), vector_at(bias)), value)
-        with builder.if_then(builder.icmp_signed("==", activation, word(D.RELU))):
-            found, zero = builder.load(value), ir.Constant(vector, [0.0] * _LANES)
-            # Written so that a NaN passes.
-            below = builder.fcmp_ordered("<", found, zero)
-            builder.store(builder.select(below, zero, found), value)
-        if element == F32:
-            with builder.if_then(builder.icmp_signed("==", activation, word(D.GELU))):
-                builder.store(_gelu(builder, builder.load(value)), value)
-        result = _stored(builder, builder.load(value), dtype)
-        builder.store(result, pointer(builder, target, result.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(item, kind, *[types.intp] * 6), generate
+# --- products ---------------------------------------------------------------------------------
 
 
 @njit(inline="always")
@@ -366,12 +185,12 @@ def _write_product(item, vectors, m, n, k, a, row_step, k_step, b, out, row_stri
         for i in range(0, m, 8):
             rows, to = min(8, m - i), out + i * row_stride + j * item
             if columns > 16:
-                _multiply_block(
+                multiply_block(
                     item, vectors, a + i * row_step, rows - 1, row_step, k_step, b + j * item,
                     n * item, k, to, row_stride, columns,
                 )  # fmt: skip
             else:
-                _multiply_block(
+                multiply_block(
                     item, 1, a + i * row_step, rows - 1, row_step, k_step, b + j * item,
                     n * item, k, to, row_stride, columns,
                 )  # fmt: skip
@@ -387,7 +206,6 @@ def _product_function(item: int, kind: int) -> Any:
         m, n, k = _field(job, D.M), _field(job, D.N), _field(job, D.K)
         a_at, b_at = scratch + _field(job, D.AT_A), scratch + _field(job, D.AT_B)
         row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
-        c_at = bias_at = 0
         of_b = scratch + _field(job, D.AT_EXPONENTS) + 8
         of_a = of_b + 8 * n
         is_scaled = _cast(job, D.A, a, a_at, scratch, item)
@@ -398,13 +216,7 @@ def _product_function(item: int, kind: int) -> Any:
         elif has_b != 1:
             b_at = has_b
             store(of_b - 8, 0, "i64")
-        if has_b != 1 and bias != 0:
-            _cast(job, D.BIAS, bias, scratch + _field(job, D.AT_BIAS), scratch, item)
-        if c != 0:
-            c_at = scratch + _field(job, D.AT_C)
-            _cast(job, D.C, c, c_at, scratch, item)
-        if bias != 0:
-            bias_at = scratch + _field(job, D.AT_BIAS)
+        c_at, bias_at = _cast_addends(job, c, bias, has_b == 1, scratch, item)
         is_scaled = _complete_exponents(is_scaled, of_a, m, of_b, n)
         row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
         activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
@@ -420,7 +232,7 @@ def _product_function(item: int, kind: int) -> Any:
             whole = columns == 16 and col_stride == width
             for i in range(0, m, 8):
                 rows = min(8, m - i)
-                _multiply_block(
+                multiply_block(
                     item, 1, a_at + i * row_step, rows - 1, row_step, k_step, b_at + j * item,
                     n * item, k, block, 16 * item, 16,
                 )  # fmt: skip
@@ -430,7 +242,7 @@ def _product_function(item: int, kind: int) -> Any:
                     to = out + (i + row) * row_stride + j * col_stride
                     in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)
                     target = to if in_place else row_buffer
-                    _finish_row(
+                    finish_row(
                         item, kind, block + row * 16 * item, factors,
                         c_at + ((i + row) * n + j) * item if c != 0 else 0,
                         bias_at + j * item if bias != 0 else 0, activation, target,

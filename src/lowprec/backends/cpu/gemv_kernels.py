@@ -170,13 +170,12 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
             )
 
 
-def _gemv_function(index: int, width: int) -> Any:
+def _rows_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     fingerprint = _FINGERPRINT
-    # Sums of rows, and factors of columns, that stay in registers.
-    runs, group = max(2, 8 // width), max(2, min(4, 16 // width))
+    runs = max(2, 8 // width)  # of which the sums stay in registers
 
     def gemv(
         source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
@@ -184,57 +183,57 @@ def _gemv_function(index: int, width: int) -> Any:
         sums = scratch + SUMS
         if is_scaled:
             clear_extrema(scratch)
-        if col_stride == item:
-            longs, rest = cols // (16 * runs), cols % 16
-            shorts, at = cols // 16 - longs * runs, longs * 16 * runs
-            for row in range(rows):
-                from_ = source + row * row_stride
-                for i in range(0, 64 * width, 4):
-                    store(sums + i, 0, "u32")
-                _dots(index, runs, width, from_, longs, x, x_stride, sums, scratch)
-                _dots(
-                    index, 1, width, from_ + at * item, shorts, x + at * 4, x_stride, sums, scratch
-                )
-                if rest:
-                    # The numbers that a whole step lacks are zeros, as those behind x are.
-                    clear_run(scratch)
-                    for i in range(rest):
-                        number = load(from_ + (cols - rest + i) * item, kind)
-                        store(scratch + i * item, number, kind)
-                    at_rest = x + (cols - rest) * 4
-                    _dots(index, 1, width, scratch, 1, at_rest, x_stride, sums, scratch)
-                for j in range(count):
-                    total = load(sums + 64 * j, "f32")
-                    for i in range(4, 64, 4):
-                        total += load(sums + 64 * j + i, "f32")
-                    store(y + j * y_stride + row * y_step, total, "f32")
-            return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+        longs, rest = cols // (16 * runs), cols % 16
+        shorts, at = cols // 16 - longs * runs, longs * 16 * runs
+        for row in range(rows):
+            from_ = source + row * row_stride
+            for i in range(0, 64 * width, 4):
+                store(sums + i, 0, "u32")
+            _dots(index, runs, width, from_, longs, x, x_stride, sums, scratch)
+            _dots(index, 1, width, from_ + at * item, shorts, x + at * 4, x_stride, sums, scratch)
+            if rest:
+                # The numbers that a whole step lacks are zeros, as those behind x are.
+                clear_run(scratch)
+                for i in range(rest):
+                    number = load(from_ + (cols - rest + i) * item, kind)
+                    store(scratch + i * item, number, kind)
+                _dots(index, 1, width, scratch, 1, x + (cols - rest) * 4, x_stride, sums, scratch)
+            for j in range(count):
+                total = load(sums + 64 * j, "f32")
+                for i in range(4, 64, 4):
+                    total += load(sums + 64 * j + i, "f32")
+                store(y + j * y_stride + row * y_step, total, "f32")
+        return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+
+    return gemv
+
+
+def _columns_function(index: int, width: int) -> Any:
+    storage, rounding = CASTS[index]
+    kind, is_scaled = KINDS[storage], rounding == DIGITS
+    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    fingerprint = _FINGERPRINT
+    group = max(2, min(4, 16 // width))  # of which the factors stay in registers
+
+    def gemv(
+        source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
+    ):
+        if is_scaled:
+            clear_extrema(scratch)
         steps, rest = rows // 16, rows % 16
         for j in range(width):
             for i in range(0, 4 * rows, 4):
                 store(y + j * y_stride + i, 0, "u32")
-        col, end = 0, y + steps * 64
+        col, end, sums = 0, y + steps * 64, scratch + SUMS
         while col < cols:
             taken = group if col + group <= cols else 1
             from_, at = source + col * col_stride, x + col * 4
             if taken == group:
                 _axpys(
-                    index,
-                    group,
-                    width,
-                    from_,
-                    col_stride,
-                    steps,
-                    at,
-                    x_stride,
-                    y,
-                    y_stride,
-                    scratch,
-                )
+                    index, group, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch
+                )  # fmt: skip
             else:
-                _axpys(
-                    index, 1, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch
-                )
+                _axpys(index, 1, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch)  # fmt: skip
             if rest:
                 _copy_rest(end, y_stride, sums, 64, width, rest)
                 for c in range(taken):
@@ -251,16 +250,17 @@ def _gemv_function(index: int, width: int) -> Any:
 
 
 @cache
-def gemv_kernel(index: int, width: int) -> Any:
+def gemv_kernel(index: int, width: int, by_rows: bool) -> Any:
     """Return the kernel of one of `CASTS` that multiplies a matrix with `width` vectors, to be called with 12 integers.
 
-    Address, row stride and column stride of the matrix, in bytes, one of the two being the size of an element; its
-    rows and columns. Address of the first vector and stride from one to the next, each of float32 without gaps, which
-    zeros fill up to a multiple of 16. Address of the first result, strides from one to the next and from element to
-    element, which is 4 where the matrix has contiguous columns; how many are written, which is all where it has. The
-    address of `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
+    Address, row stride and column stride of the matrix, in bytes, of which rows or columns are contiguous; its rows and
+    columns. Address of the first vector and stride from one to the next, each of float32 without gaps, which zeros fill
+    up to a multiple of 16. Address of the first result, strides from one to the next and from element to element, which
+    is 4 where columns are contiguous; how many are written, which is all where they are. The address of
+    `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
     """
-    return native.callable_at(compile_kernel(_gemv_function(index, width), 12), 12)
+    function = _rows_function(index, width) if by_rows else _columns_function(index, width)
+    return native.callable_at(compile_kernel(function, 12), 12)
 
 
 _merged = njit(scaling.merged)

@@ -105,6 +105,7 @@ AVX512_BF16_PARTS = AVX512_BF16._replace(
     units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
     single_product=False,
     sums_products=True,
+    minimum_elements=2_500,
     # One after the other: NumPy runs a batch of smaller ones at once.
     minimum_batch_flops=600_000,
     fallback=Why.NOT_FINITE_IN_PARTS,

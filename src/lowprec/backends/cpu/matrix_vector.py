@@ -202,6 +202,34 @@ def _run(matrix: Any, vectors: Any, out: Any, to: NumberFormat | None) -> bool:
     return _gemv(geometry).multiply(source, factors, target, out)
 
 
+_Piece = tuple[int, int, int, int, int]
+
+
+def _pieces(
+    g: _Geometry, width: int, by_rows: bool
+) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
+    """Return how a matrix is cut: offset, rows and columns of each piece, the offsets of its numbers and its results.
+
+    Then the shape (pieces of columns, vectors, m) of what these add, () where results are written in place; and their
+    strides from one to the next, from element to element, and how many are written.
+    """
+    if by_rows:
+        rows, columns = rows_for_shape(g.m, g.k, by_rows=True), [(0, g.k)]
+    else:
+        rows, columns = columns_for_shape(g.m, g.k, width)
+    shape: tuple[int, ...] = ()
+    piece_stride, stride, step, written = 0, g.out_stride, g.out_step, g.vectors
+    if not by_rows and (len(columns) > 1 or written < width or step != 4):
+        shape = len(columns), width, g.m
+        piece_stride, stride, step, written = 4 * width * g.m, 4 * g.m, 4, width
+    pieces = [
+        (i * g.row_stride + j * g.col_stride, height, cols, 4 * j, number * piece_stride + i * step)
+        for i, height in rows
+        for number, (j, cols) in enumerate(columns)
+    ]
+    return pieces, shape, (stride, step, written)
+
+
 class _Gemv(NamedTuple):
     #: Takes the addresses of matrix, vectors and result, and the result as an array where it is not written in place.
     #: Returns whether anything must be scaled.
@@ -217,31 +245,20 @@ def _gemv(geometry: _Geometry) -> _Gemv:
     g = geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
     assert None not in (of_matrix, of_vectors), "plans for this kernel multiply what it reads"
+    by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize
     width = next(width for width in native.WIDTHS if width >= g.vectors)
-    kernel, read = native.gemv_kernel(of_matrix, width), native.vectors_kernel()
+    kernel, read = native.gemv_kernel(of_matrix, width, by_rows), native.vectors_kernel()
     cast = casting.kernels().cast_address(of_vectors)
-    if g.col_stride == dtype_from_name(g.dtype).itemsize:
-        rows, columns = rows_for_shape(g.m, g.k, by_rows=True), [(0, g.k)]
-        in_place = True
-    else:
-        rows, columns = columns_for_shape(g.m, g.k, width)
-        in_place = len(columns) == 1 and g.vectors == width and g.out_step == 4
-    shape = (0,) if in_place else (len(columns), width, g.m)  # of what pieces of columns add
-    piece_stride, stride, step, written = 0, g.out_stride, g.out_step, g.vectors
-    if not in_place:
-        piece_stride, stride, step, written = 4 * width * g.m, 4 * g.m, 4, width
+    pieces, shape, (stride, step, written) = _pieces(g, width, by_rows)
+    in_place = not shape
     x_stride = -(-g.k // _LANES) * _LANES * 4
-    pieces = [
-        (i * g.row_stride + j * g.col_stride, height, cols, 4 * j, number * piece_stride + i * step)
-        for i, height in rows
-        for number, (j, cols) in enumerate(columns)
-    ]
+    sums_bytes = 4 * math.prod(shape) if shape else 0
 
     def multiply(matrix: int, vectors: int, out: int, result: Any) -> bool:
         extrema: list[int] = []
         workers = min(threads.num_threads(), len(pieces)) if pieces[1:] else 1
         nbytes = width * x_stride
-        with buffers.borrow(native.GEMV_SCRATCH_BYTES + nbytes + 4 * math.prod(shape)) as memory:
+        with buffers.borrow(native.GEMV_SCRATCH_BYTES + nbytes + sums_bytes) as memory:
             x = memory + native.GEMV_SCRATCH_BYTES
             target = out if in_place else x + nbytes
             found = read(
