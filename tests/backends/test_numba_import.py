@@ -79,3 +79,18 @@ def test_what_a_handler_raises_is_no_failure(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TimeoutError, match="of a handler"):
         numba_import.fails()
     assert numba_import.failure() == ""
+
+
+def test_a_module_in_the_place_of_numba_is_none() -> None:
+    """As test suites put one there; it has no spec."""
+    program = (
+        "import sys, types\n"
+        "sys.modules['numba'] = types.ModuleType('numba')\n"
+        "import numpy as np, lowprec\n"
+        "a = np.ones((300, 300), np.float32)\n"
+        "for mode in ('fp32', 'tf32', 'bf16', 'bf16x3'):\n"
+        "    assert (lowprec.matmul(a, a, math_mode=mode) == 300).all()\n"
+        "with lowprec.emulate('hopper'):\n"
+        "    assert (lowprec.matmul(a[:8, :8], a[:8, :8], math_mode='fp16') == 8).all()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)

@@ -20,7 +20,6 @@ import math
 import operator
 import os
 import time
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from jax.interpreters import mlir
 
 from lowprec.arrays import CPU, ArrayView
 from lowprec.backends import Arguments, Executor, backend_of
+from lowprec.backends.cpu import numba_import
 from lowprec.formats import DType, dtype_from_name
 from lowprec.jax.lowering import Dimensions, kept
 from lowprec.modes import MathMode
@@ -106,7 +106,7 @@ def _is_whole(axes: Any) -> bool:
 
 
 def _has_numba() -> bool:
-    return find_spec("numba") is not None and not environment.numba_is_off()
+    return numba_import.is_installed() and not environment.numba_is_off()
 
 
 def _described(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lowprec.backends.cpu import buffers, numba_import, threads
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
@@ -43,14 +41,9 @@ Kernel = Callable[..., int]
 @functools.cache
 def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
-    try:
-        # No generator: an interrupt that strikes as one is thrown away would be lost.
-        found = None not in map(importlib.util.find_spec, ("numba", "llvmlite"))
-    except ValueError as error:  # a blocked module
-        if not raised_in(error, "importlib.util"):
-            raise
+    if not numba_import.is_installed():
         return False
-    return found and not environment.numba_is_off() and not numba_import.failure()
+    return not environment.numba_is_off() and not numba_import.failure()
 
 
 def can_compile() -> bool:

@@ -7,6 +7,7 @@ that costs one warning and the kernels, never a product.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 
 from lowprec.backends.cpu.interrupts import raised_in
@@ -14,6 +15,17 @@ from lowprec.errors import LowprecWarning
 
 #: Why it failed; at most one entry.
 _failure: list[str] = []
+
+
+def is_installed() -> bool:
+    """Return whether numba and its LLVM are here; neither is imported for that."""
+    try:
+        # No generator: an interrupt that strikes as one is thrown away would be lost.
+        return None not in map(importlib.util.find_spec, ("numba", "llvmlite"))
+    except ValueError as error:  # a module that somebody put in its place
+        if not raised_in(error, "importlib.util"):
+            raise
+        return False
 
 
 def failure() -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import fp32_units, threads
+from lowprec.backends.cpu import fp32_units, numba_import, threads
 from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
 from lowprec.backends.cpu.emulation.operands import NAN, Operand
@@ -97,7 +96,7 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
 @functools.cache
 def _twin() -> _Accumulate:
     """Return the compiled twin, or NumPy's where there is no numba."""
-    if importlib.util.find_spec("numba") is None or environment.numba_is_off():
+    if not numba_import.is_installed() or environment.numba_is_off():
         return arrays.accumulate
     try:
         from lowprec.backends.cpu.emulation import compiled

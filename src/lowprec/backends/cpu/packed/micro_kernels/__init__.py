@@ -7,7 +7,6 @@ A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import platform
 import sys
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ def obstacle(kernel: MicroKernel) -> str:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
     # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
     # that does not need the units should not pay.
-    if not all(importlib.util.find_spec(name) for name in ("numba", "llvmlite")):
+    if not numba_import.is_installed():
         return (
             f'numba is not installed (pip install "lowprec[cpu]"), so the {kernel.unit} stay idle'
         )
