@@ -203,7 +203,7 @@ def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: every)
     monkeypatch.setattr(micro_kernels, "_request_permission", lambda: True)
-    monkeypatch.setattr(micro_kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(micro_kernels.numba_import, "is_installed", lambda: False)
     monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
     monkeypatch.setattr(cpu_module.openblas, "openblas", lambda: None)
     monkeypatch.setattr(cpu_module.openblas, "library_path", lambda: None)
