@@ -50,7 +50,6 @@ _FINGERPRINT = (
     zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
 
-
 #: The numbers of vectors that there are kernels for; others are filled up, by whatever lies in memory.
 WIDTHS = (1, 2, 4, 8)
 
@@ -64,7 +63,10 @@ _AHEAD = 2048
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, in one operation where there is one: products of two rounded numbers are exact anyway."""
+    """Return a * b + c, in one operation where there is one: products of 11-bit numbers are exact anyway.
+
+    Those of float32 are rounded once less then, which their bound allows.
+    """
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 

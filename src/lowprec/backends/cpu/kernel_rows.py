@@ -149,11 +149,11 @@ GEMV = KernelRow(
     single_product=True,
     keeps_b=True,
     vectors=range(1, 5),
-    # Below, one call of native code is faster, or half a pass of units for 16 bits.
+    # Below, the kernel for small products is faster, or one of units for 16 bits.
     minimum_elements=49_152,
 )
 
-#: Nothing is rounded, but a BLAS's products, which pack, take two to five times as long.
+#: Nothing is rounded, but a BLAS's product of matrices packs what it reads.
 GEMV_FP32 = GEMV._replace(
     name="gemv_fp32",
     units="FP32 units, reading a matrix that meets 2 to 4 vectors once",

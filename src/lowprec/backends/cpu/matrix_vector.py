@@ -1,4 +1,4 @@
-"""Products of a matrix and a few vectors in which the matrix is rounded, or widened, as it is read.
+"""Products of a matrix and a few vectors in which the matrix is rounded, widened or left alone as it is read.
 
 Such a product costs as much as reading the matrix once. A pass that rounds, in front of a BLAS's, would read it twice
 and write it once. Of a prepared matrix that is rounded to 16 bits these are kept: half the bytes to read.
@@ -92,7 +92,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def _geometry_of_plan(plan: GemmPlan) -> _Geometry | None:
-    """Return that of each product, None where there is more to do than to multiply arrays as they are."""
+    """Return that of each product of a plan, None where more is to be done than to multiply the arrays."""
     layout, problem = plan.layout, plan.problem
     if problem.has_epilogue or layout.out.dtype is not plan.accumulator:
         return None
