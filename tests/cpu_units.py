@@ -30,6 +30,7 @@ _NO_UNITS = {
     "amx_int8": NO_AMX,
     "avx512_bf16": "this machine has no AVX512-BF16 units (or no numba to reach them)",
     "avx512_vnni": "this machine has no AVX512-VNNI units (or no numba to reach them)",
+    "avx512_fp32": "this machine has no AVX-512 (or no numba to reach it)",
     "avx_vnni": "this machine has no AVX-VNNI units (or no numba to reach them)",
 }
 

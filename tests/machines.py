@@ -14,7 +14,13 @@ from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu import casting, direct, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
-from lowprec.backends.cpu.packed import cutting, micro_kernels, packed_gemm, prepared_panels
+from lowprec.backends.cpu.packed import (
+    cutting,
+    micro_kernels,
+    packed_gemm,
+    prepared_panels,
+    templates,
+)
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 
@@ -29,7 +35,7 @@ AVX512 = Capabilities(
     "cpu",
     "a CPU with AVX-512",
     CPU_KERNELS,
-    frozenset({"openblas", "avx512_bf16", "avx512_vnni"}),
+    frozenset({"openblas", "avx512_bf16", "avx512_vnni", "avx512_fp32"}),
 )
 
 
@@ -88,21 +94,35 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
 
 
 #: Micro-kernels that share the smallest products among threads.
-EAGER_AVX512_BF16, EAGER_AVX512_VNNI, EAGER_AVX_VNNI = (
+EAGER_AVX512_BF16, EAGER_AVX512_VNNI, EAGER_AVX512_FP32, EAGER_AVX_VNNI = (
     replace(kernel, shared_from=0)
-    for kernel in (micro_kernels.AVX512_BF16, micro_kernels.AVX512_VNNI, micro_kernels.AVX_VNNI)
+    for kernel in (
+        micro_kernels.AVX512_BF16,
+        micro_kernels.AVX512_VNNI,
+        micro_kernels.AVX512_FP32,
+        micro_kernels.AVX_VNNI,
+    )
 )
 
 
 @contextmanager
-def without(features: Iterable[str], *, eager: bool = False) -> Iterator[None]:
+def without(
+    features: Iterable[str], *, eager: bool = False, at_any_size: str = ""
+) -> Iterator[None]:
     """Run on this machine, of which planning does not know that it has these features.
 
-    Where it is ``eager``, it cuts products as if they were large: in pieces for threads, and in blocks.
+    Where it is ``eager``, it cuts products as if they were large: in pieces for threads, and in blocks. One of its
+    kernels may run products of any size.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         able = cpu.capabilities(CPU)
-        able = replace(able, features=able.features - frozenset(features))
+        lifted = (
+            ROWS[at_any_size]._replace(minimum_elements=0, minimum_mn=0, is_shallow=False)
+            if at_any_size
+            else None
+        )
+        rows = tuple(lifted if lifted and row.name == at_any_size else row for row in able.kernels)
+        able = replace(able, features=able.features - frozenset(features), kernels=rows)
         if eager:
             _cut_all(monkeypatch)
             able = replace(able, kernels=tuple(map(_eager, able.kernels)))
@@ -114,7 +134,7 @@ def without(features: Iterable[str], *, eager: bool = False) -> Iterator[None]:
 
 
 def _eager(row: KernelRow) -> KernelRow:
-    name = f"EAGER_{row.name.removesuffix('_parts').upper()}"
+    name = f"EAGER_{row.name.removesuffix('_parts').removesuffix('_rounded').upper()}"
     return row._replace(micro_kernel=f"{__name__}:{name}") if name in globals() else row
 
 
@@ -125,6 +145,6 @@ def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
         (rounding, "_BLOCK", 1 << 8), (rounding, "_PIECE", 1 << 11), (scaling, "_BLOCK", 1 << 9),
         (splitting, "_BLOCK", 1 << 9), (direct, "_PAYS_TO_SHARE", 0), (direct, "_SHARE", 1),
         (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
-        (cutting, "STREAM_BYTES", 1 << 11), (packed_gemm, "STREAM_BYTES", 1 << 11),
+        (cutting, "STREAM_BYTES", 1 << 11), (templates, "STREAM_BYTES", 1 << 11),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -101,6 +101,7 @@ class Road:
     needs: frozenset[str] = frozenset()
     #: Whether something follows each product; where nothing does, and strides allow it, one call of a BLAS is all.
     has_epilogue: bool | None = None
+    at_any_size: bool = False  # whether what is too small for the kernel is led there nevertheless
     costs: int = 1  # about how many times as long as of the others its examples take
 
     @functools.cached_property
@@ -225,6 +226,21 @@ ROADS: dict[str, Road] = {
         "avx_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx_vnni",
         [*_TILES, "avx512_vnni"],
     ),
+    "FP32 units": _road(
+        "avx512_fp32", [_SINGLE], PLAIN, lambda x: True, "avx512_fp32", has_epilogue=False, at_any_size=True,
+    ),
+    "FP32 units, and an epilogue": _road(
+        "avx512_fp32", [_SINGLE], PLAIN, lambda x: not _is_small(x), "avx512_fp32",
+        has_epilogue=True, at_any_size=True, costs=4,
+    ),
+    "rounded": _road(
+        "avx512_fp32_rounded", [_SINGLE, *_HALVES], ROUNDING, _without_bfloat16, "avx512_fp32",
+        [*_TILES, "avx512_bf16"], costs=4,
+    ),
+    "rounded, of 16 bits": _road(
+        "avx512_fp32_rounded", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL, _without_bfloat16,
+        "avx512_fp32", [*_TILES, "avx512_bf16"], costs=4,
+    ),
     "small": _road(
         "direct", [_SINGLE, *_HALVES], ROUNDING, lambda x: _is_small(x) and not _meets_vectors(x), "numba",
         [*_TILES, "avx512_bf16"],
@@ -246,7 +262,8 @@ ROADS: dict[str, Road] = {
         "openblas", has_epilogue=False,
     ),
     "OpenBLAS, rounded": _road(
-        "openblas", [_SINGLE, *_HALVES], ["tf32", "fp16"], _without_bfloat16, "openblas", _TILES
+        "openblas", [_SINGLE, *_HALVES], ["tf32", "fp16"], _without_bfloat16, "openblas",
+        [*_TILES, "avx512_fp32"],
     ),
     "OpenBLAS, complex": _road(
         "openblas", [*_COMPLEX, ("complex128", "complex128"), ("complex128", "float32")],
@@ -257,6 +274,6 @@ ROADS: dict[str, Road] = {
     "NumPy": _road(
         "numpy", [_SINGLE, *_HALVES, ("float64", "float64"), *_COMPLEX, ("float16", "float16"), ("int8", "int8")],
         ALL, lambda x: x.flops <= 1 << 20,
-        without=[*_TILES, "avx512_bf16", "avx512_vnni", "avx_vnni", "openblas", "numba"],
+        without=[*_TILES, "avx512_bf16", "avx512_vnni", "avx512_fp32", "avx_vnni", "openblas", "numba"],
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, threads
-from lowprec.backends.cpu.packed import job, packed_gemm
+from lowprec.backends.cpu.packed import job, packed_gemm, templates
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
@@ -191,10 +191,11 @@ def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() ->
         inside.pop()
         return 0
 
-    kernels = packed_gemm._Kernels(step=32, parts_a=1, parts_b=1, fields=(), drive=drive)
-    cut = packed_gemm.Cut((), packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2, check_tasks=0)
+    template = templates.Template(
+        b"", drive, packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2
+    )
     for error in interrupts.interrupted(
-        lambda: packed_gemm._run(kernels, cut, {}, 2), opcodes=True
+        lambda: packed_gemm._run(template, (ctypes.c_int64 * job.WORDS)(), 2), opcodes=True
     ):
         assert type(error) is interrupts.Interrupt
         assert inside == clashes == []

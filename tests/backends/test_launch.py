@@ -21,7 +21,11 @@ from lowprec.backends.execution import Arguments
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning.layout import OperandSpec, gemm_layout
 
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
+    "float32": np.dtype(np.float32),
+}
 
 kernels = pytest.mark.parametrize(
     "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS]

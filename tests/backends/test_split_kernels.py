@@ -18,7 +18,7 @@ import lowprec
 import machines
 from cpu_units import needs
 from lowprec.backends.cpu import device, splitting
-from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed import packed_gemm, templates
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
@@ -39,16 +39,16 @@ def test_a_mode_is_packed_as_another_with_its_parts(monkeypatch: pytest.MonkeyPa
     for like, made in zip(("bf16x3", "bf16x6", "bf16x6", "tf32x3"), new, strict=True):
         # Wherever it stands in the table.
         kept = (r for r in TABLE if r.mode is not MathMode.FP32_EMULATED)
-        monkeypatch.setattr(packed_gemm, "TABLE", (made, *kept))
-        found = packed_gemm._scheme("float32", "fp32_emulated", 0)
-        assert found is packed_gemm._scheme("float32", like, 0)
-    assert packed_gemm._scheme("float32", "tf32", 0).parts == 2
+        monkeypatch.setattr(templates, "TABLE", (made, *kept))
+        found = templates._scheme("float32", "fp32_emulated", "bfloat16", 0)
+        assert found is templates._scheme("float32", like, "bfloat16", 0)
+    assert templates._scheme("float32", "tf32", "bfloat16", 0).parts == 2
 
 
 def gemm(kernel: MicroKernel, a: np.ndarray, b: np.ndarray, mode: str, **given: Any) -> Any:
     """Return the product, and whether it is finite everywhere."""
     out = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    operands = [packed_gemm.operand_of(x) for x in (a, b, out)]
+    operands = [templates.operand_of(x) for x in (a, b, out)]
     m, n, k = *out.shape, a.shape[1]
     done = packed_gemm.gemm(kernel, m, n, k, *operands, rounding=mode, **given)
     return out, done

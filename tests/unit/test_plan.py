@@ -48,13 +48,14 @@ def plan(p: GemmProblem, mode: MathMode = MathMode.FP32, capabilities: Capabilit
         (F64, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
         (F32, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
         (F32, MathMode.FP32_PEDANTIC, "numpy", "openblas", "openblas", "openblas"),
-        (F32, MathMode.TF32, "numpy", "openblas", "openblas", "amx_bf16_pair"),
-        (F32, MathMode.FP16, "numpy", "openblas", "openblas", "amx_bf16_pair"),
+        (F32, MathMode.TF32, "numpy", "openblas", "avx512_fp32_rounded", "amx_bf16_pair"),
+        (F32, MathMode.FP16, "numpy", "openblas", "avx512_fp32_rounded", "amx_bf16_pair"),
         (F32, MathMode.BF16, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
         (C64, MathMode.FP32, "numpy", "openblas", "openblas", "openblas"),
+        (C64, MathMode.TF32, "numpy", "openblas", "openblas", "amx_bf16_pair"),
         (C64, MathMode.BF16, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
         (C128, MathMode.BF16, "numpy", "openblas", "openblas", "openblas"),
-        (F16, MathMode.FP32, "numpy", "openblas", "openblas", "amx_bf16_pair"),
+        (F16, MathMode.FP32, "numpy", "openblas", "avx512_fp32_rounded", "amx_bf16_pair"),
         (BF16, MathMode.FP32, "numpy", "openblas", "avx512_bf16", "amx_bf16"),
         (I8, MathMode.FP32, "numpy", "openblas", "avx512_vnni", "amx_int8"),
     ],
@@ -63,6 +64,21 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas,
     p = problem(dtype)
     found = [plan(p, mode, c).kernel for c in (BARE, OPENBLAS, AVX512, AMX)]
     assert found == [bare, openblas, avx512, amx]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel"),
+    [
+        (1024, 1024, 1024, "avx512_fp32"),
+        (999, 999, 999, "openblas"),
+        (4096, 4096, 64, "avx512_fp32"),
+        (4096, 511, 500, "openblas"),
+        (1024, 4096, 1025, "openblas"),
+    ],
+)
+def test_fp32_units_take_what_is_large_and_not_deep(m, n, k, kernel):
+    p = GemmProblem(array(F32, m, k), array(F32, k, n))
+    assert plan(p, MathMode.FP32, AVX512).kernel == kernel
 
 
 def test_vector_units_take_any_product_but_batches_of_the_smallest():
@@ -92,7 +108,7 @@ SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
         ({}, MathMode.FP64, 8, "direct"),
         ({}, MathMode.BF16X3, 8, "openblas"),  # a sum of products
         ({}, MathMode.TF32, 128, "direct"),
-        ({}, MathMode.TF32, 129, "openblas"),
+        ({}, MathMode.TF32, 129, "avx512_fp32_rounded"),
         ({}, MathMode.BF16, 54, "direct"),
         ({}, MathMode.BF16, 55, "avx512_bf16"),
         ({"has_alpha": True}, MathMode.FP32, 129, "openblas"),

@@ -62,8 +62,9 @@ class KernelRow(NamedTuple):
     single_product: bool = False  # runs schedules of one product only
     sums_products: bool = False  # runs products of parts only, all over the same k in one pass
     concatenates: bool = False  # products of parts run as one, the parts side by side
-    vectors: range | None = None  # runs real products of a matrix and so many vectors only
-    rewrites: bool = False  # runs real products only, and such as one call of a BLAS is not all of
+    real_only: bool = False  # runs no product of complex numbers
+    vectors: range | None = None  # runs products of a matrix and so many vectors only
+    rewrites: bool = False  # runs only what one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     keeps_b: bool = False  # what it makes of a prepared operand
@@ -74,6 +75,8 @@ class KernelRow(NamedTuple):
     minimum_elements_complex: int = 0
     maximum_elements: int | None = None  # above these it does not pay either
     minimum_k: int = 0
+    minimum_mn: int = 0  # of both m and n
+    is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
 
@@ -159,9 +162,11 @@ def choose_kernel(
     for row in capabilities.kernels:
         if row.formats is not None and fmt not in row.formats:
             continue
-        if row.vectors and (is_complex or min(layout.m, layout.n) not in row.vectors):
+        if row.real_only and is_complex:
             continue
-        if row.rewrites and (is_complex or is_plain):
+        if row.vectors and min(layout.m, layout.n) not in row.vectors:
+            continue
+        if row.rewrites and is_plain:
             continue
         if row.sums_products and products == 1:
             continue
@@ -235,6 +240,10 @@ def _unsupported_reason(
     extent = row.minimum_extent_complex if is_complex else row.minimum_k
     if (min(m, n, k) if is_complex else k) < extent:
         return Reason.of(Why.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
+    if min(m, n) < row.minimum_mn:
+        return Reason.of(Why.TOO_FEW_ROWS_OR_COLUMNS, kernel=row.name, minimum=row.minimum_mn)
+    if row.is_shallow and k > min(m, n):
+        return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
     flops = 2 * m * n * k
     if layout.batch_count > 1 and flops < row.minimum_batch_flops:
         minimum = row.minimum_batch_flops

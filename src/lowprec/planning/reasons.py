@@ -19,6 +19,8 @@ class Why(Enum):
         "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
     )
     TOO_SMALL_EXTENT = "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}"
+    TOO_FEW_ROWS_OR_COLUMNS = "{kernel} pays from {minimum} rows and columns of the result"
+    TOO_DEEP = "{kernel} pays where m and n are no less than k, which is {k}"
     TOO_SMALL_PRODUCTS = (
         "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
     )

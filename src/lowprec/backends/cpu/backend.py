@@ -20,7 +20,7 @@ from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, plan_gemm
 
-_BY_UNITS = (packed.execute, launch.execute)
+_BY_UNITS = (packed.execute, launch.execute, launch.execute_shared)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -80,7 +80,9 @@ def stopwatch(arguments: Arguments) -> None:
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
-    by_units = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    by_kernel = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    # What holds narrower numbers in float32 multiplies on FP32 units.
+    by_units = by_kernel and plan.kernel_row.holds_in is None
     return ExecutionInfo(by_units and not (plan.fallback and packed.fell_back()))
 
 

@@ -11,7 +11,12 @@ from lowprec.backends.cpu import casting, costs
 from lowprec.backends.cpu.cpuinfo import cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
+from lowprec.backends.cpu.packed.micro_kernels import (
+    AMX_BF16,
+    AVX512_FP32,
+    MICRO_KERNELS,
+    is_available,
+)
 from lowprec.planning import Capabilities
 from lowprec.policy.emulation import emulated
 
@@ -50,6 +55,8 @@ def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
         **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
+        # Where there are tile units, FP32 is left to OpenBLAS: nobody has measured the two side by side there.
+        AVX512_FP32.name: is_available(AVX512_FP32) and not is_available(AMX_BF16),
         "openblas": openblas() is not None,
         "numba": casting.has_kernels(),
     }

@@ -148,6 +148,7 @@ GEMV = KernelRow(
     holds_in=DType.FLOAT32,
     single_product=True,
     keeps_b=True,
+    real_only=True,
     vectors=range(1, 5),
     # Below, the kernel for small products is faster, or one of units for 16 bits.
     minimum_elements=49_152,
@@ -185,9 +186,38 @@ DIRECT = KernelRow(
     holds_in=DType.FLOAT32,
     single_product=True,
     keeps_b=True,
+    real_only=True,
     rewrites=True,
     # 128 x 128 matrices: from there on a BLAS makes up for the passes around it.
     maximum_elements=49_152,
+)
+
+#: What has no units of its own is rounded and widened while it is packed.
+AVX512_FP32_ROUNDED = AVX512_BF16._replace(
+    name="avx512_fp32_rounded",
+    units="FP32 vector units (AVX-512), rounding the operands as they are packed",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_FP32",
+    formats=frozenset({"tf32", "bfloat16", "float16"}),
+    requires="avx512_fp32",
+    missing="no AVX-512, or AMX beside it",
+    instruction_sets=(),
+    cost_per_flop=0.97,
+    cost_per_element=50.0,
+    holds_in=DType.FLOAT32,
+    summation=Summation.SEQUENTIAL,
+    real_only=True,
+    minimum_elements=49_152,
+)
+
+#: A BLAS packs more often where several threads call it, but less of B before the first product.
+AVX512_FP32 = AVX512_FP32_ROUNDED._replace(
+    name="avx512_fp32",
+    units="FP32 vector units (AVX-512)",
+    formats=frozenset({"float32"}),
+    # Below, it saves less than importing numba costs.
+    minimum_elements=3_000_000,
+    minimum_mn=512,
+    is_shallow=True,
 )
 
 #: numpy.matmul on the rounded operands.
@@ -216,5 +246,5 @@ OPENBLAS = NUMPY._replace(
 
 KERNELS = (
     GEMV, GEMV_FP32, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
-    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT, OPENBLAS, NUMPY,
+    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT, AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
 )  # fmt: skip

@@ -111,6 +111,16 @@ class _Worker:
         job.gate.leave()
 
 
+#: Waits a moment for those inside a gate, in native code and awake; None where nothing was compiled.
+_linger: Callable[[int], object] | None = None
+
+
+def linger_by(wait: Callable[[int], object]) -> None:
+    """Have a caller that has come to the end of its work wait so for its helpers, before it goes to sleep."""
+    global _linger
+    _linger = wait
+
+
 class _Pool:
     """Workers by number. A job goes to those that are idle, low numbers first: these slept least."""
 
@@ -133,6 +143,8 @@ class _Pool:
             try:
                 self._offer(job, workers - 1)
                 work()
+                if _linger is not None:
+                    _linger(gate.address)
             finally:
                 if not self.is_forked:
                     close(gate.address)

@@ -11,7 +11,7 @@ from lowprec.formats import dtype_from_name
 from lowprec.planning.bounds import CHUNK_STEPS
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.packed_gemm import Operand
+    from lowprec.backends.cpu.packed.templates import Operand
 
 # Strides that are a power of two put the same line of every strip into one set of the caches.
 _STRIP_PAD = 192
@@ -33,9 +33,11 @@ class Cut:
     check_tasks: int
 
 
-def _chunk_steps(steps: int, parts: int) -> int:
-    """Steps of k for which A is packed at a time: equal chunks of at most 2048 / parts elements of 16 bits."""
-    return _ceil_div(steps, _ceil_div(steps, CHUNK_STEPS // parts))
+def _chunk_steps(steps: int, parts: int, longest: int) -> int:
+    """Steps of k for which A is packed at a time: all, or where they are too many, equal chunks."""
+    if steps <= CHUNK_STEPS // parts:
+        return steps
+    return _ceil_div(steps, _ceil_div(steps, longest // parts))
 
 
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tup
     return task_m, _ceil_div(strips_n, ranges)
 
 
-def shift_of(m: int, n: int, out: Operand) -> int | None:
+def shift_of(m: int, n: int, out: Operand, address: int) -> int | None:
     """Columns to put before the first so that blocks begin with cache lines; None: do not stream.
 
     A result that fits into the second-level cache beside the operands is left there for whoever
@@ -63,9 +65,9 @@ def shift_of(m: int, n: int, out: Operand) -> int | None:
     item = dtype_from_name(out.dtype).itemsize
     if m * n * item <= STREAM_BYTES or out.col_stride != 1:
         return None
-    if (out.row_stride * item) % 64 or out.address % item:
+    if (out.row_stride * item) % 64 or address % item:
         return None
-    return (out.address % 64) // item
+    return (address % 64) // item
 
 
 @lru_cache(maxsize=1024)
@@ -78,6 +80,7 @@ def cut_of(
     parts_b: int,
     block_bytes: int,
     inner_bytes: int,
+    chunk_steps: int,
     workers: int,
     sums_chunks: bool = False,
 ) -> Cut:
@@ -88,7 +91,7 @@ def cut_of(
     from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
-    chunk = _chunk_steps(steps, max(parts_a, parts_b))
+    chunk = _chunk_steps(steps, max(parts_a, parts_b), chunk_steps)
     strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
     strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
     fitting = max(1, block_bytes // (chunk * 2048 * parts_a))

@@ -21,7 +21,7 @@ import numpy as np
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cpu import casting, fp32_units, splitting, threads
-from lowprec.backends.cpu.packed import launch, packed_gemm
+from lowprec.backends.cpu.packed import launch, packed_gemm, templates
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.packed.prepared_panels import (
@@ -57,29 +57,33 @@ def _is_split(plan: GemmPlan) -> bool:
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
-    found = _launch(plan)
-    if found is not None:
-        return functools.partial(launch.execute, found)
+    if _is_one_job(plan):
+        how = _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem
+        small = launch.launch_of(*how)
+        if small is not None:
+            small = small._replace(panels=_panels_for_launch(plan))
+            return functools.partial(launch.execute, small)
+        large = launch.shared_launch_of(*how)
+        if large is not None:
+            large = large._replace(panels=_panels_for_launch(plan))
+            return functools.partial(launch.execute_shared, large)
     return functools.partial(execute, plan)
 
 
-def _launch(plan: GemmPlan) -> launch.Launch | None:
-    """Return what runs small products and batches of them in one call, None where that is not to be."""
-    problem, layout, micro_kernel = plan.problem, plan.layout, _micro_kernel(plan)
+def _is_one_job(plan: GemmPlan) -> bool:
+    """Whether a product of the plan is one job of the kernel, on operands as they are stored."""
+    problem, micro_kernel = plan.problem, _micro_kernel(plan)
     in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
     is_integer = plan.compute_dtype is DType.INT8
-    if (
-        (is_integer and problem.has_epilogue)
-        or problem.activation not in ACTIVATIONS
-        or plan.fallback
-        or not in_compute_dtype
-        or plan.compute_dtype.is_complex
-    ):
-        return None
-    if not is_available(micro_kernel):  # something stands in for it
-        return None
-    found = launch.launch_of(micro_kernel, layout, _rounding(plan), problem)
-    return found and found._replace(panels=_panels_for_launch(plan))
+    return (
+        not (is_integer and problem.has_epilogue)
+        and problem.activation in ACTIVATIONS
+        and not plan.fallback
+        and not any(plan.scaled)  # what is must be looked at first
+        and in_compute_dtype
+        and not plan.compute_dtype.is_complex
+        and is_available(micro_kernel)  # nothing stands in for it
+    )
 
 
 def _panels_for_launch(plan: GemmPlan) -> Callable[[PreparedView], PanelStack | None] | None:
@@ -143,7 +147,7 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
     return found
 
 
-_operand = packed_gemm.operand_of
+_operand = templates.operand_of
 
 
 def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:

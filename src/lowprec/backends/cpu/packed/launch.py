@@ -1,4 +1,4 @@
-"""Products too small to share among threads, and batches of them, in one call of native code.
+"""Products whose jobs are made once: small ones and batches of them in one call of native code, large ones in threads.
 
 All of a job but its addresses follows from the plan, so it is made once, and a call copies it and puts the addresses
 in. Of a batch each thread takes products from a shared counter, and works through each alone; a matrix of B that the
@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import batches, buffers, threads
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed import packed_gemm
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
-from lowprec.backends.cpu.packed.packed_gemm import Operand, float_bits, single_thread_job
 from lowprec.backends.cpu.packed.prepared_panels import PanelStack
+from lowprec.backends.cpu.packed.templates import (
+    Operand,
+    Product,
+    float_bits,
+    product_of,
+    single_thread_template,
+)
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
@@ -49,6 +56,39 @@ class Launch(NamedTuple):
     panels: Callable[[PreparedView], PanelStack | None] | None = None
 
 
+class SharedLaunch(NamedTuple):
+    """What runs the single product of one plan in several threads."""
+
+    product: Product
+    panels: Callable[[PreparedView], PanelStack | None] | None = None  # as of `Launch`
+
+
+def _product(
+    micro_kernel: MicroKernel, layout: GemmLayout, rounding: str, problem: GemmProblem | None
+) -> tuple[Product, GemmLayout, MatrixStack | None]:
+    """Return the product of each matrix of a layout, the layout beside that of c, and that."""
+    c = bias = activation = None
+    if problem is not None:
+        layout, c = _with_addend(problem, layout)
+        activation = problem.activation
+        if problem.bias is not None:
+            bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
+    a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
+    product = product_of(
+        micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
+        None if c is None else _operand(c), bias, activation,
+    )  # fmt: skip
+    return product, layout, c
+
+
+def shared_launch_of(
+    micro_kernel: MicroKernel, layout: GemmLayout, rounding: str, problem: GemmProblem
+) -> SharedLaunch | None:
+    """Return the launch of a single product, None where there are several; otherwise as :func:`launch_of`."""
+    product, layout, _ = _product(micro_kernel, layout, rounding, problem)
+    return SharedLaunch(product) if layout.batch_count == 1 else None
+
+
 def launch_of(
     micro_kernel: MicroKernel, layout: GemmLayout, rounding: str, problem: GemmProblem | None = None
 ) -> Launch | None:
@@ -57,17 +97,8 @@ def launch_of(
     The operands are multiplied as they are stored, in one part. What follows the products is that of ``problem``; by
     default nothing.
     """
-    c = bias = activation = None
-    if problem is not None:
-        layout, c = _with_addend(problem, layout)
-        activation = problem.activation
-        if problem.bias is not None:
-            bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
-    a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
-    single = single_thread_job(
-        micro_kernel, layout.m, layout.n, layout.k, a, b, out,
-        rounding=rounding, c=None if c is None else _operand(c), bias=bias, activation=activation,
-    )  # fmt: skip
+    product, layout, c = _product(micro_kernel, layout, rounding, problem)
+    single = single_thread_template(product)
     if single is None:
         return None
     from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
@@ -76,11 +107,12 @@ def launch_of(
     count, products = layout.batch_count, layout.m * layout.n * layout.k
     matrices = layout.a, layout.b, layout.out, c
     has_epilogue = problem is not None and problem.has_epilogue
+    template = _Job.from_buffer_copy(single.job)
     if has_epilogue:
-        single.job[J.PLAIN] = 0
+        template[J.PLAIN] = 0
     return Launch(
-        template=bytes(single.job),
-        fields=(J.B, J.A, J.OUT) if single.transposed else (J.A, J.B, J.OUT),
+        template=bytes(template),
+        fields=(J.B, J.A, J.OUT) if product.transposed else (J.A, J.B, J.OUT),
         drive=single.drive,
         drive_address=macro_kernel(),
         drive_all=callable_at(batch_kernel(), MACRO_ARITY),
@@ -136,6 +168,26 @@ def execute(launch: Launch, arguments: Arguments) -> None:
     with buffers.borrow(packed_bytes + launch.scratch_bytes) as memory:
         job[J.B_PACKED] = memory
         launch.drive(ctypes.addressof(job), memory + packed_bytes)
+
+
+def execute_shared(launch: SharedLaunch, arguments: Arguments) -> None:
+    """Run the single product of a plan in several threads."""
+    a, b, out, c, bias = arguments.a, arguments.b, arguments.out, arguments.c, arguments.bias
+    panels = None
+    if type(b) is PreparedView and launch.panels is not None:
+        stack = launch.panels(b)
+        panels = stack and stack.panels_at(0)
+    packed_gemm.multiply(
+        launch.product,
+        a.address,
+        b.address,
+        out.address,
+        0 if c is None or launch.product.c is None else c.address,
+        0 if bias is None else bias.address,
+        arguments.alpha.real,
+        arguments.beta.real,
+        panels,
+    )
 
 
 def _put_epilogue(job: Any, arguments: Arguments) -> None:

@@ -21,7 +21,7 @@ from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.packed_gemm import PackingJob
+    from lowprec.backends.cpu.packed.templates import PackingJob
 
 _PAGE = 4096
 #: Elements from which several threads pack.
@@ -108,14 +108,14 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
 
 
 def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> PanelStack:
-    from lowprec.backends.cpu.packed import packed_gemm
+    from lowprec.backends.cpu.packed import templates
 
     memory, address, finite = np.empty(0, np.uint8), 0, []
     offsets = sorted(matrices)
     for i, offset in enumerate(offsets):
         with convert(matrices[offset]) as x:
             k, n = x.shape
-            job = packed_gemm.packing_job(*packed_as[:5], n, k, packed_gemm.operand_of(x))
+            job = templates.packing_job(*packed_as[:5], n, k, templates.operand_of(x))
             if not i:
                 memory = np.empty(len(offsets) * job.packed_b_bytes + _PAGE, np.uint8)
                 address = -(-int(memory.ctypes.data) // _PAGE) * _PAGE

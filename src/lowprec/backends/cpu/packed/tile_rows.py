@@ -18,6 +18,18 @@ int8               1      none
 int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
 =================  =====  ====================================================================
 
+Units for FP32 take every number as a float32 (`FP32_SCHEMES`):
+
+=================  =====  ====================================================================
+storage, rounding  parts  conversion
+=================  =====  ====================================================================
+float32            1      none
+bfloat16, float16  1      widened
+float32, bf16      1      round to nearest even, subnormals as well
+float32, tf32      1      round to a 10-bit fraction, ties away from zero
+float32, fp16      1      round to a 10-bit fraction, ties to even
+=================  =====  ====================================================================
+
 The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
 infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
 and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
@@ -64,6 +76,11 @@ class Scheme:
         return self.step // 16
 
     @property
+    def is_wide(self) -> bool:
+        """Whether numbers are multiplied as float32."""
+        return self.per_dword == 1
+
+    @property
     def is_split(self) -> bool:
         """Whether each part is what those before leave, rounded."""
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
@@ -85,8 +102,19 @@ SCHEMES: dict[tuple[str, str], Scheme] = {
         Scheme(10, "float16", "tf32x3", 2, 2, 32),
     )
 }
+FP32_SCHEMES: dict[tuple[str, str], Scheme] = {
+    (scheme.storage, scheme.rounding): scheme
+    for scheme in (
+        Scheme(11, "float32", "exact", 4, 1, 16),
+        Scheme(12, "bfloat16", "exact", 2, 1, 16),
+        Scheme(13, "float16", "exact", 2, 1, 16),
+        Scheme(14, "float32", "bf16", 4, 1, 16),
+        Scheme(15, "float32", "tf32", 4, 1, 16),
+        Scheme(16, "float32", "fp16", 4, 1, 16),
+    )
+}
 #: By the number that kernels know them by.
-BY_INDEX = {scheme.index: scheme for scheme in SCHEMES.values()}
+BY_INDEX = {scheme.index: scheme for scheme in (*SCHEMES.values(), *FP32_SCHEMES.values())}
 
 _EXPONENT = 0x7F800000
 # The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
@@ -97,15 +125,27 @@ def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
+def _rounded_bits(builder: Any, x: Any, dropped: int, *, ties_away: bool) -> Any:
+    """Bits of 16 float32 without the last ones, rounded; an infinity or a NaN may become anything."""
+    half = _splat(1 << (dropped - 1))  # of a unit: ties away from zero, as cvt.rna.tf32.f32
+    if not ties_away:
+        odd = builder.and_(builder.lshr(x, _splat(dropped)), _splat(1))
+        half = builder.add(odd, _splat((1 << (dropped - 1)) - 1))
+    return builder.and_(builder.add(x, half), _splat(0x100000000 - (1 << dropped)))
+
+
 def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
     """Bits of 16 float32 rounded to a 10-bit fraction, and a mask of those that are not finite then."""
-    half = _splat(0x1000)  # of a unit: ties away from zero, as cvt.rna.tf32.f32
-    if not ties_away:
-        odd = builder.and_(builder.lshr(x, _splat(13)), _splat(1))
-        half = builder.add(odd, _splat(0xFFF))
     magnitude = builder.and_(x, _splat(0x7FFFFFFF))
     bad = builder.icmp_unsigned(">=", magnitude, _splat(_OVERFLOW))
-    return builder.and_(builder.add(x, half), _splat(0xFFFFE000)), bad
+    return _rounded_bits(builder, x, 13, ties_away=ties_away), bad
+
+
+def _rounded_or_special(builder: Any, x: Any, dropped: int, *, ties_away: bool) -> Any:
+    """Bits of 16 float32 without the last ones, rounded; an infinity or a NaN stays what it is."""
+    exponent = builder.and_(x, _splat(_EXPONENT))
+    is_special = builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
+    return builder.select(is_special, x, _rounded_bits(builder, x, dropped, ties_away=ties_away))
 
 
 def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
@@ -168,12 +208,7 @@ def _bfloat16_split_rows(builder: Any, parts: int, runs: list[Any], interleave: 
 def _tf32_split_rows(builder: Any, runs: list[Any], interleave: bool) -> list[Any]:
     floats, rows = ir.VectorType(F32, 16), []
     for _ in range(2):
-        wide = []
-        for run in runs:
-            rounded, _ = _rounded(builder, run, ties_away=True)
-            exponent = builder.and_(run, _splat(_EXPONENT))
-            is_special = builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
-            wide.append(builder.select(is_special, run, rounded))
+        wide = [_rounded_or_special(builder, run, 13, ties_away=True) for run in runs]
         rows.append(_odd_words(builder, wide, interleave))
         rows.append(_odd_words(builder, [_low_part(builder, x) for x in wide], interleave))
         runs = [
@@ -203,9 +238,23 @@ def _two_part_rows(
     return rows, builder.bitcast(builder.or_(*bad), I16)
 
 
+def _wide_row(builder: Any, scheme: Scheme, run: Any) -> Any:
+    """A tile row of 16 float32 from a run of 16 elements."""
+    if scheme.storage == "float16":
+        return builder.fpext(run, ir.VectorType(F32, 16))
+    if scheme.storage == "bfloat16":
+        return builder.shl(builder.zext(run, ir.VectorType(I32, 16)), _splat(16))
+    if scheme.rounding == "exact":
+        return run
+    dropped = 16 if scheme.rounding == "bf16" else 13
+    return _rounded_or_special(builder, run, dropped, ties_away=scheme.rounding == "tf32")
+
+
 def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
     """One tile row for each part from `per_dword` runs of 16 elements; and flags of non-finites."""
     none = ir.Constant(I16, 0)
+    if scheme.is_wide:
+        return [_wide_row(builder, scheme, runs[0])], none
     if scheme.storage == "float32" and scheme.is_split:
         if scheme.rounding == "tf32x3":
             return _tf32_split_rows(builder, runs, interleave), none
@@ -239,7 +288,7 @@ def pack_row(typing_context, index, interleave, source, run_stride, target, part
     def generate(context, builder, signature, args):
         _, _, source, run_stride, target, part_stride = args
         # TF32 rounds bits; bfloat16 conversions want floats of the same 16 lanes.
-        by_bits = scheme.rounding in ("tf32", "fp16", "tf32x3")
+        by_bits = scheme.is_wide or scheme.rounding in ("tf32", "fp16", "tf32x3")
         element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
         runs = []
         for _ in range(scheme.per_dword):

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from lowprec.backends.cpu import numba_import
 from lowprec.backends.cpu.cpuinfo import cpu_flags, system_flags
+from lowprec.planning.bounds import CHUNK_STEPS
 from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
@@ -39,7 +40,7 @@ class MicroKernel:
     name: str  # also that of the feature which kernels' rows require
     unit: str  # what it runs on, for people
     cpu_flags: frozenset[str]  # as the system calls them; packing and epilogue need theirs as well
-    storage: str  # what is multiplied: ``"bfloat16"`` or ``"int8"``
+    storage: str  # what is multiplied: ``"bfloat16"``, ``"int8"`` or ``"float32"``
     #: Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
     emit: str
     #: Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
@@ -48,6 +49,8 @@ class MicroKernel:
     #: A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that where
     #: the second-level cache feeds the units and fewer visits to the accumulators are worth more.
     inner_bytes: int = 32 << 10
+    #: Steps of k for which A is packed at a time where there are more than `CHUNK_STEPS`.
+    chunk_steps: int = CHUNK_STEPS
     #: Products of numbers from which waking a thread costs less than it brings.
     shared_from: int = 1 << 27
     has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
@@ -85,6 +88,20 @@ AVX512_VNNI = MicroKernel(
     offset_a=128,
 )
 
+#: Sums of 384 products, one piece of B, are added to one another: that long, and over many rows of A for each reading
+#: of B, because the numbers are twice as wide.
+AVX512_FP32 = MicroKernel(
+    "avx512_fp32",
+    "FP32 vector units (AVX-512)",
+    _AVX512,
+    "float32",
+    f"{_HERE}.avx512_fp32:micro_kernel",
+    block_bytes=512 << 10,
+    inner_bytes=48 << 10,
+    chunk_steps=24,
+    shared_from=1 << 22,
+)
+
 #: Of processors that have no AVX-512.
 AVX_VNNI = MicroKernel(
     "avx_vnni",
@@ -97,7 +114,7 @@ AVX_VNNI = MicroKernel(
     offset_a=128,
 )
 
-MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX_VNNI)
+MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX512_FP32, AVX_VNNI)
 
 
 def _request_permission() -> bool:

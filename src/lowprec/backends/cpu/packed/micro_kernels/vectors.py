@@ -1,10 +1,13 @@
 """Assembly of micro-kernels on vector units: a dword of A for all columns, multiplied by a row of a tile of B.
 
 An instruction multiplies dwords, pairs of bfloat16 or fours of int8, lane by lane, and adds the products to 32-bit
-lanes. A row of a tile of B is a dword of k for 16 columns; a tile of A has the dwords of one of its rows beside each
-other, and each is broadcast. A block of 32 x 32 is treated in groups of a few rows and two registers of columns, whose
-accumulators stay in registers for all steps of a call. Products of parts are summed one after the other, each over all
-steps, in the order of the list: the small ones come first.
+lanes; a fused multiply-add of float32 is such an instruction, too. A row of a tile of B is a dword of k for 16 columns;
+a tile of A has the dwords of one of its rows beside each other, and each is broadcast. A block of 32 x 32 is treated in
+groups of a few rows and two registers of columns, whose accumulators stay in registers for all steps of a call.
+Products of parts are summed one after the other, each over all steps, in the order of the list: the small ones first.
+
+*float32*: each call sums anew and adds what it has to the accumulators (`adds_sums`). Blocks of sums have smaller
+errors than one long sum, and nothing is loaded before the first multiplication.
 
 *int8*: the instruction multiplies an unsigned by a signed number, so A is packed as a + 128, and 128 times the sums of
 the columns of B is taken off. The first group of rows sums them on the way, with two more multiplications for each row
@@ -67,6 +70,7 @@ class _Group:
     first: int
     end: int
     columns: tuple[int, int]
+    adds_sums: bool
 
     @property
     def sums_columns(self) -> bool:
@@ -83,6 +87,16 @@ class _Group:
             for i in range(self.first, self.end)
             for t in range(2)
         ]
+
+    def begin(self) -> list[str]:
+        """What the sums begin with."""
+        r = self.registers
+        zeros = [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
+        if self.adds_sums:
+            # What is added at the end may have left the cache.
+            return [f"prefetcht0 {memory}" for _, memory in self.accumulators] + zeros
+        loads = [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
+        return ["testq $4, $4", "jz 2f", *loads, "jmp 3f", "2:", *zeros, "3:"]
 
     def step(self, prefetches: bool) -> list[str]:
         """One step of k: 16 dwords."""
@@ -117,11 +131,7 @@ class _Group:
             self.registers,
             (1 + max(i for i, _ in products), 1 + max(j for _, j in products)),
         )
-        lines = ["testq $4, $4", "jz 2f"]
-        lines += [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
-        lines += ["jmp 3f", "2:"]
-        lines += [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
-        lines.append("3:")
+        lines = self.begin()
         sums = [r[x] for x in r.sums]
         take_off = [f"vpsubd {sums[i & 1]}, {x}, {x}" for i, (x, _) in enumerate(self.accumulators)]
         if self.sums_columns:
@@ -136,23 +146,33 @@ class _Group:
             lines += self.product(i, j, parts, is_first and number < parts[1])
         if self.sums_columns:
             lines += take_off
+        if self.adds_sums:
+            lines += ["testq $4, $4", "jz 5f"]
+            lines += [f"vaddps {memory}, {x}, {x}" for x, memory in self.accumulators]
+            lines.append("5:")
         return lines + [f"{r.move} {register}, {memory}" for register, memory in self.accumulators]
 
 
 def micro_kernel_text(
-    registers: Registers, multiply: str, products: Pairs = ((0, 0),), *, offset: int = 0
+    registers: Registers,
+    multiply: str,
+    products: Pairs = ((0, 0),),
+    *,
+    offset: int = 0,
+    adds_sums: bool = False,
 ) -> str:
     """Assembly of a micro-kernel.
 
     Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
-    accumulators hold, $5 where the next piece of B is. ``multiply`` is the instruction, ``offset`` what was added to A.
+    accumulators hold, $5 where the next piece of B is. ``multiply`` is the instruction, ``offset`` what was added
+    to A; with ``adds_sums`` the accumulators are added after the last step, not before the first.
     """
     # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
     lines = ["movq $2, %r8", "movq $5, %rdx"]
     for columns in registers.columns:
         first = 0
         for rows in registers.rows:
-            group = _Group(registers, multiply, offset, first, first + rows, columns)
+            group = _Group(registers, multiply, offset, first, first + rows, columns, adds_sums)
             lines += group.text(products)
             first += rows
     return "\n".join([*lines, "vzeroupper"])
@@ -165,13 +185,15 @@ def _emit(builder: Any, registers: Registers, text: str, args: Sequence[Any]) ->
     inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args)
 
 
-def micro_kernel_intrinsic(registers: Registers, multiply: str, *, offset: int = 0) -> Any:
+def micro_kernel_intrinsic(
+    registers: Registers, multiply: str, *, offset: int = 0, adds_sums: bool = False
+) -> Any:
     """Return the micro-kernel as a function for numba; its first argument are the products of parts, as a text."""
 
     @intrinsic(prefer_literal=True)
     def micro(typing_context, products, a, b, acc, steps, add, following):
         pairs = parse_pairs(products.literal_value)
-        text = micro_kernel_text(registers, multiply, pairs, offset=offset)
+        text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums)
 
         def generate(context, builder, signature, args):
             _emit(builder, registers, text, args[1:])
