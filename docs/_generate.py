@@ -126,7 +126,7 @@ def generation_table() -> str:
     ]
     rows = []
     for processors, units, flags in GENERATIONS:
-        found = {kernel.name for kernel in MICRO_KERNELS if kernel.cpu_flags <= flags}
+        found = {kernel.name for kernel in MICRO_KERNELS if kernel.is_for(frozenset(flags))}
         able = Capabilities("cpu", processors, KERNELS, frozenset(found | {"openblas", "numba"}))
         kernels = [_code(_chosen(able, fmt)) for fmt in ("float32", "tf32", "bfloat16", "int8")]
         assert _chosen(able, "tf32") == _chosen(able, "float16")

@@ -8,15 +8,10 @@ from dataclasses import replace
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
 from lowprec.backends.cpu import casting, costs
-from lowprec.backends.cpu.cpuinfo import cpu_name
+from lowprec.backends.cpu.cpuinfo import cpu_flags, cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
-from lowprec.backends.cpu.packed.micro_kernels import (
-    AMX_BF16,
-    AVX512_FP32,
-    MICRO_KERNELS,
-    is_available,
-)
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.planning import Capabilities
 from lowprec.policy.emulation import emulated
 
@@ -54,9 +49,7 @@ def _emulating(architecture: Architecture) -> Capabilities:
 def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
-        **{kernel.name: is_available(kernel) for kernel in MICRO_KERNELS},
-        # Where there are tile units, FP32 is left to OpenBLAS: nobody has measured the two side by side there.
-        AVX512_FP32.name: is_available(AVX512_FP32) and not is_available(AMX_BF16),
+        **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
         "openblas": openblas() is not None,
         "numba": casting.has_kernels(),
     }

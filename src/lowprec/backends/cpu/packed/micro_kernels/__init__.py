@@ -55,6 +55,12 @@ class MicroKernel:
     shared_from: int = 1 << 27
     has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
     offset_a: int = 0  # what is added to each element of A while packing, so that it is unsigned
+    #: Flags of processors that leave its products to OpenBLAS, because nobody has measured the two there.
+    unmeasured_with: frozenset[str] = frozenset()
+
+    def is_for(self, flags: frozenset[str]) -> bool:
+        """Whether a processor with these flags has the units, and products are to run on them."""
+        return self.cpu_flags <= flags and not self.unmeasured_with & flags
 
 
 _HERE = "lowprec.backends.cpu.packed.micro_kernels"
@@ -100,6 +106,7 @@ AVX512_FP32 = MicroKernel(
     inner_bytes=48 << 10,
     chunk_steps=24,
     shared_from=1 << 22,
+    unmeasured_with=frozenset({"amx_bf16"}),
 )
 
 #: Of processors that have no AVX-512.
