@@ -7,24 +7,29 @@ import importlib.util
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import machine
+import timing
 
 #: By flag of the processor: register, how many, and the numbers that one holds. Sums are enough to hide the latency.
 _UNITS = {"avx512f": ("zmm", 32, 16), "fma": ("ymm", 16, 8)}
 _SUMS = {"zmm": 24, "ymm": 12}
-_STEPS, _ROUNDS = 2_000_000, 9
 
 
-def fp32_gflops() -> float | None:
-    """Return the most that was seen, at the clock that the machine has now; None where it cannot be measured."""
+def units() -> Callable[[float], timing.Elapsed] | None:
+    """Return a function of a number of flops, which does as many on all cores; None where it cannot be measured."""
     unit = next((_UNITS[flag] for flag in _UNITS if flag in machine.cpu_flags()), None)
     if unit is None or sys.platform != "linux" or importlib.util.find_spec("numba") is None:
         return None
     register, count, numbers = unit
-    spin = _loop(register, count)
-    flops = 2.0 * numbers * _SUMS[register] * _STEPS * machine.cores()
-    return max(1e-9 * flops / _seconds(spin, machine.cores()) for _ in range(_ROUNDS))
+    spin, cores = _loop(register, count), machine.cores()
+    per_step = 2 * numbers * _SUMS[register] * cores
+
+    def multiply(flops: float) -> timing.Elapsed:
+        return timing.Elapsed(_seconds(spin, max(1, round(flops / per_step)), cores))
+
+    return multiply
 
 
 def _loop(register: str, count: int) -> ctypes._CFuncPtr:
@@ -67,14 +72,14 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
     return spin
 
 
-def _seconds(spin: ctypes._CFuncPtr, cores: int) -> float:
+def _seconds(spin: ctypes._CFuncPtr, steps: int, cores: int) -> float:
     """Return how long it takes from the first core's start to the last one's end."""
     together, times = threading.Barrier(cores), list[tuple[float, float]]()
 
     def run() -> None:
         together.wait()
         begin = time.perf_counter()
-        spin(_STEPS)
+        spin(steps)
         times.append((begin, time.perf_counter()))
 
     workers = [threading.Thread(target=run) for _ in range(cores)]
