@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
+import statistics
 import sys
 import threading
 import time
@@ -73,18 +75,21 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
 
 
 def _seconds(spin: ctypes._CFuncPtr, steps: int, cores: int) -> float:
-    """Return how long it takes from the first core's start to the last one's end."""
-    together, times = threading.Barrier(cores), list[tuple[float, float]]()
+    """Return how long it takes a core, in the mean of all at once."""
+    together, times = threading.Barrier(cores), list[float]()
+    cpus = sorted(os.sched_getaffinity(0))
 
-    def run() -> None:
+    def run(number: int) -> None:
+        # A scheduler may begin with two threads on one core.
+        os.sched_setaffinity(0, {cpus[number % len(cpus)]})
         together.wait()
         begin = time.perf_counter()
         spin(steps)
-        times.append((begin, time.perf_counter()))
+        times.append(time.perf_counter() - begin)
 
-    workers = [threading.Thread(target=run) for _ in range(cores)]
+    workers = [threading.Thread(target=run, args=[i]) for i in range(cores)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return max(end for _, end in times) - min(begin for begin, _ in times)
+    return statistics.harmonic_mean(times)

@@ -94,8 +94,8 @@ AVX512_VNNI = MicroKernel(
     offset_a=128,
 )
 
-#: Sums of 384 products, one piece of B, are added to one another: that long, and over many rows of A for each reading
-#: of B, because the numbers are twice as wide.
+#: Pieces of B are as long as a BLAS sums, 384 products, so that errors are no larger; where k is long, A is packed in
+#: shorter chunks, over more rows for each reading of B, because the numbers are twice as wide.
 AVX512_FP32 = MicroKernel(
     "avx512_fp32",
     "FP32 vector units (AVX-512)",
@@ -104,7 +104,7 @@ AVX512_FP32 = MicroKernel(
     f"{_HERE}.avx512_fp32:micro_kernel",
     block_bytes=512 << 10,
     inner_bytes=48 << 10,
-    chunk_steps=24,
+    chunk_steps=8,
     shared_from=1 << 22,
     unmeasured_with=frozenset({"amx_bf16"}),
 )
