@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import sys
 from cmath import isinf
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
@@ -17,6 +17,7 @@ from lowprec.errors import (
     ArrayError,
     DeviceError,
     DTypeError,
+    LowprecError,
     ShapeError,
     UnsupportedError,
     quoted,
@@ -286,6 +287,32 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             raise DeviceError(
                 f"{first} is on {devices[first]} and {name} on {device}; move one of them to the other's device"
             )
+
+
+def name_argument(
+    error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
+) -> None:
+    """Let an error say which argument it is about: the first that raises the same where it is looked at by itself.
+
+    Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
+    error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
+    """
+    error.argument = None
+    views: dict[str, ArrayView] = {}
+    for name, x in arrays.items():
+        try:
+            if x is not None:
+                views[name] = view_of(x, writable=True) if name == "out" else look(x)
+        except LowprecError as found:
+            if type(found) is type(error) and found.args == error.args:
+                told = name == "out" and str(error).startswith("out ")  # as only an output is
+                error.argument = None if told else name
+                return
+    if isinstance(error, DeviceError):
+        try:
+            check_devices(views)
+        except DeviceError as found:
+            error.args = found.args
 
 
 def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
