@@ -252,7 +252,9 @@ def test_what_is_refused() -> None:
     for given in (masked, da.from_array(masked, chunks=2)):
         with pytest.raises(lowprec.ArrayError, match="cannot carry its mask"):
             matmul(x, given)
-    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"
+    ):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))
