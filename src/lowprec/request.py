@@ -297,7 +297,8 @@ def name_argument(
     Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
     error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
     """
-    error.argument = None
+    if error.argument not in arrays:  # a name that a function further in has for it
+        error.argument = None
     views: dict[str, ArrayView] = {}
     for name, x in arrays.items():
         try:
