@@ -344,6 +344,26 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_pipe_is_read(mapped: bool) -> None:
+    reader, writer = os.pipe()
+    whole = io.BytesIO()
+    np.save(whole, np.arange(6.0).reshape(2, 3))
+    os.write(writer, whole.getvalue())
+    os.close(writer)
+    found = files.read_array(f"/dev/fd/{reader}", mapped=mapped)
+    os.close(reader)
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones((2, 2), np.int64))
+    with pytest.raises(CommandError, match=r"a\.npy holds int64, .* by --dtype float32"):
+        files.read_array(str(path))
+    assert files.read_array(str(path), DType.FLOAT32).dtype == np.float32
+
+
 def test_a_descriptor_that_is_not_open_is_refused() -> None:
     with pytest.raises(CommandError, match="cannot write /dev/fd/987: Bad file descriptor"):
         files.check_output("/dev/fd/987")

@@ -57,6 +57,15 @@ def test_a_result_on_standard_output_is_alone_there(files: tuple[Path, Path]) ->
     assert b"kernel" in done.stderr
 
 
+def test_from_standard_input_to_standard_output(files: tuple[Path, Path]) -> None:
+    words = ["matmul", "-", str(files[1]), "-o", "-"]
+    done = subprocess.run(
+        [*MODULE, *words], input=files[0].read_bytes(), capture_output=True, check=True
+    )
+    a, b = map(np.load, files)
+    np.testing.assert_array_equal(np.load(io.BytesIO(done.stdout)), lowprec.matmul(a, b))
+
+
 def test_standard_output_in_a_file_is_added_to(tmp_path: Path, files: tuple[Path, Path]) -> None:
     words = ["matmul", *map(str, files), "-o", "/dev/stdout"]
     with (tmp_path / "log").open("wb") as log:

@@ -8,6 +8,7 @@ them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cann
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -53,15 +54,21 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
 
     Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
+    source = "/dev/stdin" if path == "-" else path
     try:
         # NumPy warns of what Python 2 wrote, and reads it all the same.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Path(path).open("rb") as file:
-                shape = _check_header(path, file)
+            with Path(source).open("rb") as file:
+                piped = None if file.seekable() else io.BytesIO(file.read())
+                shape = _check_header(path, piped or file)
+            if piped is not None:
+                piped.seek(0)
             # NumPy cannot map what has no bytes.
-            mapped = mapped and 0 not in shape
-            array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+            mapped = mapped and piped is None and 0 not in shape
+            array: Array = np.load(
+                piped or source, mmap_mode="r" if mapped else None, allow_pickle=False
+            )
     except OSError as error:
         raise CommandError(f"cannot read {_named(path)}: {_reason(error)}") from None
     except ValueError as error:
@@ -107,7 +114,8 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
     if dtype.fields is not None or dtype.subdtype is not None:
         raise CommandError(f"{path} holds records ({dtype}), not a matrix of numbers")
     promised = math.prod(shape) * dtype.itemsize
-    present = os.fstat(file.fileno()).st_size - file.tell()
+    begin = file.tell()
+    present = file.seek(0, os.SEEK_END) - begin
     if present < promised:
         raise CommandError(
             f"{path} is cut short: its header promises {promised} bytes of data, the file has {present}"
@@ -118,10 +126,14 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
 def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
     if array.dtype.kind == "V" and array.dtype.type is np.void:
         return _raw_as(path, array, dtype)
-    if dtype is None or array.dtype == NUMPY_DTYPES[dtype]:
+    if array.dtype in map(NUMPY_DTYPES.get, OPERAND_DTYPES if dtype is None else (dtype,)):
         return array
     if array.dtype.kind not in "biufc":
         raise CommandError(f"{path} holds {array.dtype}, which is not a number")
+    if dtype is None:
+        raise CommandError(
+            f"{path} holds {array.dtype}, which is not multiplied; convert it, for example by --dtype float32"
+        )
     return _converted(path, array, dtype)
 
 
@@ -165,10 +177,10 @@ _DESCRIPTOR = re.compile(
 
 
 def _descriptor(path: str) -> int | None:
-    """Return the open descriptor that a name stands for, None where it is that of a file, a device or a pipe."""
+    """Return the open descriptor that a name stands for, ``-`` for standard output; None where it is that of a file."""
     found = _DESCRIPTOR.fullmatch(path)
     if found is None:
-        return None
+        return 1 if path == "-" else None
     name, *numbers = found.group("name", "number", "same")
     return {"out": 1, "err": 2}[name] if name else int(next(filter(None, numbers)))
 
@@ -232,7 +244,7 @@ def write_array(path: str, array: Array) -> None:
 def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`.
 
-    A pipe, a terminal or another device is written into, and so is what ``/dev/stdout`` and ``/dev/fd/N`` stand for.
+    A pipe, a terminal or another device is written into, and what ``-``, ``/dev/stdout`` and ``/dev/fd/N`` stand for.
     """
     check_output(path)
     try:
