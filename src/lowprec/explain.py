@@ -10,7 +10,7 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
-from lowprec.errors import ArrayError, DTypeError
+from lowprec.errors import ArrayError, DTypeError, ShapeError
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
 from lowprec.planning.prepared import prepared_reason
@@ -85,7 +85,7 @@ def plan(
         x, y = _described(a), _described(b)
         request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
                        describing=True)  # fmt: skip
-    except (ArrayError, DTypeError) as error:
+    except (ArrayError, DTypeError, ShapeError) as error:
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
         raise
     views = request.views(x, y)

@@ -103,6 +103,8 @@ def _is_description(x: Any) -> bool:
     """Whether ``x`` only describes an array: shape and dtype, no memory."""
     if isinstance(x, tuple):
         return len(x) == 2
+    if isinstance(x, type):
+        return False
     return not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -207,7 +209,7 @@ def bind(
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
         None if activation is None else _activation(activation),
-        None if out_dtype is None else parse_dtype(out_dtype),
+        None if out_dtype is None else _out_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),
         None if k_chunk is None else _length("k_chunk", k_chunk),
@@ -215,6 +217,14 @@ def bind(
     if request.beta != 0 and c is None:
         raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
     return request
+
+
+def _out_dtype(dtype: Any) -> DType:
+    try:
+        return parse_dtype(dtype)
+    except DTypeError as error:
+        error.argument = "out_dtype"
+        raise
 
 
 def _activation(name: str) -> Activation | None:
@@ -297,7 +307,7 @@ def name_argument(
     Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
     error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
     """
-    if error.argument not in arrays:  # a name that a function further in has for it
+    if error.argument in ("a", "b") and error.argument not in arrays:  # as matmul calls them
         error.argument = None
     views: dict[str, ArrayView] = {}
     for name, x in arrays.items():

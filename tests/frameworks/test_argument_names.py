@@ -76,6 +76,26 @@ def test_the_first_of_two_is_named() -> None:
         lowprec.matmul(F32, F32.astype(np.int64), c=F32.astype(np.int64), beta=1.0)
 
 
+@pytest.mark.parametrize("function", ["matmul", "plan", "linear", "tensordot"])
+def test_a_type_of_the_result_is_named(function: str) -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"^out_dtype: dtype 'f4' is not supported"):
+        getattr(lowprec, function)(F32, F32, out_dtype="f4")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (((4, -4), "float32"), r"^b: shape must hold non-negative integers"),
+        (((4, 4), "half"), r"^b: dtype 'half' is not supported"),
+        ((4, 4), r"^b: \(4, 4\) is a shape without an element type"),
+        (lowprec.ShapeDtype, r"^b: expected an array .*, got type"),
+    ],
+)
+def test_a_description_is_named(described: Any, message: str) -> None:
+    with pytest.raises(lowprec.LowprecError, match=message):
+        lowprec.plan(F32, described)
+
+
 def test_what_is_no_single_argument_is_not_named() -> None:
     with pytest.raises(lowprec.DTypeError, match=r"^operands of dtypes float32 and int8") as caught:
         lowprec.matmul(F32, F32.astype(np.int8))
