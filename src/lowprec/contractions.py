@@ -13,12 +13,24 @@ from math import prod
 from operator import index
 from typing import Any
 
-from lowprec.arrays.namespaces import namespace_of
-from lowprec.arrays.prepared_view import Prepared
+from lowprec.arrays import view_of_b
+from lowprec.arrays.namespaces import Namespace, namespace_of
+from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.contraction_recipes import Step, recipe
 from lowprec.dispatch import matmul
-from lowprec.errors import ShapeError, quoted
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.modes import MathMode
+from lowprec.request import name_argument
+
+
+def _namespace(name: str, x: Any) -> Namespace:
+    """Return the functions of an argument's library; an error names the argument."""
+    try:
+        return namespace_of(x)
+    except ArrayError as error:
+        error.argument = name
+        raise
+
 
 # -- two operands ---------------------------------------------------------------------------------
 
@@ -64,7 +76,7 @@ def tensordot(
     >>> tensordot(np.ones((2, 3, 4)), np.ones((4, 3, 5)), axes=((1, 2), (1, 0))).shape
     (2, 5)
     """
-    xp, yp = namespace_of(a), namespace_of(b)
+    xp, yp = _namespace("a", a), _namespace("b", b)
     summed_a, summed_b = _paired_axes(axes, tuple(a.shape), tuple(b.shape))
     free_a = [i for i in range(len(a.shape)) if i not in summed_a]
     free_b = [i for i in range(len(b.shape)) if i not in summed_b]
@@ -162,7 +174,7 @@ def vecdot(
     >>> vecdot(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([1.0, 10.0]))
     array([21., 43.])
     """
-    xp, yp = namespace_of(a), namespace_of(b)
+    xp, yp = _namespace("a", a), _namespace("b", b)
     axis = _axis(axis, "vecdot")
     least = min(len(a.shape), len(b.shape))
     if not -least <= axis <= -1 and not (axis >= 0 and axis < len(a.shape) == len(b.shape)):
@@ -218,14 +230,19 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
-    xp = None if isinstance(weight, Prepared) else namespace_of(weight)
+    xp = None if isinstance(weight, Prepared) else _namespace("weight", weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
     transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))
-    return matmul(
-        x, transposed, bias=bias, activation=activation,
-        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
-    )  # fmt: skip
+    try:
+        return matmul(
+            x, transposed, bias=bias, activation=activation,
+            out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+        )  # fmt: skip
+    except (ArrayError, DTypeError, DeviceError) as error:
+        refuse_prepared(x=x)
+        name_argument(error, {"x": x, "weight": weight, "bias": bias}, view_of_b)
+        raise
 
 
 # -- einsum ---------------------------------------------------------------------------------------
@@ -280,8 +297,8 @@ def einsum(
         raise ShapeError(
             'einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)'
         )
-    for operand in operands:
-        namespace_of(operand)  # refuses what is no array
+    for number, operand in enumerate(operands):
+        _namespace(f"operands[{number}]", operand)  # refuses what is no array
     shapes = tuple([_sizes(operand) for operand in operands])
     try:
         order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
@@ -295,8 +312,12 @@ def einsum(
     steps = _steps(subscripts, shapes, order)
     values = dict(enumerate(operands))
     result = None
-    for number, step in enumerate(steps, len(operands)):
-        result = values[number] = step.run(values, multiply)
+    try:
+        for number, step in enumerate(steps, len(operands)):
+            result = values[number] = step.run(values, multiply)
+    except (ArrayError, DTypeError, DeviceError) as error:
+        name_argument(error, {f"operands[{i}]": x for i, x in enumerate(operands)})
+        raise
     return result
 
 

@@ -22,11 +22,11 @@ from lowprec import dispatch, explain
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.errors import ArrayError, ModeError, ShapeError
+from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
 from lowprec.policy.emulation import emulate
-from lowprec.request import ShapeDtype
+from lowprec.request import ShapeDtype, parse_dtype
 
 
 def matmul(
@@ -147,6 +147,11 @@ def _dask_array(x: Any, name: str) -> da.Array:
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):
         library_of(x._meta)  # refuses masks and the like here, not in the workers
+    try:
+        parse_dtype(x.dtype)
+    except DTypeError as error:
+        error.argument = name
+        raise
     if any(math.isnan(n) for n in x.shape):
         raise ShapeError(
             f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"

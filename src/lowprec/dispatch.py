@@ -15,10 +15,10 @@ from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
-from lowprec.errors import ElsewhereError, UnsupportedError
+from lowprec.errors import ArrayError, DTypeError, ElsewhereError, UnsupportedError
 from lowprec.executors import CachedExecutor, look_up
 from lowprec.modes import MathMode, ResolvedMode
-from lowprec.request import PLAIN, Request, bind, check_devices, spec_of
+from lowprec.request import PLAIN, Request, bind, check_devices, name_argument, spec_of
 
 
 def matmul(
@@ -122,6 +122,9 @@ def matmul(
         return _elsewhere(elsewhere, a, b, _given(
             out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
         ))  # fmt: skip
+    except (ArrayError, DTypeError) as error:
+        name_argument(error, _arrays(a, b, out, c, bias, scale_a, scale_b))
+        raise
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
@@ -187,14 +190,29 @@ _OF_THE_PRODUCT = {"out", "rtol", "bound", "k_chunk"}
 def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
     refuse_prepared(a=a, **given, b=b)
+    arrays = _arrays(a, b, *map(given.get, ("out", "c", "bias", "scale_a", "scale_b")))
     road, takes = _road(found.road)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
+        name_argument(found, arrays)
         way_out = "leave it away" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
         raise UnsupportedError(
             f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}"
         )
-    return road(a, b, **given)
+    try:
+        return road(a, b, **given)
+    except (ArrayError, DTypeError) as error:
+        name_argument(error, arrays)
+        raise
+
+
+def _arrays(
+    a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any
+) -> dict[str, Any]:
+    """Return the arguments of :func:`matmul` that may be arrays, in the order in which they are looked at."""
+    return {
+        "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
+    }  # fmt: skip
 
 
 def _resolve_within(

@@ -39,7 +39,17 @@ def quoted(value: object) -> str:
 
 
 class LowprecError(Exception):
-    """Base class of every error that lowprec raises."""
+    """Base class of every error that lowprec raises.
+
+    ``argument`` names the argument of the caller's that the error is about, where that is one array; the message then
+    begins with it.
+    """
+
+    argument: str | None = None
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.argument is None else f"{self.argument}: {message}"
 
 
 class ArrayError(LowprecError, TypeError):

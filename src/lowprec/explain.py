@@ -10,10 +10,19 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
+from lowprec.errors import ArrayError, DTypeError, ShapeError
 from lowprec.modes import MathMode
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
 from lowprec.planning.prepared import prepared_reason
-from lowprec.request import Request, bind, check_devices, check_scalars, spec_of, view_of
+from lowprec.request import (
+    Request,
+    bind,
+    check_devices,
+    check_scalars,
+    name_argument,
+    spec_of,
+    view_of,
+)
 from lowprec.strides import contiguous_strides
 from lowprec.tolerance import mode_within
 
@@ -72,11 +81,13 @@ def plan(
     'NVIDIA H200 SXM'
     """
     refuse_prepared(a=a, out=out, c=c, bias=bias)
-    x = view_of(a, describing=True)
-    y = b._view if isinstance(b, Prepared) else view_of(b, describing=True)
-    request = bind(
-        out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk, describing=True
-    )
+    try:
+        x, y = _described(a), _described(b)
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
+                       describing=True)  # fmt: skip
+    except (ArrayError, DTypeError, ShapeError) as error:
+        name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
+        raise
     views = request.views(x, y)
     check_devices(views)
     place = next((view.device for view in views.values() if not view.is_description), CPU)
@@ -109,6 +120,10 @@ def plan(
         prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
         algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
     )
+
+
+def _described(x: Any) -> ArrayView:
+    return x._view if isinstance(x, Prepared) else view_of(x, describing=True)
 
 
 def _algorithm(

@@ -139,6 +139,8 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
     library = library_of(b)
     view = library.view(b)
+    if not view.ndim:
+        raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
     plan_gemm(
         GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode
     )

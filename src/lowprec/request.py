@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import sys
 from cmath import isinf
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
@@ -17,6 +17,7 @@ from lowprec.errors import (
     ArrayError,
     DeviceError,
     DTypeError,
+    LowprecError,
     ShapeError,
     UnsupportedError,
     quoted,
@@ -102,6 +103,8 @@ def _is_description(x: Any) -> bool:
     """Whether ``x`` only describes an array: shape and dtype, no memory."""
     if isinstance(x, tuple):
         return len(x) == 2
+    if isinstance(x, type):
+        return False
     return not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -206,7 +209,7 @@ def bind(
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
         None if activation is None else _activation(activation),
-        None if out_dtype is None else parse_dtype(out_dtype),
+        None if out_dtype is None else _out_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),
         None if k_chunk is None else _length("k_chunk", k_chunk),
@@ -214,6 +217,14 @@ def bind(
     if request.beta != 0 and c is None:
         raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
     return request
+
+
+def _out_dtype(dtype: Any) -> DType:
+    try:
+        return parse_dtype(dtype)
+    except DTypeError as error:
+        error.argument = "out_dtype"
+        raise
 
 
 def _activation(name: str) -> Activation | None:
@@ -286,6 +297,33 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             raise DeviceError(
                 f"{first} is on {devices[first]} and {name} on {device}; move one of them to the other's device"
             )
+
+
+def name_argument(
+    error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
+) -> None:
+    """Let an error say which argument it is about: the first that raises the same where it is looked at by itself.
+
+    Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
+    error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
+    """
+    if error.argument in ("a", "b") and error.argument not in arrays:  # as matmul calls them
+        error.argument = None
+    views: dict[str, ArrayView] = {}
+    for name, x in arrays.items():
+        try:
+            if x is not None:
+                views[name] = view_of(x, writable=True) if name == "out" else look(x)
+        except LowprecError as found:
+            if type(found) is type(error) and found.args == error.args:
+                told = name == "out" and str(error).startswith("out ")  # as only an output is
+                error.argument = None if told else name
+                return
+    if isinstance(error, DeviceError):
+        try:
+            check_devices(views)
+        except DeviceError as found:
+            error.args = found.args
 
 
 def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 from lowprec import policy, streams
 from lowprec.arrays import library_of
 from lowprec.backends import AlgorithmTiming, Arguments, backend_of
-from lowprec.errors import UnsupportedError, quoted
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.executors import forget, look_up
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
-from lowprec.request import bind
+from lowprec.request import bind, name_argument
 from lowprec.tables import Table, plain_text
 
 #: cuBLASLt seldom has more that differ.
@@ -149,9 +149,14 @@ def autotune(
         raise UnsupportedError(
             f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
         )
-    library = library_of(a)
-    x, y = library.view(a), library_of(b).view(b)
-    request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+    try:
+        library = library_of(a)
+        x, y = library.view(a), library_of(b).view(b)
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+    except (ArrayError, DTypeError) as error:
+        arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
+        name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
+        raise
     found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []

@@ -471,7 +471,7 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
         lowprec.prepare(b, math_mode="bf17")
     with pytest.raises(lowprec.DTypeError, match="int32"):
         lowprec.prepare(np.ones((3, 4), np.int32))
-    with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
+    with pytest.raises(lowprec.ShapeError, match="b has no axes"):
         lowprec.prepare(np.ones(()))
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
         lowprec.prepare([[1.0]])  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import socket
 import stat
 from pathlib import Path
 
@@ -306,14 +308,70 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
         ("", "it is a folder"),
         ("missing/C.npy", "does not exist"),
         ("plain/C.npy", "does not exist"),
-        ("fifo", "not a regular file"),
+        ("socket", "not a file, a pipe or a terminal"),
     ],
 )
-def test_an_impossible_output_is_refused_early(tmp_path: Path, name: str, words: str) -> None:
+def test_an_impossible_output_is_refused_early(
+    tmp_path: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the names of sockets are short
     (tmp_path / "plain").touch()
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(CommandError, match=words):
-        files.check_output(str(tmp_path / name))
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        with pytest.raises(CommandError, match=words):
+            files.check_output(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}"])
+def test_an_open_file_is_written_where_it_stands(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before")
+    before = path.stat().st_ino
+    with path.open("ab") as file:
+        files.write_array(name.format(file.fileno()), np.ones(2))
+    assert path.stat().st_ino == before
+    assert path.read_bytes().startswith(b"before\x93NUMPY")
+    assert os.listdir(tmp_path) == ["log"]
+
+
+def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_array(str(pipe), np.ones(2))
+    assert np.load(io.BytesIO(os.read(reader, 4096))).tolist() == [1, 1]
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_pipe_is_read(mapped: bool) -> None:
+    reader, writer = os.pipe()
+    whole = io.BytesIO()
+    np.save(whole, np.arange(6.0).reshape(2, 3))
+    os.write(writer, whole.getvalue())
+    os.close(writer)
+    found = files.read_array(f"/dev/fd/{reader}", mapped=mapped)
+    os.close(reader)
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones((2, 2), np.int64))
+    with pytest.raises(CommandError, match=r"a\.npy holds int64, .* by --dtype float32"):
+        files.read_array(str(path))
+    assert files.read_array(str(path), DType.FLOAT32).dtype == np.float32
+
+
+def test_a_descriptor_that_is_not_open_is_refused() -> None:
+    with pytest.raises(CommandError, match="cannot write /dev/fd/987: Bad file descriptor"):
+        files.check_output("/dev/fd/987")
+
+
+def test_a_full_device_is_told() -> None:
+    with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
+        files.write_array("/dev/full", np.ones(2))
 
 
 def test_a_folder_without_write_permission_is_refused(

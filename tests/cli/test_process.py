@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -44,6 +45,56 @@ def test_from_files_to_file(tmp_path: Path, files: tuple[Path, Path]) -> None:
         np.load(tmp_path / "C.npy"), lowprec.matmul(a, b, math_mode="tf32")
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["A.npy", "B.npy", "C.npy"]
+
+
+def test_a_result_on_standard_output_is_alone_there(files: tuple[Path, Path]) -> None:
+    words = ["matmul", *map(str, files), "-o", "/dev/stdout"]
+    done = subprocess.run([*MODULE, *words], capture_output=True, check=True, timeout=120)
+    a, b = map(np.load, files)
+    stream = io.BytesIO(done.stdout)
+    np.testing.assert_array_equal(np.load(stream), lowprec.matmul(a, b))
+    assert stream.read() == b""
+    assert b"kernel" in done.stderr
+
+
+def test_from_standard_input_to_standard_output(files: tuple[Path, Path]) -> None:
+    words = ["matmul", "-", str(files[1]), "-o", "-"]
+    done = subprocess.run(
+        [*MODULE, *words], input=files[0].read_bytes(), capture_output=True, check=True
+    )
+    a, b = map(np.load, files)
+    np.testing.assert_array_equal(np.load(io.BytesIO(done.stdout)), lowprec.matmul(a, b))
+
+
+def test_standard_output_in_a_file_is_added_to(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    words = ["matmul", *map(str, files), "-o", "/dev/stdout"]
+    with (tmp_path / "log").open("wb") as log:
+        log.write(b"before")
+        log.flush()
+        subprocess.run([*MODULE, *words], stdout=log, stderr=subprocess.DEVNULL, check=True)
+    assert (tmp_path / "log").read_bytes().startswith(b"before\x93NUMPY")
+
+
+def test_a_reader_of_the_result_that_went_away(files: tuple[Path, Path]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ["matmul", *map(str, files), "-o", "/dev/stdout"]
+    done = subprocess.run(
+        [*MODULE, *words], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_warning_is_one_line(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    (tmp_path / "cpu_costs.json").write_text("{")
+    done = _run(
+        "matmul", *files, "-o", "/dev/null", "--mode", "bf16",
+        variables={"LOWPREC_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"lowprec: warning: lowprec does not use {tmp_path}")
 
 
 def test_the_installed_script_is_the_same_program() -> None:

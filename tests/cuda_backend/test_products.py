@@ -15,6 +15,8 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu, has_real_gpu
+from lowprec.backends.cuda import invocation
+from lowprec.formats import DType
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -288,6 +290,16 @@ def test_complex_factors(gpu: Gpu, rng: Any) -> None:
             gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode
         )
         check_exact(gpu.get(found), (1 - 2j) * true_product(a, b) + 3j * c)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.COMPLEX64, DType.INT32], ids=str)
+def test_the_sign_of_a_factor_that_is_zero_is_kept(dtype: DType) -> None:
+    factors = [0.0, -0.0, complex(-0.0, 1.0), complex(0.0, 1.0), complex(0.0, -0.0)]
+    for factor in [*factors, *reversed(factors)]:
+        found = invocation.number(factor, dtype)
+        stored = np.array([factor if dtype.is_complex else factor.real], found.memory.dtype)
+        assert found.memory.tobytes() == stored.tobytes()
+        assert found is invocation.number(factor, dtype)
 
 
 def apart(x: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:

@@ -233,7 +233,59 @@ def test_k_chunk_reaches_each_chunk() -> None:
         matmul(a, b, bound="probable")
 
 
+# -- contractions ---------------------------------------------------------------------------------
+
+#: Shapes of the operands, and the contraction, which is also NumPy's.
+CONTRACTIONS: dict[str, tuple[tuple[tuple[int, ...], ...], Any]] = {
+    "chain": (((6, 8), (8, 5), (5, 4)), lambda xp, *x: xp.einsum("ij,jk,kl->il", *x)),
+    "batch": (((2, 3, 4, 4), (2, 3, 4, 4)), lambda xp, *x: xp.einsum("bhij,bhjk->bhik", *x)),
+    "elements": (((2, 3, 4, 4), (2, 3, 4, 4)), lambda xp, *x: xp.einsum("bhij,bhij->bhij", *x)),
+    "diagonals": (((2, 3, 4, 4), (2, 3, 4, 4)), lambda xp, *x: xp.einsum("bhii,bhij->bj", *x)),
+    "sum": (((6, 8),), lambda xp, x: xp.einsum("ij->j", x)),
+    "number": (((6, 8), (6, 8)), lambda xp, *x: xp.einsum("ij,ij->", *x)),
+    "two axes": (((2, 3, 4), (5, 4, 2)), lambda xp, *x: xp.tensordot(*x, axes=((2, 0), (1, 2)))),
+    "outer": (((6, 8), (3,)), lambda xp, *x: xp.tensordot(*x, axes=0)),
+    "dots": (((6, 8), (6, 8)), lambda xp, *x: xp.vecdot(*x)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, ml_dtypes.bfloat16])
+def test_contractions(name: str, dtype: Any) -> None:
+    shapes, contract = CONTRACTIONS[name]
+    plain = [draw(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+    if dtype is np.complex64:
+        plain = [x + 1j * x[::-1] for x in plain]
+    want = contract(lowprec, *plain)
+    lazy = [da.from_array(x, chunks=2) for x in plain]
+    # One operand of NumPy's, wherever it stands, as well.
+    for i in range(len(lazy) + (len(lazy) > 1)):
+        given = [plain[j] if j == i - 1 else x for j, x in enumerate(lazy)]
+        found = contract(lowprec, *given)
+        assert isinstance(found, da.Array)
+        assert (found.shape, found.dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(found.compute(scheduler="sync"), want)
+
+
+def test_a_contraction_is_of_the_callers_mode() -> None:
+    x, weight = draw(0, 6, 8) + np.float32(2**-20), draw(1, 4, 8)
+    with lowprec.math_mode("bf16"):
+        found = lowprec.linear(da.from_array(x, chunks=3), weight)
+        want = lowprec.linear(x, weight)
+    np.testing.assert_array_equal(found.compute(scheduler="sync"), want)
+    assert (want != lowprec.linear(x, weight)).any()
+
+
 # -- what is refused ------------------------------------------------------------------------------
+
+
+def test_the_way_out_is_named_where_there_is_none_here() -> None:
+    x = da.ones((4, 4), chunks=2, dtype="float32")
+    for refuse in (lowprec.prepare, lowprec.linalg.inv):
+        with pytest.raises(lowprec.ArrayError, match=r"else pass array.compute\(\)"):
+            refuse(x)
+    with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
+        lowprec.matmul(x, x.astype("int64"))
 
 
 def test_what_is_refused() -> None:
@@ -252,7 +304,9 @@ def test_what_is_refused() -> None:
     for given in (masked, da.from_array(masked, chunks=2)):
         with pytest.raises(lowprec.ArrayError, match="cannot carry its mask"):
             matmul(x, given)
-    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a Dask array"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"
+    ):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))

@@ -784,7 +784,7 @@ def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "error", "match"),
     [
-        ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a JAX tracer"),
+        ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a: a JAX tracer"),
         ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; leave it away"),
         ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
         ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),

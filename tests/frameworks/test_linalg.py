@@ -638,13 +638,15 @@ def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) 
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = tuple(x.astype(narrow) for x in operands(function))
     with pytest.raises(
-        lowprec.DTypeError, match=rf"^{function} takes float32, .*, got {dtype}; convert"
+        lowprec.DTypeError, match=rf"^{function} takes float32, .*, and a is {dtype}; convert"
     ):
         call(function, xp, arrays)
 
 
 def test_distances_of_complex_points_are_refused(xp: ArrayNamespace) -> None:
-    with pytest.raises(lowprec.DTypeError, match="cdist takes float32, float64, got complex64"):
+    with pytest.raises(
+        lowprec.DTypeError, match="cdist takes float32, float64, and a is complex64"
+    ):
         call("cdist", xp, operands("cdist", "complex64"))
 
 

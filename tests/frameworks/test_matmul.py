@@ -791,7 +791,9 @@ def test_jax_tracer() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     x = jax.numpy.ones((2, 2))
     assert (jax.jit(lambda y: lowprec.matmul(y, y))(x) == 2).all()
-    with pytest.raises(lowprec.UnsupportedError, match=r"rtol= cannot be used here: a JAX tracer"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match=r"rtol= cannot be used here: a: a JAX tracer"
+    ):
         jax.jit(lambda y: lowprec.matmul(y, y, rtol=0.1))(x)
 
 

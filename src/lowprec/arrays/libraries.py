@@ -43,8 +43,13 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
-#: By module name: the class of what is no array to read, what it is, and the function that multiplies it.
-DEFERRED = {"dask.array": ("Array", "a Dask array, which is lazy", "lowprec.dask:matmul")}
+_DASK = (
+    "a Dask array, which is lazy, has no elements that can be read: lowprec has matmul and contractions of it; else "
+    "pass array.compute()"
+)
+
+#: By module name: the class of what is no array to read, why and the way out, and the function that multiplies it.
+DEFERRED = {"dask.array": ("Array", _DASK, "lowprec.dask:matmul")}
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {
@@ -101,9 +106,10 @@ def _find(array: Any) -> Library:
         library = _instance(name)
         library.check_type(array)
         return library
-    for module, (array_class, what, road) in DEFERRED.items():
-        if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
-            raise ElsewhereError(f"{what}, has no elements that can be read; see {road}", road)
+    deferred = deferred_module(array)
+    if deferred is not None:
+        _, message, road = DEFERRED[deferred]
+        raise ElsewhereError(message, road)
     if isinstance(array, Prepared):
         raise ElsewhereError(
             "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
@@ -117,6 +123,14 @@ def _find(array: Any) -> Library:
             f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
+
+
+def deferred_module(array: Any) -> str | None:
+    """Return the module, one of ``DEFERRED``, of an array that has no elements to read; None of any other."""
+    for module, (array_class, *_) in DEFERRED.items():
+        if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
+            return module
+    return None
 
 
 def _optional_name(array: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lowprec.arrays.libraries import library_name
+from lowprec.arrays.libraries import deferred_module, library_name
 from lowprec.errors import ArrayError, quoted
 
 #: Where the libraries that are known by name keep these functions.
@@ -41,9 +41,9 @@ def namespace_of(array: Any) -> Namespace:
     kind = type(array)
     if kind in _BY_TYPE:
         return _BY_TYPE[kind]
-    name = library_name(array)
-    if name in _MODULES:
-        found = _BY_TYPE[kind] = Namespace(sys.modules[_MODULES[name]])
+    module = deferred_module(array) or _MODULES.get(library_name(array))
+    if module is not None:
+        found = _BY_TYPE[kind] = Namespace(sys.modules[module])
         return found
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
@@ -58,7 +58,8 @@ class Namespace:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        self._permute = getattr(xp, "permute_dims", None) or xp.permute  # PyTorch has the latter
+        names = ("permute_dims", "permute", "transpose")  # PyTorch has the second, Dask the third
+        self._permute = next(getattr(xp, name) for name in names if hasattr(xp, name))
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
         """Return ``x`` with its axes in this order."""
@@ -80,7 +81,10 @@ class Namespace:
     def diagonal(self, x: Any, first: int, second: int) -> Any:
         """Return the diagonals over two axes, as the last axis."""
         rest = [i for i in range(len(x.shape)) if i not in (first, second)]
-        return self._xp.linalg.diagonal(self.permuted(x, (*rest, first, second)))
+        last = self.permuted(x, (*rest, first, second))
+        if hasattr(self._xp.linalg, "diagonal"):
+            return self._xp.linalg.diagonal(last)
+        return self._xp.diagonal(last, 0, len(rest), len(rest) + 1)
 
     def ones(self, n: int, like: Any) -> Any:
         """Return ``n`` ones of the element type of ``like``, on its device."""

@@ -7,15 +7,20 @@ mistake is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import io
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lowprec.cli import signals
 from lowprec.cli.errors import USAGE
+from lowprec.cli.files import is_standard_output
 from lowprec.cli.output import flush, note
 from lowprec.cli.parser import build_parser
-from lowprec.errors import LowprecError
+from lowprec.errors import LowprecError, LowprecWarning
 
 __all__ = ["main"]
 
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A file's name may hold what the stream's encoding does not.
             stream.reconfigure(errors="backslashreplace")
     try:
-        with signals.raised():
+        with signals.raised(), _warnings_in_a_line():
             return _run(argv)
     except signals.Terminated as stop:
         return signals.end_by(stop.number)
@@ -54,7 +59,8 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         try:
             options = build_parser().parse_args(argv)
-            code = int(options.run(options))
+            with _results_beside(options):
+                code = int(options.run(options))
         except SystemExit as stop:  # argparse, after --help and --version
             code = int(stop.code or 0)
         flush()
@@ -68,6 +74,33 @@ def _run(argv: Sequence[str] | None) -> int:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
     except LowprecError as error:
         return _refuse(str(error))
+
+
+@contextlib.contextmanager
+def _results_beside(options: argparse.Namespace) -> Iterator[None]:
+    """Print to standard error what a command prints while a file that it writes is standard output itself."""
+    written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
+    if any(map(is_standard_output, written)) and sys.stderr is not None:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Show a warning of the block as the command's own messages: without the line of code that it comes from."""
+    usual = warnings.formatwarning
+
+    def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+        kind = "warning" if issubclass(category, LowprecWarning) else category.__name__
+        return f"lowprec: {kind}: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = text
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _refuse(message: str) -> int:

@@ -59,13 +59,9 @@ def export(
         # The same figures give the same file.
         metadata = {"Date": None} if suffix == "svg" else None
         with matplotlib.rc_context({"svg.hashsalt": "lowprec", "font.size": 9}):
-            figure = draw()
-            write_output(
-                options.plot,
-                lambda file: figure.savefig(
-                    file, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
-                ),
-            )
+            drawn = io.BytesIO()  # in pipes nothing can go back
+            draw().savefig(drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight")
+        write_output(options.plot, lambda file: file.write(drawn.getvalue()))
 
 
 def _style(number: int) -> dict[str, Any]:

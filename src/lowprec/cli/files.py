@@ -8,8 +8,11 @@ them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cann
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import re
+import stat
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.atomic import write_file
 from lowprec.checking.accuracy import Array
 from lowprec.cli.errors import CommandError
+from lowprec.cli.output import flush
 from lowprec.formats import OPERAND_DTYPES, DType
 
 #: How an ``.npz`` file begins.
@@ -50,15 +54,21 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
 
     Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
     """
+    source = "/dev/stdin" if path == "-" else path
     try:
         # NumPy warns of what Python 2 wrote, and reads it all the same.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Path(path).open("rb") as file:
-                shape = _check_header(path, file)
+            with Path(source).open("rb") as file:
+                piped = None if file.seekable() else io.BytesIO(file.read())
+                shape = _check_header(path, piped or file)
+            if piped is not None:
+                piped.seek(0)
             # NumPy cannot map what has no bytes.
-            mapped = mapped and 0 not in shape
-            array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+            mapped = mapped and piped is None and 0 not in shape
+            array: Array = np.load(
+                piped or source, mmap_mode="r" if mapped else None, allow_pickle=False
+            )
     except OSError as error:
         raise CommandError(f"cannot read {_named(path)}: {_reason(error)}") from None
     except ValueError as error:
@@ -104,7 +114,8 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
     if dtype.fields is not None or dtype.subdtype is not None:
         raise CommandError(f"{path} holds records ({dtype}), not a matrix of numbers")
     promised = math.prod(shape) * dtype.itemsize
-    present = os.fstat(file.fileno()).st_size - file.tell()
+    begin = file.tell()
+    present = file.seek(0, os.SEEK_END) - begin
     if present < promised:
         raise CommandError(
             f"{path} is cut short: its header promises {promised} bytes of data, the file has {present}"
@@ -115,10 +126,14 @@ def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
 def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:
     if array.dtype.kind == "V" and array.dtype.type is np.void:
         return _raw_as(path, array, dtype)
-    if dtype is None or array.dtype == NUMPY_DTYPES[dtype]:
+    if array.dtype in map(NUMPY_DTYPES.get, OPERAND_DTYPES if dtype is None else (dtype,)):
         return array
     if array.dtype.kind not in "biufc":
         raise CommandError(f"{path} holds {array.dtype}, which is not a number")
+    if dtype is None:
+        raise CommandError(
+            f"{path} holds {array.dtype}, which is not multiplied; convert it, for example by --dtype float32"
+        )
     return _converted(path, array, dtype)
 
 
@@ -155,12 +170,57 @@ def _converted(path: str, array: Array, dtype: DType) -> Array:
 # -- writing --------------------------------------------------------------------------------------
 
 
+#: Open descriptors of this process, by the names that systems have for them.
+_DESCRIPTOR = re.compile(
+    r"/dev/(?:std(?P<name>out|err)|fd/(?P<number>\d+))|/proc/self/fd/(?P<same>\d+)"
+)
+
+
+def _descriptor(path: str) -> int | None:
+    """Return the open descriptor that a name stands for, ``-`` for standard output; None where it is that of a file."""
+    found = _DESCRIPTOR.fullmatch(path)
+    if found is None:
+        return 1 if path == "-" else None
+    name, *numbers = found.group("name", "number", "same")
+    return {"out": 1, "err": 2}[name] if name else int(next(filter(None, numbers)))
+
+
+def _is_written_into(path: str) -> bool:
+    """Whether what is written goes into what is there, a pipe, a terminal or an open file, and replaces nothing."""
+    if _descriptor(path) is not None:
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def is_standard_output(path: str | None) -> bool:
+    """Whether a file that is written is what standard output goes to."""
+    if not path or not _is_written_into(path):
+        return False
+    try:
+        known = _descriptor(path)
+        there = os.stat(path) if known is None else os.fstat(known)
+        return os.path.samestat(there, os.fstat(1))
+    except OSError:
+        return False
+
+
 def check_output(path: str) -> None:
     """Refuse an output that could not be written, before the time for computing it is spent."""
     try:
+        if _is_written_into(path):
+            descriptor = _descriptor(path)
+            if descriptor is not None:
+                os.fstat(descriptor)
+            elif not os.access(path, os.W_OK):
+                raise CommandError(f"cannot write {path}: it is not writable")
+            return
         target = Path(path).resolve()
         if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "not a regular file"
+            kind = "a folder" if target.is_dir() else "not a file, a pipe or a terminal"
             raise CommandError(f"cannot write {_named(path)}: it is {kind}")
         folder_exists = target.parent.is_dir()
     except OSError as error:
@@ -182,9 +242,20 @@ def write_array(path: str, array: Array) -> None:
 
 
 def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`."""
+    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.atomic.write_file`.
+
+    A pipe, a terminal or another device is written into, and what ``-``, ``/dev/stdout`` and ``/dev/fd/N`` stand for.
+    """
     check_output(path)
     try:
-        write_file(path, write)
+        if _is_written_into(path):
+            flush()  # what was printed before comes before
+            descriptor = _descriptor(path)
+            with open(path if descriptor is None else os.dup(descriptor), "wb") as file:
+                write(file)
+        else:
+            write_file(path, write)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise CommandError(f"cannot write {path}: {_reason(error)}") from None

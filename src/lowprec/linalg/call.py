@@ -19,6 +19,9 @@ from lowprec.policy import fp32_guard
 REAL_DTYPES = (DType.FLOAT32, DType.FLOAT64)
 _DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
 
+#: Of the arrays that a function takes, in order.
+_NAMES = ("a", "b")
+
 _CUDA = 2  # ``DLDeviceType`` of dlpack.h
 
 
@@ -44,7 +47,13 @@ def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **key
 
 
 def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
-    names = [library_name(x) for x in arrays]
+    names = []
+    for name, x in zip(_NAMES, arrays, strict=False):
+        try:
+            names.append(library_name(x))
+        except ArrayError as error:
+            error.argument = name
+            raise
     if len(set(names)) > 1:
         raise ArrayError(
             f"{function} takes arrays of one library, got {' and '.join(names)}; convert one of them, for example "
@@ -59,11 +68,11 @@ def _promoted(
     """Return the operands' common element type, and the operands in it."""
     by_label = {dtype.label: dtype for dtype in dtypes}
     given = [str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.") for x in arrays]
-    for label in given:
+    for name, label in zip(_NAMES, given, strict=False):
         if label not in by_label:
             raise DTypeError(
-                f"{function} takes {', '.join(by_label)}, got {label}; convert the array first, for "
-                "example to float32, and the result back where that is meant"
+                f"{function} takes {', '.join(by_label)}, and {name} is {label}; convert it first, for example to "
+                "float32, and the result back where that is meant"
             )
     common = functools.reduce(promote, (by_label[label] for label in given))
     return common, tuple(

@@ -63,9 +63,16 @@ class Number(NamedTuple):
     memory: np.ndarray[Any, Any]
 
 
-@functools.lru_cache(maxsize=64)
 def number(value: complex, dtype: DType) -> Number:
     """Return a factor for a call; kept, as the same few come back."""
+    # 0.0 and -0.0 are equal, and so are complex numbers that differ in the sign of a zero.
+    differ = not value or type(value) is complex
+    return _kept_number(value, dtype, repr(value) if differ else "")
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_number(value: complex, dtype: DType, text: str) -> Number:
+    """Return a factor for a call; ``text`` tells apart what is equal."""
     memory = np.empty(1, NUMPY_DTYPES[dtype])
     memory[0] = value if dtype.is_complex else value.real
     return Number(value, memory.ctypes.data, memory)

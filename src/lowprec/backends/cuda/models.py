@@ -38,7 +38,6 @@ def present(found: DeviceProperties) -> Capabilities:
     )
 
 
-@functools.lru_cache(maxsize=64)
 def predicted(device: str) -> Capabilities:
     """Return what a model can do by what is published of it; no library and no driver is needed.
 
@@ -49,6 +48,12 @@ def predicted(device: str) -> Capabilities:
     >>> predicted("sm_90").name
     'NVIDIA H100 SXM5, for compute capability 9.0'
     """
+    parse_model(device)  # what is no text may not be a key either
+    return _predicted(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _predicted(device: str) -> Capabilities:
     model = parse_model(device)
     capability = parse_capability(device)
     standing = "" if capability is None else ", for compute capability {}.{}".format(*capability)

@@ -36,7 +36,13 @@ _CHEAP = 2 * 10**10
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_operands(parser, required=True)
-    parser.add_argument("-o", "--output", metavar="C.npy", required=True, help="file to write")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="C.npy",
+        required=True,
+        help="file to write (- is standard output)",
+    )
     add_shared(
         parser, "--mode", "--rtol", "--bound", "--k-chunk", "--dtype", "--out-dtype", "--json"
     )

@@ -250,34 +250,40 @@ def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool
     )
 
 
-def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    """Compute a complex product as four real ones.
+def _complex_product(
+    plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False
+) -> bool:
+    """Compute a complex product as four real ones, two where one operand is real; with ``whole`` always as four.
 
     Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
     second one.
     """
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
+    # Imaginary parts that are all zero have products that are zero, but for those with an infinity or a NaN.
+    a_parts, b_parts = (2 if whole or x.dtype.kind == "c" else 1 for x in (single.a, single.b))
     with contextlib.ExitStack() as stack:
-        a = [stack.enter_context(_plane(single.a, i)) for i in range(2)]
-        packed = [_panels(plan, arguments, "float32", i) for i in range(2)]
+        a = [stack.enter_context(_plane(single.a, i)) for i in range(a_parts)]
+        packed = [_panels(plan, arguments, "float32", i) for i in range(b_parts)]
         b = [
             single.b if panels else stack.enter_context(_plane(single.b, i))
             for i, panels in enumerate(packed)
         ]
         shape = (single.a.shape[0], single.b.shape[1])
-        real, imag = (stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2))
-        terms = (
-            (0, 0, real, 1.0, 0.0),
-            (1, 1, real, -1.0, 1.0),
-            (0, 1, imag, 1.0, 0.0),
-            (1, 0, imag, 1.0, 1.0),
-        )
-        finite = True
-        for i, j, out, alpha, beta in terms:
-            finite &= _accumulate(micro_kernel, a[i], b[j], out, alpha, beta, rounding, packed[j])
-            if not (finite or _is_split(plan)):
-                return False
+        real, imag = sums = [stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2)]
+        begun, finite = [False, False], True
+        for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
+            if i < a_parts and j < b_parts:
+                to, sign = i ^ j, -1.0 if i and j else 1.0
+                beta, begun[to] = float(begun[to]), True
+                finite &= _accumulate(
+                    micro_kernel, a[i], b[j], sums[to], sign, beta, rounding, packed[j]
+                )
+                if not (finite or _is_split(plan)):
+                    return False
+        lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
+        if lacks and not (np.isfinite(real).all() and np.isfinite(imag).all()):
+            return _complex_product(plan, arguments, single, whole=True)
         product = stack.enter_context(scratch(shape, dtype))
         product.real, product.imag = real, imag
         if not finite:

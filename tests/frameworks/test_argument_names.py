@@ -1,0 +1,180 @@
+"""Which argument an error is about: its name is in the message, by the public function that was called."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import linalg
+
+F32 = np.ones((3, 3), np.float32)
+
+#: Public functions, by their arrays in order: called with these, they multiply.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "matmul": (
+        lambda a, b, out, c, bias: lowprec.matmul(a, b, out=out, c=c, beta=1.0, bias=bias),
+        ("a", "b", "out", "c", "bias"),
+    ),
+    "plan": (
+        lambda a, b, out, c, bias: lowprec.plan(a, b, out=out, c=c, beta=1.0, bias=bias),
+        ("a", "b", "out", "c", "bias"),
+    ),
+    "autotune": (
+        lambda a, b, out, c, bias: lowprec.autotune(a, b, out=out, c=c, beta=1.0, bias=bias),
+        ("a", "b", "out", "c", "bias"),
+    ),
+    "linear": (lowprec.linear, ("x", "weight", "bias")),
+    "einsum": (
+        lambda *x: lowprec.einsum("ij,jk,kl->il", *x),
+        ("operands[0]", "operands[1]", "operands[2]"),
+    ),
+    "tensordot": (lambda a, b: lowprec.tensordot(a, b, axes=1), ("a", "b")),
+    "vecdot": (lowprec.vecdot, ("a", "b")),
+    "solve": (linalg.solve, ("a", "b")),
+}
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "dtype": (F32.astype(np.int64), "int64"),
+    "list": ([[1.0]], "expected an array"),
+    "masked": (np.ma.ones((3, 3)), "MaskedArray is not accepted"),
+}
+
+CASES = [
+    (function, name, wrong)
+    for function, (_, names) in FUNCTIONS.items()
+    for name, wrong in itertools.product(names, WRONG)
+]
+
+
+def arrays_of(names: tuple[str, ...], name: str, wrong: Any) -> list[Any]:
+    """Arrays of the right kind, but for one."""
+    given = [F32[0] if n == "bias" else F32.copy() for n in names]
+    given[names.index(name)] = wrong
+    return given
+
+
+@pytest.mark.parametrize(("function", "name", "wrong"), CASES)
+def test_the_argument_is_named(function: str, name: str, wrong: str) -> None:
+    multiply, names = FUNCTIONS[function]
+    value, message = WRONG[wrong]
+    with pytest.raises(lowprec.LowprecError, match=message) as caught:
+        multiply(*arrays_of(names, name, value))
+    text = str(caught.value)
+    assert text.startswith(f"{name}: ") or f"and {name} is " in text
+    assert caught.value.argument in (name, None)
+
+
+def test_the_first_of_two_is_named() -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
+        lowprec.matmul(F32, F32.astype(np.int64), c=F32.astype(np.int64), beta=1.0)
+
+
+@pytest.mark.parametrize("function", ["matmul", "plan", "linear", "tensordot"])
+def test_a_type_of_the_result_is_named(function: str) -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"^out_dtype: dtype 'f4' is not supported"):
+        getattr(lowprec, function)(F32, F32, out_dtype="f4")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (((4, -4), "float32"), r"^b: shape must hold non-negative integers"),
+        (((4, 4), "half"), r"^b: dtype 'half' is not supported"),
+        ((4, 4), r"^b: \(4, 4\) is a shape without an element type"),
+        (lowprec.ShapeDtype, r"^b: expected an array .*, got type"),
+    ],
+)
+def test_a_description_is_named(described: Any, message: str) -> None:
+    with pytest.raises(lowprec.LowprecError, match=message):
+        lowprec.plan(F32, described)
+
+
+def test_what_is_no_single_argument_is_not_named() -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"^operands of dtypes float32 and int8") as caught:
+        lowprec.matmul(F32, F32.astype(np.int8))
+    assert caught.value.argument is None
+
+
+def test_out_is_named_once() -> None:
+    out = F32.copy()
+    out.flags.writeable = False
+    with pytest.raises(lowprec.ArrayError, match=r"^out is read-only"):
+        lowprec.matmul(F32, F32, out=out)
+
+
+@pytest.mark.parametrize("name", ["x", "bias"])
+def test_a_prepared_operand_in_linear_is_named_as_there(name: str) -> None:
+    given = arrays_of(("x", "weight", "bias"), name, lowprec.prepare(F32))
+    with pytest.raises(lowprec.ArrayError, match=f"^{name} is a prepared operand"):
+        lowprec.linear(*given)
+
+
+def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, bias = torch.ones(3, 3), torch.ones(3, requires_grad=True)
+    with pytest.raises(lowprec.UnsupportedError, match=r"here: bias: the torch tensor requires"):
+        lowprec.matmul(x, x, bias=bias, k_chunk=2)
+    with pytest.raises(lowprec.ArrayError, match=r"^b: the torch tensor requires grad"):
+        lowprec.plan(x, x.clone().requires_grad_())
+    with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
+        lowprec.matmul(x.clone().requires_grad_(), x.to(torch.int64))
+
+
+class OnAnotherDevice:
+    """An array of NumPy's that says it lies elsewhere."""
+
+    shape, dtype, ndim = (3, 3), F32.dtype, 2
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        from lowprec.arrays.dlpack import export
+        from lowprec.arrays.view import Device
+        from lowprec.formats import DType
+
+        return export(F32, DType.FLOAT32, None, device=Device(2, 0))
+
+    def __array_namespace__(self) -> Any:
+        return self
+
+    def permute_dims(self, x: Any, order: Any) -> Any:
+        return x
+
+    def reshape(self, x: Any, shape: Any) -> Any:
+        return x
+
+
+def test_two_devices_are_told_by_the_names_of_the_function_called() -> None:
+    elsewhere = OnAnotherDevice()
+    with pytest.raises(lowprec.DeviceError, match=r"^a is on cpu and b on cuda:0"):
+        lowprec.matmul(F32, elsewhere)
+    with pytest.raises(lowprec.DeviceError, match=r"^x is on cpu and weight on cuda:0"):
+        lowprec.linear(F32, elsewhere)
+    with pytest.raises(
+        lowprec.DeviceError, match=r"^operands\[0\] is on cpu and operands\[2\] on cuda:0"
+    ):
+        lowprec.einsum("ij,jk,kl->il", F32, F32, elsewhere)
+
+
+@pytest.mark.parametrize("function", ["matmul", "plan", "linear", "einsum", "solve"])
+def test_an_error_keeps_nothing_alive(function: str) -> None:
+    """Not even until garbage is collected: arrays may be large."""
+    multiply, names = FUNCTIONS[function]
+    given = arrays_of(names, names[1], F32.astype(np.int64))
+    alive = weakref.ref(given[0])
+    gc.disable()
+    try:
+        with pytest.raises(lowprec.DTypeError, match="int64"):
+            multiply(*given)
+        del given
+        assert alive() is None
+    finally:
+        gc.enable()
