@@ -28,20 +28,24 @@ from lowprec.backends.cpu import (
     splitting,
     threads,
 )
-from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.direct_job import (
     ACTIVATIONS,
     AT_EXPONENTS,
+    BATCH_A,
+    BATCH_B,
     BATCH_BIAS,
+    BATCH_C,
     BATCH_COUNT,
+    BATCH_DIMENSIONS,
     BATCH_FACTORS,
     BATCH_JOB,
     BATCH_KEPT_B,
+    BATCH_OUT,
     BATCH_PRODUCT,
     BATCH_SHARE,
-    BATCH_TABLE,
     BATCH_WORDS,
     CAST_SCRATCH,
+    DIMENSION_WORDS,
     PAD,
     job_of,
     rounding_of,
@@ -65,10 +69,10 @@ _KERNELS = "lowprec.backends.cpu.direct_kernels"
 #: Seconds without the kernels that pay for importing numba.
 _PAYS_TO_IMPORT = 0.5
 
-#: Multiplications of a batch that pay for waking a thread, and those that a thread takes at a time.
-_PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
+#: Multiplications of a batch that pay for waking a thread, those that a thread takes at a time, and as many as take the
+#: time of what each product costs besides.
+_PAYS_TO_SHARE, _SHARE, _EACH = 1 << 22, 1 << 17, 1 << 10
 
-_Batch = ctypes.c_int64 * BATCH_WORDS
 _Factors = ctypes.c_double * 2
 
 _waited, _is_broken = 0.0, False
@@ -247,22 +251,25 @@ def _all(
     from lowprec.backends.cpu.packed.native import callable_at
 
     kernel = callable_at(batch_kernel(), BATCH_ARITY)
-    stacks = (layout.a, layout.b, layout.out, c)
-    count = layout.batch_count
-    products = len(plan.schedule) * layout.m * layout.n * layout.k
-    offsets = offsets_of(stacks) if count <= KEPT else None
-    shared = count * products >= _PAYS_TO_SHARE
+    count, has_beta = layout.batch_count, c is not None
+    each = _EACH + len(plan.schedule) * layout.m * layout.n * layout.k
+    shared = count * each >= _PAYS_TO_SHARE
+    dimensions = _dimensions((layout.a, layout.b, layout.out, c), layout.batch_shape)
+    words = [0] * BATCH_WORDS + dimensions
+    words[BATCH_PRODUCT], words[BATCH_COUNT] = product, count
+    words[BATCH_DIMENSIONS] = len(dimensions) // DIMENSION_WORDS
+    words_type = ctypes.c_int64 * len(words)
 
     def execute(arguments: Arguments) -> None:
         workers = min(threads.num_threads(), count) if shared else 1
         bias = arguments.bias
         factors = _Factors(arguments.alpha.real, arguments.beta.real)
-        table = addresses_of(stacks, arguments, offsets)
-        batch = _Batch()
-        batch[BATCH_JOB], batch[BATCH_PRODUCT] = ctypes.addressof(job), product
-        batch[BATCH_COUNT] = count
-        batch[BATCH_SHARE] = min(-(-_SHARE // products), -(-count // workers))
-        batch[BATCH_TABLE] = table.ctypes.data
+        batch = words_type(*words)
+        batch[BATCH_JOB] = ctypes.addressof(job)  # here, so that it lives as long as this function
+        batch[BATCH_SHARE] = min(-(-_SHARE // each), -(-count // workers))
+        batch[BATCH_A], batch[BATCH_B] = arguments.a.address, arguments.b.address
+        batch[BATCH_OUT] = arguments.out.address
+        batch[BATCH_C] = arguments.c.address if has_beta else 0  # type: ignore[union-attr]
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
         if type(arguments.b) is PreparedView:
@@ -275,6 +282,17 @@ def _all(
         threads.run(work, workers)
 
     return execute
+
+
+def _dimensions(
+    matrices: tuple[MatrixStack | None, ...], batch_shape: tuple[int, ...]
+) -> list[int]:
+    """Return the words of the dimensions of a batch, the innermost first."""
+    words: list[int] = []
+    for axis in reversed(range(len(batch_shape))):
+        words.append(batch_shape[axis])
+        words += [0 if x is None else x.batch_strides[axis] * x.dtype.itemsize for x in matrices]
+    return words
 
 
 def _kept_rows(plan: GemmPlan) -> Kept:

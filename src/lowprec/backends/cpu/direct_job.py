@@ -66,12 +66,20 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_PRODUCT,  # the kernel
     BATCH_COUNT,
     BATCH_SHARE,  # how many a thread takes at a time
-    BATCH_TABLE,  # the addresses of a, b, out and c for each product
     BATCH_BIAS,
     BATCH_FACTORS,
     BATCH_KEPT_B,  # of a prepared b, the same in all of them, the rows once cast; else 0
-) = range(8, 16)
-BATCH_WORDS = 16
+    BATCH_A,  # addresses of the first of each
+    BATCH_B,
+    BATCH_OUT,
+    BATCH_C,
+    BATCH_DIMENSIONS,  # how many; they follow, the innermost first
+) = range(8, 20)
+BATCH_WORDS = 20
+
+#: A dimension of a batch: its extent, and how far one matrix of a, b, out and c lies from the next.
+EXTENT, A_STEP, B_STEP, OUT_STEP, C_STEP = range(5)
+DIMENSION_WORDS = 5
 
 #: Element types of results, by the number that the kernels know them by, and their bytes.
 OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)

@@ -279,6 +279,24 @@ def product_kernel(wide: bool, dtype: str) -> int:
     return compile_kernel(function, PRODUCT_ARITY)
 
 
+@njit(inline="always")
+def _matrices(batch, index):
+    """Return where the matrices of one product of a batch lie."""
+    a, b = field(batch, D.BATCH_A), field(batch, D.BATCH_B)
+    out, c = field(batch, D.BATCH_OUT), field(batch, D.BATCH_C)
+    dimensions, rest = field(batch, D.BATCH_DIMENSIONS), index
+    at = batch + 8 * D.BATCH_WORDS
+    for number in range(dimensions):
+        i = rest
+        if number + 1 < dimensions:
+            rest = i // field(at, D.EXTENT)
+            i -= rest * field(at, D.EXTENT)
+        a, b = a + i * field(at, D.A_STEP), b + i * field(at, D.B_STEP)
+        out, c = out + i * field(at, D.OUT_STEP), c + i * field(at, D.C_STEP)
+        at += 8 * D.DIMENSION_WORDS
+    return a, b, out, c
+
+
 @cache
 def batch_kernel() -> int:
     """Return the address of the kernel that runs a product's for each of a batch.
@@ -298,14 +316,12 @@ def batch_kernel() -> int:
             if first >= count:
                 break
             for index in range(first, min(first + share, count)):
-                row = field(batch, D.BATCH_TABLE) + 32 * index
-                b = field(row, 1)
+                a, b, out, c = _matrices(batch, index)
                 has_b = kept_b
                 if kept_b == 0 and b == before:
                     has_b = 1
                 before = b
-                addresses = (field(row, 0), b, field(row, 2), field(row, 3))
-                call(product, (job, *addresses, bias, factors, has_b, scratch))
+                call(product, (job, a, b, out, c, bias, factors, has_b, scratch))
         return fingerprint & 0
 
     return compile_kernel(drive, BATCH_ARITY)
