@@ -126,7 +126,8 @@ def _seconds_without(plan: GemmPlan) -> float:
     """Return about how much longer a product takes without the kernels."""
     layout = plan.layout
     elements = len(plan.schedule) * layout.batch_count * layout.m * layout.n
-    return 2e-5 + layout.k * (2e-6 + 1e-9 * elements)
+    passes = 2e-5 if len(plan.schedule) == 1 else 2e-4
+    return passes + layout.k * (2e-6 + 1e-9 * elements)
 
 
 def _pays(seconds: float) -> bool:

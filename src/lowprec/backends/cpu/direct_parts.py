@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,12 @@ from lowprec.backends.cpu.stacks import Stacks
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType
 from lowprec.modes import row
-from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
+from lowprec.planning import GemmLayout, GemmPlan, MatrixStack, Product
 
 _FLOAT32 = np.dtype(np.float32)
+
+#: Elements that NumPy sums at once, each of some products of parts.
+_AT_ONCE = 1 << 15
 
 #: Bytes of a vector: parts begin with whole ones.
 _VECTOR = 64
@@ -150,15 +154,10 @@ def _sum_by_numpy(plan: GemmPlan, arguments: Arguments, stacks: Stacks, product:
     with contextlib.ExitStack() as stack:
         a = split_operand(plan, stacks.a, 0, _FLOAT32, stack)
         b = kept[1] if kept else split_operand(plan, stacks.b, 1, _FLOAT32, stack)
-        # Those over the same range of k at once.
-        for (start, stop), group in itertools.groupby(
-            plan.schedule, key=lambda x: (x.k_start, x.k_stop)
-        ):
-            products = list(group)
-            x = np.stack([_as_batch(a.parts[p.a_part], product)[..., start:stop] for p in products])
-            y = np.stack(
-                [_as_batch(b.parts[p.b_part], product)[..., start:stop, :] for p in products]
-            )
+        for products in _at_once(plan, product.size):
+            k = slice(products[0].k_start, products[0].k_stop)
+            x = np.stack([_as_batch(a.parts[p.a_part], product)[..., k] for p in products])
+            y = np.stack([_as_batch(b.parts[p.b_part], product)[..., k, :] for p in products])
             terms = np.zeros((len(products), *product.shape), _FLOAT32)
             add_in_order(x, y, terms)
             for term, p in zip(terms, products, strict=True):
@@ -168,6 +167,14 @@ def _sum_by_numpy(plan: GemmPlan, arguments: Arguments, stacks: Stacks, product:
         lost = ~np.isfinite(product)
         if max(plan.split) > 1 and lost.any():
             np.copyto(product, _as_blas(stacks, product.shape), where=lost)
+
+
+def _at_once(plan: GemmPlan, elements: int) -> Iterator[tuple[Product, ...]]:
+    """Yield the products of a schedule in groups over the same range of k, whose results stay in the cache."""
+    most = max(1, _AT_ONCE // max(1, elements))
+    for _, group in itertools.groupby(plan.schedule, key=lambda x: (x.k_start, x.k_stop)):
+        while products := tuple(itertools.islice(group, most)):
+            yield products
 
 
 def _as_blas(stacks: Stacks, shape: tuple[int, ...]) -> Any:
