@@ -350,3 +350,16 @@ def test_numba_that_does_not_work(
         executors.forget()
         assert_same(lowprec.matmul(a, a, alpha=0.5), want)
     assert direct._is_broken
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("out_dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["fp64", "fp32", "tf32"])
+def test_a_product_of_two_vectors(
+    mode: str, out_dtype: str | None, activation: str | None, rng: np.random.Generator
+) -> None:
+    """The result has no dimensions."""
+    a, b = numbers(rng, 5), numbers(rng, 5)
+    given = {"math_mode": mode, "out_dtype": out_dtype, "activation": activation}
+    found = both(a, b, **given, bias=numbers(rng, 1), alpha=2.0)
+    assert found.shape == ()
