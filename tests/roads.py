@@ -239,7 +239,7 @@ ROADS: dict[str, Road] = {
         lambda x: _is_small(x) and not _meets_vectors(x), "numba", [*_TILES, "avx512_bf16"],
     ),
     "small, in parts": _road(
-        "direct_parts", [_SINGLE, *_HALVES], [*_IN_BFLOAT16, *_IN_OTHERS], _has_small_parts, "numba",
+        "direct_parts", [_SINGLE, *_HALVES[:2]], [*_IN_BFLOAT16, *_IN_OTHERS], _has_small_parts, "numba",
         [*_TILES, "avx512_bf16"],
     ),
     "small, not rounded": _road(
