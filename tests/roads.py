@@ -16,6 +16,7 @@ from lowprec.backends.cpu.kernel_rows import (
     AVX512_BF16_PARTS,
     AVX512_VNNI,
     DIRECT,
+    DIRECT_PARTS,
     GEMV,
     GEMV_WIDE,
     OPENBLAS,
@@ -153,6 +154,10 @@ def _is_small(shape: Shape) -> bool:
     return shape.elements <= (DIRECT.maximum_elements or 0)
 
 
+def _has_small_parts(shape: Shape) -> bool:
+    return shape.elements <= (DIRECT_PARTS.maximum_elements or 0)
+
+
 def _of_one_call(shape: Shape) -> bool:
     return shape.count == 1 or shape.flops >= OPENBLAS.minimum_batch_flops
 
@@ -249,6 +254,10 @@ ROADS: dict[str, Road] = {
         "direct", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL,
         lambda x: _is_small(x) and not _meets_vectors(x), "numba", [*_TILES, "avx512_bf16"],
     ),
+    "small, in parts": _road(
+        "direct_parts", [_SINGLE, *_HALVES[:2]], [*_IN_BFLOAT16, *_IN_OTHERS], _has_small_parts, "numba",
+        [*_TILES, "avx512_bf16"],
+    ),
     "small, not rounded": _road(
         "direct", [_SINGLE, *_HALVES, ("float64", "float64"), ("float64", "float16")], [*PLAIN, "fp64"],
         _is_small, "numba", has_epilogue=True,
@@ -269,7 +278,10 @@ ROADS: dict[str, Road] = {
         "openblas", [*_COMPLEX, ("complex128", "complex128"), ("complex128", "float32")],
         ["fp32", "fp64", "tf32", "fp16"], _of_one_call, "openblas", _TILES,
     ),
-    "OpenBLAS, parts": _road("openblas", [_SINGLE, *_HALVES[:2]], _IN_OTHERS, _of_one_call, "openblas", _TILES),
+    "OpenBLAS, parts": _road(
+        "openblas", [_SINGLE, *_HALVES[:2]], _IN_OTHERS,
+        lambda x: not _has_small_parts(x) and _of_one_call(x), "openblas", _TILES,
+    ),
     "OpenBLAS, complex parts": _road("openblas", _COMPLEX[:2], _IN_OTHERS, _of_one_call, "openblas", _TILES),
     "NumPy": _road(
         "numpy", [_SINGLE, *_HALVES, ("float64", "float64"), *_COMPLEX, ("float16", "float16"), ("int8", "int8")],

@@ -9,22 +9,21 @@ import sys
 import threading
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import interrupts
 import lowprec
 from lowprec import executors, formats
-from lowprec.backends.cpu import batches, casting, direct, epilogue, threads
+from lowprec.backends.cpu import casting, direct, direct_job, epilogue, threads
 from lowprec.planning import Activation
 from rounding_oracle import round_scalar
+from small_products import BF16, assert_same, both, matmul, numbers, views
 
 pytestmark = pytest.mark.skipif(
     not casting.has_kernels(), reason="numba is not installed, or switched off"
 )
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 
 
@@ -33,40 +32,6 @@ def _fresh():
     executors.forget()
     yield
     executors.forget()
-
-
-def matmul(a: Any, b: Any, *, native: bool = True, **keywords: Any) -> Any:
-    """Multiply by the kernels, or by NumPy; the test fails where the plan has another kernel."""
-    assert lowprec.plan(a, b, **keywords).kernel == "direct"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(direct, "_pays", lambda seconds: native)
-        executors.forget()
-        return lowprec.matmul(a, b, **keywords)
-
-
-def assert_same(found: Any, want: Any) -> None:
-    """NaN equals NaN; the signs of zeros count."""
-    assert found.dtype == want.dtype
-    if found.dtype == BF16:  # NumPy does not know its NaN
-        found, want = found.astype(np.float32), want.astype(np.float32)
-    np.testing.assert_array_equal(found, want)
-    numbers = ~np.isnan(want)
-    np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(want)[numbers])
-
-
-def both(a: Any, b: Any, **keywords: Any) -> Any:
-    """Multiply with the kernels and without; the bits must be the same."""
-    out = keywords.pop("out", None)
-    want = matmul(a, b, native=False, **keywords)
-    if out is not None:
-        keywords["out"] = out
-    found = matmul(a, b, **keywords)
-    assert_same(found, want)
-    return found
-
-
-def numbers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> Any:
-    return rng.standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -173,19 +138,6 @@ def test_special_values(mode: str, rng: np.random.Generator) -> None:
         both(a, b, alpha=-1.0, math_mode=mode, out_dtype="bfloat16")
 
 
-def views(rng: np.random.Generator, rows: int, cols: int, dtype: Any) -> dict[str, Any]:
-    """Arrays of one shape that lie in memory in each way."""
-    return {
-        "rows": numbers(rng, rows, cols, dtype=dtype),
-        "columns": numbers(rng, cols, rows, dtype=dtype).T,
-        "steps": numbers(rng, 2 * rows, 3 * cols, dtype=dtype)[::2, ::3],
-        "backwards": numbers(rng, rows, cols, dtype=dtype)[::-1, ::-1],
-        "columns with gaps": numbers(rng, cols, rows + 3, dtype=dtype).T[:rows],
-        "one row": np.broadcast_to(numbers(rng, 1, cols, dtype=dtype), (rows, cols)),
-        "one column": np.broadcast_to(numbers(rng, rows, 1, dtype=dtype), (rows, cols)),
-    }
-
-
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float64])
 def test_strides(dtype: Any, rng: np.random.Generator) -> None:
     lefts, rights = views(rng, 11, 6, dtype), views(rng, 6, 19, dtype)
@@ -236,7 +188,6 @@ def test_batches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> N
         both(a, b, c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a, b[0], c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a[:, :1], b, c=c, beta=0.5, math_mode="fp16")
-    monkeypatch.setattr(batches, "KEPT", 2)
     both(a, b, c=numbers(rng, 4, 3, 10, 9), beta=0.5, bias=bias, math_mode="tf32")
     both(a, b[0, :, 0], math_mode="tf32", alpha=2.0)
     both(a[0, 0, 0], b, math_mode="tf32", c=numbers(rng, 9), beta=1.0)
@@ -323,7 +274,7 @@ def test_a_first_small_product_imports_nothing() -> None:
     program = """
 import sys, numpy, lowprec
 a = numpy.eye(8, dtype="float32")
-for mode in ("tf32", "bf16", "fp16", "fp32"):
+for mode in ("tf32", "bf16", "fp16", "fp32", "bf16x6", "fp16x3"):
     assert (lowprec.matmul(a, a, math_mode=mode, bias=a[0]) == a + a[0]).all()
 print("numba" in sys.modules)
 """
@@ -360,7 +311,7 @@ def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
 def test_an_activation_that_the_kernels_lack_is_numpys(
     dtype: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(direct._ACTIVATIONS, Activation.RELU)
+    monkeypatch.delitem(direct_job.ACTIVATIONS, Activation.RELU)
     monkeypatch.setitem(epilogue._ACTIVATIONS, Activation.RELU, lambda x: np.negative(x, out=x))
     a, b = (rng.integers(-3, 4, (8, 8)).astype(dtype) for _ in "ab")  # so that sums are exact
     bias = np.arange(8).astype(dtype)
@@ -399,3 +350,16 @@ def test_numba_that_does_not_work(
         executors.forget()
         assert_same(lowprec.matmul(a, a, alpha=0.5), want)
     assert direct._is_broken
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("out_dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["fp64", "fp32", "tf32"])
+def test_a_product_of_two_vectors(
+    mode: str, out_dtype: str | None, activation: str | None, rng: np.random.Generator
+) -> None:
+    """The result has no dimensions."""
+    a, b = numbers(rng, 5), numbers(rng, 5)
+    given = {"math_mode": mode, "out_dtype": out_dtype, "activation": activation}
+    found = both(a, b, **given, bias=numbers(rng, 1), alpha=2.0)
+    assert found.shape == ()

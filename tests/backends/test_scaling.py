@@ -183,3 +183,13 @@ def test_tensor_cores_are_given_scaled_numbers(rng: np.random.Generator) -> None
     want = np.ldexp(mma(*parts, zero, arch="hopper", format="fp16"), -sum(exponents))
     np.testing.assert_array_equal(found, want)
     assert row(MathMode.FP16).parts == 1
+
+
+@pytest.mark.parametrize("size", [100, 300], ids=["NumPy's pass", "a kernel's pass"])
+def test_bfloat16_is_looked_at_as_such(size: int) -> None:
+    """Read as float32, two neighbours would make a number of another size."""
+    x = np.full((size, size), 3, ml_dtypes.bfloat16)
+    assert not casting.lie_apart([x])
+    assert not casting.lie_apart([x.T[::-1]])
+    x[size - 1, size - 1] = 1e-30
+    assert casting.lie_apart([x])

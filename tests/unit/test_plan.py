@@ -106,7 +106,12 @@ SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
         ({}, MathMode.BF16, 8, "direct"),
         ({}, MathMode.FP16, 8, "direct"),
         ({}, MathMode.FP64, 8, "direct"),
-        ({}, MathMode.BF16X3, 8, "openblas"),  # a sum of products
+        ({}, MathMode.BF16X3, 8, "direct_parts"),
+        ({}, MathMode.BF16X3, 104, "direct_parts"),
+        ({}, MathMode.BF16X3, 105, "avx512_bf16_parts"),
+        ({}, MathMode.TF32X3, 128, "direct_parts"),
+        ({}, MathMode.TF32X3, 129, "openblas"),
+        ({"k_chunk": 4}, MathMode.BF16X6, 8, "direct_parts"),
         ({}, MathMode.TF32, 128, "direct"),
         ({}, MathMode.TF32, 129, "avx512_fp32_rounded"),
         ({}, MathMode.BF16, 54, "direct"),

@@ -17,7 +17,7 @@ bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
 even number. Subnormal inputs and results count as zero here, too.
 
-*Products of parts in one pass* over packed operands (``KernelRow.sums_products``) share their sums, which begin anew
+*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``) share their sums, which begin anew
 with each chunk of k, of 2048 / parts at most, and are added in FP32. Tile units add all products of a step before the
 next step, so that a term meets the roundings of all of them over the chunk; vector units add one product over the
 whole chunk after the other, the smallest first, so that a term meets those of its own and of the larger ones. One more
@@ -195,7 +195,7 @@ def _depths(
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
     """Return of each pair of parts the depth of its sums, and its factor."""
-    if not (kernel.sums_products and len(schedule) > 1):
+    if not (kernel.shares_sums and len(schedule) > 1):
         return depths(schedule, _depth_of_sum(kernel, fmt, accumulator, components, capability))
     parts = 1 + max(max(product.pairs[0]) for product in schedule)
     chunk = TILE_K * (CHUNK_STEPS // (kernel.parts * parts))

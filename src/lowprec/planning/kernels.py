@@ -60,7 +60,7 @@ class KernelRow(NamedTuple):
     reads_any_strides: bool = False  # no operand is copied because of its strides
     holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
     single_product: bool = False  # runs schedules of one product only
-    sums_products: bool = False  # runs products of parts only, all over the same k in one pass
+    sums_products: bool = False  # runs schedules of several products only
     concatenates: bool = False  # products of parts run as one, the parts side by side
     real_only: bool = False  # runs no product of complex numbers
     vectors: range | None = None  # runs products of a matrix and so many vectors only
@@ -79,6 +79,11 @@ class KernelRow(NamedTuple):
     is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
+
+    @property
+    def shares_sums(self) -> bool:
+        """Whether products of parts share their sums, all over the same k in one pass."""
+        return self.sums_products and self.summation is not Summation.SEQUENTIAL
 
     def __str__(self) -> str:
         return self.name
@@ -232,7 +237,7 @@ def _unsupported_reason(
         return Reason.of(Why.MEASURED_SLOWER, kernel=row.name, ratio=slower)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
-    if is_chunked and row.sums_products:
+    if is_chunked and row.shares_sums:
         return Reason.of(Why.OWN_CHUNKS, kernel=row.name)
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
     if elements < minimum:

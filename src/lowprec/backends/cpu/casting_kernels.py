@@ -134,7 +134,8 @@ def _rounded_float16(builder: Any, bits: Any) -> Any:
     return builder.or_(sign, builder.select(is_subnormal, subnormal, normal))
 
 
-def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
+def rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
+    """Round 16 float32, given by their bits, to a format; None where they stay as they are."""
     if rounding is None:
         return bits
     if rounding == "tf32":
@@ -157,7 +158,7 @@ def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any
     bits = _read(builder, storage, address)
     if rounding == DIGITS:
         extrema.update(bits)
-    return _rounded(builder, rounding, bits)
+    return rounded(builder, rounding, bits)
 
 
 # --- extrema ----------------------------------------------------------------------------------

@@ -49,3 +49,8 @@ def hidden_flags() -> frozenset[str]:
 def cpu_flags() -> frozenset[str]:
     """Return the instruction-set flags that kernels may use; raises as :func:`hidden_flags`."""
     return system_flags() - hidden_flags()
+
+
+def has_fma() -> bool:
+    """Whether a product of two numbers and a sum are rounded together, as far as the system tells."""
+    return "fma" in cpu_flags() or "sse2" not in system_flags()

@@ -13,7 +13,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,73 +28,66 @@ from lowprec.backends.cpu import (
     splitting,
     threads,
 )
-from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.direct_job import (
-    A_K_STEP,
-    A_ROW_STEP,
-    ACTIVATION,
-    AT_A,
-    AT_B,
-    AT_BIAS,
-    AT_BLOCK,
-    AT_C,
+    ACTIVATIONS,
     AT_EXPONENTS,
+    BATCH_A,
+    BATCH_B,
     BATCH_BIAS,
+    BATCH_C,
     BATCH_COUNT,
+    BATCH_DIMENSIONS,
     BATCH_FACTORS,
     BATCH_JOB,
     BATCH_KEPT_B,
+    BATCH_OUT,
     BATCH_PRODUCT,
     BATCH_SHARE,
-    BATCH_TABLE,
     BATCH_WORDS,
-    BIAS,
     CAST_SCRATCH,
-    GELU,
-    OUT_COL_STRIDE,
-    OUT_ROW_STRIDE,
-    PLAIN,
-    RELU,
-    TO_FLOAT16,
-    WORDS,
-    A,
-    B,
-    C,
-    K,
-    M,
-    N,
+    DIMENSION_WORDS,
+    PAD,
+    job_of,
+    rounding_of,
 )
-from lowprec.backends.cpu.fp32_units import rounding_format, whole_operands
+from lowprec.backends.cpu.fp32_units import whole_operands
 from lowprec.backends.cpu.kernel_rows import DIRECT
-from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import stacks_of
+from lowprec.backends.cpu.stacks import Stacks, stacks_of
 from lowprec.backends.execution import Arguments, Executor
-from lowprec.formats import FLOAT16, DType, NumberFormat
+from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 from lowprec.planning.prepared import kept_modes
 
-_ACTIVATIONS = {None: 0, Activation.RELU: RELU, Activation.GELU: GELU}
-
-#: Vectors are read and written as a whole, and may begin with the last element of a matrix.
-_PAD = 256
-
-#: For each element of a, b and the result: at most 8 bytes, and as float32 4; a bias has no more of them.
-_SCRATCH_BYTES = CAST_SCRATCH + 20 * (DIRECT.maximum_elements or 0) + 16 * _PAD
+#: For each element of a, b and the result: at most 8 bytes, and as float32 4; a bias has no more of them. In three
+#: parts, an element of a or b has 16; and there are as many of the result, or few rows and columns with exponents.
+_SCRATCH_BYTES = CAST_SCRATCH + 20 * (DIRECT.maximum_elements or 0) + 32 * PAD
 
 _KERNELS = "lowprec.backends.cpu.direct_kernels"
 
 #: Seconds without the kernels that pay for importing numba.
 _PAYS_TO_IMPORT = 0.5
 
-#: Multiplications of a batch that pay for waking a thread, and those that a thread takes at a time.
-_PAYS_TO_SHARE, _SHARE = 1 << 22, 1 << 17
+#: Multiplications of a batch that pay for waking a thread, those that a thread takes at a time, and as many as take the
+#: time of what each product costs besides.
+_PAYS_TO_SHARE, _SHARE, _EACH = 1 << 22, 1 << 17, 1 << 10
 
-_Job, _Batch = ctypes.c_int64 * WORDS, ctypes.c_int64 * BATCH_WORDS
 _Factors = ctypes.c_double * 2
 
 _waited, _is_broken = 0.0, False
+
+#: Finds what a prepared ``b`` keeps, made with the first product, and its address; 0 for nothing.
+Kept = Callable[[PreparedView], tuple[Any, int]]
+
+
+class Kind(NamedTuple):
+    """What differs between small products: of whole operands, and of parts."""
+
+    kernel: Callable[[GemmPlan, DType], int]  # address of that which writes a type
+    job: Callable[[GemmPlan, GemmLayout, MatrixStack | None], Any]
+    kept: Callable[[GemmPlan], Kept]
+    sum_by_numpy: Callable[[GemmPlan, Arguments, Stacks, Any], None]  # to an array of zeros
 
 
 class _Scratch(threading.local):
@@ -110,24 +103,31 @@ _scratch = _Scratch()
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan for small products."""
+    return executor(plan, Kind(_kernel, _job, _kept_rows, _sum_by_numpy))
+
+
+def executor(plan: GemmPlan, kind: Kind) -> Executor:
+    """Return the executor of a plan for small products of a kind."""
     seconds, native = _seconds_without(plan), None
 
     def execute(arguments: Arguments) -> None:
         nonlocal native
         if native is None:
             if not _pays(seconds):
-                _multiply_by_numpy(plan, arguments)
+                _multiply_by_numpy(plan, kind, arguments)
                 return
-            native = _native(plan)
+            native = _native(plan, kind)
         native(arguments)
 
-    return _native(plan) if _pays(0.0) else execute
+    return _native(plan, kind) if _pays(0.0) else execute
 
 
 def _seconds_without(plan: GemmPlan) -> float:
     """Return about how much longer a product takes without the kernels."""
     layout = plan.layout
-    return 2e-5 + layout.k * (2e-6 + 1e-9 * layout.batch_count * layout.m * layout.n)
+    elements = len(plan.schedule) * layout.batch_count * layout.m * layout.n
+    passes = 2e-5 if len(plan.schedule) == 1 else 2e-4
+    return passes + layout.k * (2e-6 + 1e-9 * elements)
 
 
 def _pays(seconds: float) -> bool:
@@ -157,24 +157,24 @@ def _has_kernels() -> bool:
 # --- with the kernels -------------------------------------------------------------------------
 
 
-def _native(plan: GemmPlan) -> Executor:
+def _native(plan: GemmPlan, kind: Kind) -> Executor:
     """Return what calls the kernels for a plan."""
     problem, wide = plan.problem, plan.accumulator is DType.FLOAT64
     # Without the kernels' own, and for GELU of float64, it is NumPy's, on numbers not yet rounded to the result's type.
     activation = problem.activation
-    is_apart = activation not in _ACTIVATIONS or (activation is Activation.GELU and wide)
+    is_apart = activation not in ACTIVATIONS or (activation is Activation.GELU and wide)
     staged = is_apart and plan.out_dtype is not plan.accumulator
     dtype = plan.accumulator if staged else plan.out_dtype
     layout = stacked_layout(problem.a, problem.b, None if staged else problem.out, dtype)
     c = None
     if problem.c is not None and problem.has_beta:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
-    job = _job(plan, layout, c)
-    from lowprec.backends.cpu.direct_kernels import product_kernel
-
-    product = product_kernel(wide, dtype.label)
+    job, product = kind.job(plan, layout, c), kind.kernel(plan, dtype)
+    kept = kind.kept(plan)
     multiply = (
-        _one(plan, job, product) if layout.batch_count == 1 else _all(plan, job, product, layout, c)
+        _one(plan, job, product, kept)
+        if layout.batch_count == 1
+        else _all(plan, job, product, kept, layout, c)
     )
     if not is_apart:
         return multiply
@@ -197,73 +197,19 @@ def _apply(product: Any, out: Any, activation: Activation | None) -> None:
     epilogue.apply(product, out, alpha=1, beta=0, c=None, bias=None, activation=activation)
 
 
+def _kernel(plan: GemmPlan, dtype: DType) -> int:
+    from lowprec.backends.cpu.direct_kernels import product_kernel
+
+    return product_kernel(plan.accumulator is DType.FLOAT64, dtype.label)
+
+
 def _job(plan: GemmPlan, layout: GemmLayout, c: MatrixStack | None) -> Any:
-    """Return the words of a product."""
-    problem, to = plan.problem, _rounding(plan)
-    m, n, k, item = layout.m, layout.n, layout.k, plan.accumulator.itemsize
-    # A is read number by number, so it may stay in columns.
-    in_columns = abs(layout.a.row_stride) < abs(layout.a.col_stride)
-    a = layout.a.transposed if in_columns else layout.a
-    matrices = {A: (a, to), B: (layout.b, to)}
-    if c is not None:
-        matrices[C] = c, None
-    if problem.bias is not None:
-        (stride,) = problem.bias.strides
-        matrices[BIAS] = MatrixStack.of(problem.bias.dtype, 1, n, 0, stride), None
-    words = {
-        M: m, N: n, K: k,
-        A_ROW_STEP: item if in_columns else k * item,
-        A_K_STEP: m * item if in_columns else item,
-        OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
-        OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
-        ACTIVATION: _ACTIVATIONS.get(problem.activation, 0),
-        PLAIN: not problem.has_epilogue and layout.out.dtype is plan.accumulator and layout.out.col_stride == 1,
-    }  # fmt: skip
-    for first, (matrix, fmt) in matrices.items():
-        words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}
-    if to is FLOAT16_DIGITS:
-        words[TO_FLOAT16] = _cast_address(DType.FLOAT32, FLOAT16)
-    place = CAST_SCRATCH
-    if item == 8:
-        place += 4 * max(m * k, k * n, m * n) + _PAD
-    sizes = ((AT_A, m * k), (AT_B, k * n), (AT_C, m * n), (AT_BIAS, n))
-    exponents = 2 * (1 + m + n) if item == 4 else 0
-    for at, elements in (*sizes, (AT_EXPONENTS, exponents), (AT_BLOCK, 0)):
-        words[at] = place
-        place += elements * item + _PAD
-    job = _Job()
-    for index, word in words.items():
-        job[index] = word
-    return job
+    """Return the words of a product of whole operands."""
+    exponents = 2 * (1 + layout.m + layout.n) if plan.accumulator is not DType.FLOAT64 else 0
+    return job_of(plan, layout, c, rounding_of(plan), {AT_EXPONENTS: 4 * exponents})
 
 
-def _rounding(plan: GemmPlan) -> NumberFormat | None:
-    """Return the format to which operands are rounded that need not be scaled."""
-    return FLOAT16_DIGITS if any(plan.scaled) else rounding_format(plan)
-
-
-def _cast_words(matrix: MatrixStack, to: NumberFormat | None) -> tuple[int, ...]:
-    """Return how a matrix is read, from `ROWS` to `WIDEN`; one without gaps as a single row."""
-    rows, cols, item = matrix.rows, matrix.cols, matrix.dtype.itemsize
-    row_stride, col_stride = matrix.row_stride, matrix.col_stride
-    if col_stride == 1 and row_stride == cols:
-        rows, cols = 1, rows * cols
-    cast = widen = 0
-    if matrix.dtype is not DType.FLOAT64:
-        cast = _cast_address(matrix.dtype, to)
-    if to is FLOAT16_DIGITS:
-        widen = _cast_address(matrix.dtype, None)
-    return rows, cols, row_stride * item, col_stride * item, cast, widen
-
-
-def _cast_address(dtype: DType, to: NumberFormat | None) -> int:
-    index = casting.cast_index(dtype.label, to)
-    assert index is not None, "plans for this kernel multiply what it reads"
-    address: int = casting.kernels().cast_address(index)
-    return address
-
-
-def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
+def _one(plan: GemmPlan, job: Any, product: int, kept: Kept) -> Executor:
     """Return the executor of a single product."""
     from lowprec.backends.cpu.direct_kernels import PRODUCT_ARITY
     from lowprec.backends.cpu.packed.native import callable_at
@@ -272,7 +218,6 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
     has_beta, has_bias = problem.has_beta, problem.bias is not None
     has_factors = problem.has_alpha or has_beta
     address_of, scratch, plain = ctypes.addressof, _scratch, _Factors(1.0, 0.0)
-    kept = _kept_rows(plan)
 
     def execute(arguments: Arguments) -> None:
         a, b, out, c, bias, alpha, beta = arguments[:7]
@@ -295,29 +240,37 @@ def _one(plan: GemmPlan, job: Any, product: int) -> Executor:
 
 
 def _all(
-    plan: GemmPlan, job: Any, product: int, layout: GemmLayout, c: MatrixStack | None
+    plan: GemmPlan,
+    job: Any,
+    product: int,
+    kept: Kept,
+    layout: GemmLayout,
+    c: MatrixStack | None,
 ) -> Executor:
     """Return the executor of a batch."""
     from lowprec.backends.cpu.direct_kernels import BATCH_ARITY, batch_kernel
     from lowprec.backends.cpu.packed.native import callable_at
 
     kernel = callable_at(batch_kernel(), BATCH_ARITY)
-    stacks = (layout.a, layout.b, layout.out, c)
-    count, products = layout.batch_count, layout.m * layout.n * layout.k
-    offsets = offsets_of(stacks) if count <= KEPT else None
-    kept = _kept_rows(plan)
-    shared = count * products >= _PAYS_TO_SHARE
+    count, has_beta = layout.batch_count, c is not None
+    each = _EACH + len(plan.schedule) * layout.m * layout.n * layout.k
+    shared = count * each >= _PAYS_TO_SHARE
+    dimensions = _dimensions((layout.a, layout.b, layout.out, c), layout.batch_shape)
+    words = [0] * BATCH_WORDS + dimensions
+    words[BATCH_PRODUCT], words[BATCH_COUNT] = product, count
+    words[BATCH_DIMENSIONS] = len(dimensions) // DIMENSION_WORDS
+    words_type = ctypes.c_int64 * len(words)
 
     def execute(arguments: Arguments) -> None:
         workers = min(threads.num_threads(), count) if shared else 1
         bias = arguments.bias
         factors = _Factors(arguments.alpha.real, arguments.beta.real)
-        table = addresses_of(stacks, arguments, offsets)
-        batch = _Batch()
-        batch[BATCH_JOB], batch[BATCH_PRODUCT] = ctypes.addressof(job), product
-        batch[BATCH_COUNT] = count
-        batch[BATCH_SHARE] = min(-(-_SHARE // products), -(-count // workers))
-        batch[BATCH_TABLE] = table.ctypes.data
+        batch = words_type(*words)
+        batch[BATCH_JOB] = ctypes.addressof(job)  # here, so that it lives as long as this function
+        batch[BATCH_SHARE] = min(-(-_SHARE // each), -(-count // workers))
+        batch[BATCH_A], batch[BATCH_B] = arguments.a.address, arguments.b.address
+        batch[BATCH_OUT] = arguments.out.address
+        batch[BATCH_C] = arguments.c.address if has_beta else 0  # type: ignore[union-attr]
         batch[BATCH_BIAS] = 0 if bias is None else bias.address
         batch[BATCH_FACTORS] = ctypes.addressof(factors)
         if type(arguments.b) is PreparedView:
@@ -332,18 +285,41 @@ def _all(
     return execute
 
 
-def _kept_rows(plan: GemmPlan) -> Callable[[PreparedView], tuple[Any, int]]:
-    """Return what finds the rows of a prepared ``b``, cast with the first product, and their address; 0 for none."""
-    modes, spec, to = kept_modes(plan), plan.problem.b, _rounding(plan)
-    dtype = NUMPY_DTYPES[plan.accumulator]
-    key = ("rows", dtype, to, spec.shape, spec.strides)
+def _dimensions(
+    matrices: tuple[MatrixStack | None, ...], batch_shape: tuple[int, ...]
+) -> list[int]:
+    """Return the words of the dimensions of a batch, the innermost first."""
+    words: list[int] = []
+    for axis in reversed(range(len(batch_shape))):
+        words.append(batch_shape[axis])
+        words += [0 if x is None else x.batch_strides[axis] * x.dtype.itemsize for x in matrices]
+    return words
 
-    def find(view: PreparedView) -> tuple[Any, int]:
-        if view.mode not in modes:
-            return None, 0
-        form = view.forms.get(key)
-        rows = view.form(key, lambda: _rows_of(view, dtype, to)) if form is None else form.value
+
+def _kept_rows(plan: GemmPlan) -> Kept:
+    """Return what finds the rows of a prepared ``b``."""
+    to, dtype = rounding_of(plan), NUMPY_DTYPES[plan.accumulator]
+    find = found_in(plan, ("rows", dtype, to), lambda view: _rows_of(view, dtype, to))
+
+    def find_rows(view: PreparedView) -> tuple[Any, int]:
+        rows = find(view)
         return rows, 0 if rows is None else data_pointer(rows)
+
+    return find_rows
+
+
+def found_in(
+    plan: GemmPlan, name: tuple[Any, ...], make: Callable[[PreparedView], Form]
+) -> Callable[[PreparedView], Any]:
+    """Return what finds a form of a prepared ``b``, made with the first product; None where nothing is kept."""
+    modes, spec = kept_modes(plan), plan.problem.b
+    key = (*name, spec.shape, spec.strides)
+
+    def find(view: PreparedView) -> Any:
+        if view.mode not in modes:
+            return None
+        form = view.forms.get(key)
+        return view.form(key, lambda: make(view)) if form is None else form.value
 
     return find
 
@@ -353,32 +329,28 @@ def _rows_of(view: PreparedView, dtype: np.dtype[Any], to: NumberFormat | None) 
 
     None where it must be scaled.
     """
-    x = view.ndarray()
-    x = x[:, None] if x.ndim == 1 else x[(0,) * (x.ndim - 2)]
-    memory = np.zeros(x.size + _PAD // dtype.itemsize, dtype)
+    x = matrix_of(view)
+    memory = np.zeros(x.size + PAD // dtype.itemsize, dtype)
     rows = memory[: x.size].reshape(x.shape)
     (apart,) = casting.cast([(x, rows)], to)
     return Form(None, 0) if apart else Form(rows, memory.nbytes)
 
 
+def matrix_of(view: PreparedView) -> Any:
+    """Return the one matrix of a prepared operand."""
+    x = view.ndarray()
+    return x[:, None] if x.ndim == 1 else x[(0,) * (x.ndim - 2)]
+
+
 # --- without them -----------------------------------------------------------------------------
 
 
-def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
+def _multiply_by_numpy(plan: GemmPlan, kind: Kind, arguments: Arguments) -> None:
     """Run a plan with the operations of the kernels, in their order."""
     stacks, dtype = stacks_of(plan, arguments), NUMPY_DTYPES[plan.accumulator]
-    kept = None
-    if type(arguments.b) is PreparedView:
-        kept, _ = _kept_rows(plan)(arguments.b)
     product, activation = np.zeros(stacks.out.shape, dtype), plan.problem.activation
-    with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
-        arrays = (stacks.a, stacks.b) if kept is None else (stacks.a,)
-        operands = whole_operands(plan, arrays, dtype, stack)
-        operands += [] if kept is None else [Split([kept])]
-        a, b = (x.parts[0] for x in operands)
-        for i in range(plan.layout.k):
-            product += a[..., i, None] * b[..., i, None, :]
-        splitting.unscale(product, *operands)
+    with np.errstate(all="ignore"):
+        kind.sum_by_numpy(plan, arguments, stacks, product)
         epilogue.apply(
             product, product, alpha=arguments.alpha, beta=arguments.beta, c=stacks.c, bias=stacks.bias, activation=None
         )  # fmt: skip
@@ -388,3 +360,22 @@ def _multiply_by_numpy(plan: GemmPlan, arguments: Arguments) -> None:
         elif activation is Activation.GELU and dtype == np.float32:
             product, activation = direct_gelu.gelu(product, direct_gelu.NUMPY), None
     _apply(product, stacks.out, activation)
+
+
+def _sum_by_numpy(plan: GemmPlan, arguments: Arguments, stacks: Stacks, product: Any) -> None:
+    kept = None
+    if type(arguments.b) is PreparedView:
+        kept, _ = _kept_rows(plan)(arguments.b)
+    with contextlib.ExitStack() as stack:
+        arrays = (stacks.a, stacks.b) if kept is None else (stacks.a,)
+        operands = whole_operands(plan, arrays, product.dtype, stack)
+        operands += [] if kept is None else [Split([kept])]
+        a, b = (x.parts[0] for x in operands)
+        add_in_order(a, b, product)
+        splitting.unscale(product, *operands)
+
+
+def add_in_order(a: Any, b: Any, sums: Any) -> None:
+    """Add the products of two stacks of matrices to their sums, one after the other in the order of k."""
+    for i in range(a.shape[-1]):
+        sums += a[..., i, None] * b[..., i, None, :]

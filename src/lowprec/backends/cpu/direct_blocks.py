@@ -22,7 +22,8 @@ _ROWS, LANES = 8, 16
 FLOATS = {4: F32, 8: F64}
 
 
-def _splat(builder: Any, value: Any) -> Any:
+def splat(builder: Any, value: Any) -> Any:
+    """Return 16 times a number."""
     vector = ir.VectorType(value.type, LANES)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
     return shuffle(builder, first, first, [0] * LANES)
@@ -73,7 +74,7 @@ def multiply_block(
             step = native.inline_asm(builder, "", "=r,0", word, [builder.mul(loop.index, k_step)])
             for row, totals in zip(rows, sums, strict=True):
                 at = pointer(builder, builder.add(row, step), element)
-                left = _splat(builder, builder.load(at, align=1))
+                left = splat(builder, builder.load(at, align=1))
                 for total, factor in zip(totals, right, strict=True):
                     product = builder.fmul(left, factor)
                     builder.store(builder.fadd(builder.load(total), product), total)
@@ -89,7 +90,7 @@ def multiply_block(
                         builder.store(total, at, align=1)
                 with part:
                     lanes = native.vector(I64, range(LANES * j, LANES * (j + 1)))
-                    mask = builder.icmp_signed("<", lanes, _splat(builder, columns))
+                    mask = builder.icmp_signed("<", lanes, splat(builder, columns))
                     for total, at in found:
                         _store_masked(builder, total, at, mask)
         return context.get_dummy_value()
@@ -184,7 +185,7 @@ def finish_row(typing_context, item, kind, block, factors, c, bias, activation, 
         def factor(index: int) -> Any:
             at = builder.add(factors, word(8 * index))
             number = builder.load(pointer(builder, at, F64), align=1)
-            return _splat(builder, number if element == F64 else builder.fptrunc(number, F32))
+            return splat(builder, number if element == F64 else builder.fptrunc(number, F32))
 
         def vector_at(address: Any) -> Any:
             return builder.load(pointer(builder, address, vector), align=1)

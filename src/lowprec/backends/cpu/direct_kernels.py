@@ -29,6 +29,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_add,
     call,
     compile_kernel,
+    field,
     load,
     pointer,
     store,
@@ -36,18 +37,13 @@ from lowprec.backends.cpu.packed.native import (
 
 PRODUCT_ARITY, BATCH_ARITY = 9, 2
 
-_WORDS = {2: "u16", 4: "u32", 8: "i64"}
+WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
 # The cache on disk knows a kernel by its name and by what it closes over.
 _FILES = (__file__, direct_blocks.__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
-_FINGERPRINT = (
+FINGERPRINT = (
     zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
-
-
-@njit(inline="always")
-def _field(job, index):
-    return load(job + 8 * index, "i64")
 
 
 # --- operands ---------------------------------------------------------------------------------
@@ -67,20 +63,20 @@ def _widen_16(typing_context, source, target):
 
 
 @njit
-def _cast(job, first, source, target, scratch, item):
+def cast(job, first, source, target, scratch, item):
     """Write a matrix, whose words begin at `first`, as rows without gaps; return whether it must be scaled."""
-    rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
-    row_stride = _field(job, first + D.ROW_STRIDE)
-    col_stride = _field(job, first + D.COL_STRIDE)
-    cast = _field(job, first + D.CAST)
-    if cast == 0:  # float64 as it is
+    rows, cols = field(job, first + D.ROWS), field(job, first + D.COLS)
+    row_stride = field(job, first + D.ROW_STRIDE)
+    col_stride = field(job, first + D.COL_STRIDE)
+    kernel = field(job, first + D.CAST)
+    if kernel == 0:  # float64 as it is
         for i in range(rows):
             for j in range(cols):
                 word = load(source + i * row_stride + j * col_stride, "i64")
                 store(target + (i * cols + j) * 8, word, "i64")
         return False
     floats = target if item == 4 else scratch + D.CAST_SCRATCH
-    extrema = call(cast, (source, row_stride, col_stride, rows, cols, floats, scratch))
+    extrema = call(kernel, (source, row_stride, col_stride, rows, cols, floats, scratch))
     if item == 8:
         # All are read and written in whole vectors, for which there is room.
         for i in range(0, rows * cols, 16):
@@ -100,13 +96,8 @@ def _power_of_two(exponent, scratch):
 
 
 @njit
-def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, scratch):
-    """Write a matrix anew, each row of A or column of B scaled and rounded to float16, and the exponents."""
-    rows, cols = _field(job, first + D.ROWS), _field(job, first + D.COLS)
-    row_stride = _field(job, first + D.ROW_STRIDE)
-    col_stride = _field(job, first + D.COL_STRIDE)
-    widen = _field(job, first + D.WIDEN)
-    call(widen, (source, row_stride, col_stride, rows, cols, target, scratch))
+def scale(target, lanes, k, lane_step, k_step, exponents, scratch):
+    """Scale each row of A or column of B of float32 numbers by a power of two; write the exponents."""
     for lane in range(lanes):
         at, largest = target + lane * lane_step, 0.0
         for i in range(k):
@@ -123,30 +114,41 @@ def _scale(job, first, source, target, lanes, k, lane_step, k_step, exponents, s
             # What is no float32 any more is far below float16's smallest number.
             x = types.float32(load(at + i * k_step, "f32") * factor)
             store(at + i * k_step, x, "f32")
-    call(_field(job, D.TO_FLOAT16), (target, 0, 4, 1, lanes * k, target, scratch))
+
+
+@njit
+def _cast_scaled(job, first, source, target, lanes, k, lane_step, k_step, exponents, scratch):
+    """Write a matrix anew, each row of A or column of B scaled and rounded to float16, and the exponents."""
+    rows, cols = field(job, first + D.ROWS), field(job, first + D.COLS)
+    row_stride = field(job, first + D.ROW_STRIDE)
+    col_stride = field(job, first + D.COL_STRIDE)
+    widen = field(job, first + D.WIDEN)
+    call(widen, (source, row_stride, col_stride, rows, cols, target, scratch))
+    scale(target, lanes, k, lane_step, k_step, exponents, scratch)
+    call(field(job, D.TO_FLOAT16), (target, 0, 4, 1, lanes * k, target, scratch))
 
 
 @njit
 def _cast_b(job, source, target, exponents, scratch, item):
     """Cast B, scaled if it must be, which a word before the exponents tells."""
-    n, k = _field(job, D.N), _field(job, D.K)
-    is_scaled = _cast(job, D.B, source, target, scratch, item)
+    n, k = field(job, D.N), field(job, D.K)
+    is_scaled = cast(job, D.B, source, target, scratch, item)
     if is_scaled:
-        _scale(job, D.B, source, target, n, k, item, n * item, exponents, scratch)
+        _cast_scaled(job, D.B, source, target, n, k, item, n * item, exponents, scratch)
     store(exponents - 8, int(is_scaled), "i64")
 
 
 @njit
-def _cast_addends(job, c, bias, has_bias, scratch, item):
+def cast_addends(job, c, bias, has_bias, scratch, item):
     """Cast what is added, and return where it is, 0 where there is nothing; the bias may be there already."""
     c_at = bias_at = 0
     if bias != 0:
-        bias_at = scratch + _field(job, D.AT_BIAS)
+        bias_at = scratch + field(job, D.AT_BIAS)
         if not has_bias:
-            _cast(job, D.BIAS, bias, bias_at, scratch, item)
+            cast(job, D.BIAS, bias, bias_at, scratch, item)
     if c != 0:
-        c_at = scratch + _field(job, D.AT_C)
-        _cast(job, D.C, c, c_at, scratch, item)
+        c_at = scratch + field(job, D.AT_C)
+        cast(job, D.C, c, c_at, scratch, item)
     return c_at, bias_at
 
 
@@ -164,7 +166,7 @@ def _complete_exponents(a_is_scaled, of_a, m, of_b, n):
 
 
 @njit
-def _unscale(block, rows, columns, of_a, of_b, scratch):
+def unscale(block, rows, columns, of_a, of_b, scratch):
     """Take back what rows of A and columns of B were scaled by."""
     for row in range(rows):
         for col in range(columns):
@@ -196,40 +198,61 @@ def _write_product(item, vectors, m, n, k, a, row_step, k_step, b, out, row_stri
                 )  # fmt: skip
 
 
+@njit(inline="always")
+def write_block(item, kind, word, width, job, block, i, j, out, c_at, bias_at, factors):
+    """Write 8 rows by 16 columns of sums, those from row `i` and column `j` on, with their epilogue.
+
+    Columns come from the last to the first: where rows follow one another without gaps, what is written beyond the end
+    of a row is written again with the next one.
+    """
+    m, n, activation = field(job, D.M), field(job, D.N), field(job, D.ACTIVATION)
+    row_stride, col_stride = field(job, D.OUT_ROW_STRIDE), field(job, D.OUT_COL_STRIDE)
+    row_buffer, columns = block + 8 * 16 * item, min(16, n - j)
+    spills = col_stride == width and row_stride == n * width
+    whole = columns == 16 and col_stride == width
+    for row in range(min(8, m - i)):
+        to = out + (i + row) * row_stride + j * col_stride
+        in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)
+        target = to if in_place else row_buffer
+        finish_row(
+            item, kind, block + row * 16 * item, factors,
+            c_at + ((i + row) * n + j) * item if c_at != 0 else 0,
+            bias_at + j * item if bias_at != 0 else 0, activation, target,
+        )  # fmt: skip
+        if not in_place:
+            for col in range(columns):
+                number = load(row_buffer + col * width, word)
+                store(to + col * col_stride, number, word)
+
+
 def _product_function(item: int, kind: int) -> Any:
-    width, fingerprint = D.OUT_BYTES[kind], _FINGERPRINT
+    width, fingerprint = D.OUT_BYTES[kind], FINGERPRINT
     # Twice as many sums fit into the registers of AVX-512: each number of A is read for 32 of B.
     vectors = 2 if item == 4 and "avx512f" in cpu_flags() else 1
-    word = _WORDS[width]
+    word = WORDS[width]
 
     def product(job, a, b, out, c, bias, factors, has_b, scratch):
-        m, n, k = _field(job, D.M), _field(job, D.N), _field(job, D.K)
-        a_at, b_at = scratch + _field(job, D.AT_A), scratch + _field(job, D.AT_B)
-        row_step, k_step = _field(job, D.A_ROW_STEP), _field(job, D.A_K_STEP)
-        of_b = scratch + _field(job, D.AT_EXPONENTS) + 8
+        m, n, k = field(job, D.M), field(job, D.N), field(job, D.K)
+        a_at, b_at = scratch + field(job, D.AT_A), scratch + field(job, D.AT_B)
+        row_step, k_step = field(job, D.A_ROW_STEP), field(job, D.A_K_STEP)
+        of_b = scratch + field(job, D.AT_EXPONENTS) + 8
         of_a = of_b + 8 * n
-        is_scaled = _cast(job, D.A, a, a_at, scratch, item)
+        is_scaled = cast(job, D.A, a, a_at, scratch, item)
         if is_scaled:
-            _scale(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
+            _cast_scaled(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
         if has_b == 0:
             _cast_b(job, b, b_at, of_b, scratch, item)
         elif has_b != 1:
             b_at = has_b
             store(of_b - 8, 0, "i64")
-        c_at, bias_at = _cast_addends(job, c, bias, has_b == 1, scratch, item)
+        c_at, bias_at = cast_addends(job, c, bias, has_b == 1, scratch, item)
         is_scaled = _complete_exponents(is_scaled, of_a, m, of_b, n)
-        row_stride, col_stride = _field(job, D.OUT_ROW_STRIDE), _field(job, D.OUT_COL_STRIDE)
-        activation, block = _field(job, D.ACTIVATION), scratch + _field(job, D.AT_BLOCK)
-        if _field(job, D.PLAIN) != 0 and not is_scaled:
+        row_stride, block = field(job, D.OUT_ROW_STRIDE), scratch + field(job, D.AT_BLOCK)
+        if field(job, D.PLAIN) != 0 and not is_scaled:
             _write_product(item, vectors, m, n, k, a_at, row_step, k_step, b_at, out, row_stride)
             return fingerprint & 0
-        row_buffer = block + 8 * 16 * item
-        # The last columns come first: where rows follow one another without gaps, what is written beyond the end of a
-        # row is written again with the next one.
-        spills = col_stride == width and row_stride == n * width
+        # The last columns come first: see `write_block`.
         for j in range((n - 1) // 16 * 16, -16, -16):
-            columns = min(16, n - j)
-            whole = columns == 16 and col_stride == width
             for i in range(0, m, 8):
                 rows = min(8, m - i)
                 multiply_block(
@@ -237,20 +260,8 @@ def _product_function(item: int, kind: int) -> Any:
                     n * item, k, block, 16 * item, 16,
                 )  # fmt: skip
                 if is_scaled:
-                    _unscale(block, rows, columns, of_a + 8 * i, of_b + 8 * j, scratch)
-                for row in range(rows):
-                    to = out + (i + row) * row_stride + j * col_stride
-                    in_place = whole or (spills and (i + row) * n + j + 16 <= m * n)
-                    target = to if in_place else row_buffer
-                    finish_row(
-                        item, kind, block + row * 16 * item, factors,
-                        c_at + ((i + row) * n + j) * item if c != 0 else 0,
-                        bias_at + j * item if bias != 0 else 0, activation, target,
-                    )  # fmt: skip
-                    if not in_place:
-                        for col in range(columns):
-                            number = load(row_buffer + col * width, word)
-                            store(to + col * col_stride, number, word)
+                    unscale(block, rows, min(16, n - j), of_a + 8 * i, of_b + 8 * j, scratch)
+                write_block(item, kind, word, width, job, block, i, j, out, c_at, bias_at, factors)
         return fingerprint & 0
 
     return product
@@ -268,6 +279,24 @@ def product_kernel(wide: bool, dtype: str) -> int:
     return compile_kernel(function, PRODUCT_ARITY)
 
 
+@njit(inline="always")
+def _matrices(batch, index):
+    """Return where the matrices of one product of a batch lie."""
+    a, b = field(batch, D.BATCH_A), field(batch, D.BATCH_B)
+    out, c = field(batch, D.BATCH_OUT), field(batch, D.BATCH_C)
+    dimensions, rest = field(batch, D.BATCH_DIMENSIONS), index
+    at = batch + 8 * D.BATCH_WORDS
+    for number in range(dimensions):
+        i = rest
+        if number + 1 < dimensions:
+            rest = i // field(at, D.EXTENT)
+            i -= rest * field(at, D.EXTENT)
+        a, b = a + i * field(at, D.A_STEP), b + i * field(at, D.B_STEP)
+        out, c = out + i * field(at, D.OUT_STEP), c + i * field(at, D.C_STEP)
+        at += 8 * D.DIMENSION_WORDS
+    return a, b, out, c
+
+
 @cache
 def batch_kernel() -> int:
     """Return the address of the kernel that runs a product's for each of a batch.
@@ -275,26 +304,24 @@ def batch_kernel() -> int:
     Its arguments, `BATCH_ARITY` integers: address of the batch's words, of the scratch memory. Threads take products
     from a shared counter, several at a time, so that a matrix that is the same in all of them is cast once for them.
     """
-    fingerprint = _FINGERPRINT
+    fingerprint = FINGERPRINT
 
     def drive(batch, scratch):
-        job, product = _field(batch, D.BATCH_JOB), _field(batch, D.BATCH_PRODUCT)
-        count, share = _field(batch, D.BATCH_COUNT), _field(batch, D.BATCH_SHARE)
-        bias, factors = _field(batch, D.BATCH_BIAS), _field(batch, D.BATCH_FACTORS)
-        kept_b, before = _field(batch, D.BATCH_KEPT_B), 0
+        job, product = field(batch, D.BATCH_JOB), field(batch, D.BATCH_PRODUCT)
+        count, share = field(batch, D.BATCH_COUNT), field(batch, D.BATCH_SHARE)
+        bias, factors = field(batch, D.BATCH_BIAS), field(batch, D.BATCH_FACTORS)
+        kept_b, before = field(batch, D.BATCH_KEPT_B), 0
         while True:
             first = atomic_add(batch + 8 * D.BATCH_NEXT, share)
             if first >= count:
                 break
             for index in range(first, min(first + share, count)):
-                row = _field(batch, D.BATCH_TABLE) + 32 * index
-                b = _field(row, 1)
+                a, b, out, c = _matrices(batch, index)
                 has_b = kept_b
                 if kept_b == 0 and b == before:
                     has_b = 1
                 before = b
-                addresses = (_field(row, 0), b, _field(row, 2), _field(row, 3))
-                call(product, (job, *addresses, bias, factors, has_b, scratch))
+                call(product, (job, a, b, out, c, bias, factors, has_b, scratch))
         return fingerprint & 0
 
     return compile_kernel(drive, BATCH_ARITY)

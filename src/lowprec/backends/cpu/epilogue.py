@@ -28,7 +28,7 @@ def relu(x: Any) -> Any:
 def gelu(x: Any) -> Any:
     """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
     np.maximum(x, np.finfo(x.dtype).min, out=x)  # of -Inf the formula makes NaN, not its limit
-    inner = x * x
+    inner = np.square(x, out=np.empty_like(x))  # an array where x has no dimensions, too
     inner *= x.dtype.type(0.044715)
     inner += 1
     inner *= x

@@ -128,9 +128,9 @@ def _sum_products(
             splitting.unscale(out, x, y)
         return
     with contextlib.ExitStack() as stack:
-        split_a = _split(plan, a, 0, out.dtype, stack)
+        split_a = split_operand(plan, a, 0, out.dtype, stack)
         split_b = (
-            _split(plan, b, 1, out.dtype, stack)
+            split_operand(plan, b, 1, out.dtype, stack)
             if kept is None
             else _kept_split(plan, b, out.dtype, kept)
         )
@@ -156,7 +156,7 @@ def whole_operands(
     return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), stack)]
 
 
-def _split(
+def split_operand(
     plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
 ) -> Split:
     """Return an operand (0 for ``a``, 1 for ``b``) as the plan splits it."""
@@ -174,7 +174,7 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     def make() -> Form:
         with contextlib.ExitStack() as stack:
             if plan.split[1] > 1 or emulates:
-                parts, exponents = _split(plan, b, 1, dtype, stack)
+                parts, exponents = split_operand(plan, b, 1, dtype, stack)
             else:
                 ((parts, exponents),) = whole_operands(plan, (b,), dtype, stack, first=1)
             made = Split([part.copy(order="K") for part in parts], exponents)

@@ -105,8 +105,9 @@ AVX512_BF16_PARTS = AVX512_BF16._replace(
     units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
     single_product=False,
     sums_products=True,
-    minimum_elements=2_500,
-    # One after the other: NumPy runs a batch of smaller ones at once.
+    # Below, the kernel for small products of parts is faster.
+    minimum_elements=33_000,
+    # They run one after the other, where NumPy runs a batch of smaller ones at once.
     minimum_batch_flops=600_000,
     fallback=Why.NOT_FINITE_IN_PARTS,
 )
@@ -192,6 +193,16 @@ DIRECT = KernelRow(
     maximum_elements=49_152,
 )
 
+#: The same of operands in parts, each product of parts with a sum of its own.
+DIRECT_PARTS = DIRECT._replace(
+    name="direct_parts",
+    units="vector units, the products of parts of a small product in one call",
+    executor="lowprec.backends.cpu.direct_parts:prepare",
+    formats=frozenset({"bfloat16", "tf32", "float16"}),
+    single_product=False,
+    sums_products=True,
+)
+
 #: What has no units of its own is rounded and widened while it is packed.
 AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     name="avx512_fp32_rounded",
@@ -246,5 +257,6 @@ OPENBLAS = NUMPY._replace(
 
 KERNELS = (
     GEMV, GEMV_FP32, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
-    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT, AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
+    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT_PARTS, DIRECT, AVX512_FP32_ROUNDED, AVX512_FP32,
+    OPENBLAS, NUMPY,
 )  # fmt: skip
