@@ -46,8 +46,6 @@ PREPARED = "float32 prepared"
 
 #: What other modes are compared with, beside other libraries.
 FP32 = "lowprec float32 fp32"
-#: The FP32 units when nothing holds them up.
-PEAK = "FP32 units"
 
 #: A result further off than this is wrong, and its speed means nothing (bfloat16 results are off by 2e-3).
 WORST_ERROR = 0.02
@@ -201,17 +199,9 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
 
 
 def measure(
-    shape: Shape,
-    seed: int,
-    quick: bool,
-    left_out: set[str],
-    schemes: bool = False,
-    units: Callable[[float], timing.Elapsed] | None = None,
+    shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool = False
 ) -> list[dict[str, Any]]:
-    """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`.
-
-    ``units`` take part with as many flops, on registers alone.
-    """
+    """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
     ways = scheme_variants(shape) if schemes else variants()
     is_small = shape[0] > 1 or min(shape[1:]) < 17
     ways = [v for v in ways if v.name not in left_out and not (is_small and not v.small)]
@@ -224,16 +214,12 @@ def measure(
     left_out |= _too_slow(ways, pairs)
     ways = [v for v in ways if v.name not in left_out]
     calls = {v.name: (lambda i, v=v: v.multiply(*pairs[v.operands][i])) for v in ways}
-    flops = 2 * math.prod(shape)
-    if units is not None:
-        calls[PEAK] = lambda _: units(flops)
     seconds = timing.interleave(calls, rounds=rounds, sets=sets, seed=seed)
+    flops = 2 * math.prod(shape)
     rows = []
     for v in ways:
         time_s = timing.summary(seconds[v.name])
-        others = [w.name for w in ways if w.library != "lowprec" or w.mode == "fp32"]
-        if units is not None and v.name == FP32:
-            others.append(PEAK)
+        others = (w.name for w in ways if w.library != "lowprec" or w.mode == "fp32")
         rows.append(
             {
                 **dict(zip(("batch", "m", "k", "n"), shape, strict=True)),
@@ -385,9 +371,13 @@ def vector_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def peak_claim(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the claim about the share of the FP32 units' peak that `fp32` reaches, both measured in turns."""
-    by_size = common.square_speeds(rows, FP32, PEAK)
+def peak_claim(rows: Sequence[dict[str, Any]], peaks: Sequence[float]) -> dict[str, Any]:
+    """Return the claim about the share of the FP32 units' peak that `fp32` reaches.
+
+    The peak is measured beside each size, and the highest counts: whatever disturbs it makes it lower.
+    """
+    found = [r for r in rows if r["variant"] == FP32 and common.is_square(r)]
+    by_size = {str(r["n"]): r["gflops"] / max(peaks) for r in found} if peaks else {}
     mean = statistics.geometric_mean(by_size.values()) if by_size else None
     what = f"{FP32}, share of the units' peak, geometric mean"
     return common.claim(what, mean, 0.85, by_size=by_size)
@@ -427,12 +417,13 @@ def main() -> int:
     left_out: set[str] = set()
     settings: dict[str, Any] = {"no_extras": no_extras}
     is_without_tiles = "avx512_bf16" in machine.cpu_flags() and not machine.has_amx()
-    units = peak.units() if is_without_tiles and not (no_extras or arguments.schemes) else None
+    peaks: list[float] = []
     for shape in shapes:
-        beside = units if shape in SQUARE else None
-        found = measure(shape, arguments.seed, quick, left_out, arguments.schemes, beside)
+        found = measure(shape, arguments.seed, quick, left_out, arguments.schemes)
         print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
+        if is_without_tiles and shape in SQUARE and (gflops := peak.fp32_gflops()):
+            peaks.append(gflops)
     if no_extras:
         if loaded := isolation.loaded_extras():
             raise RuntimeError(f"these were loaded although they should be missing: {loaded}")
@@ -442,7 +433,8 @@ def main() -> int:
     elif machine.has_amx():
         claims = speed_claims(rows)
     elif is_without_tiles:
-        claims = [peak_claim(rows), *speed_claims(rows, VECTOR_CLAIMS)]
+        settings["fp32_peaks_gflops"] = peaks
+        claims = [peak_claim(rows, peaks), *speed_claims(rows, VECTOR_CLAIMS)]
     else:
         print("Nothing is claimed about speed on a CPU without AMX and AVX512-BF16.")
     if "avx512f" in machine.cpu_flags():

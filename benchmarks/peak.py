@@ -9,29 +9,25 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import machine
-import timing
 
 #: By flag of the processor: register, how many, and the numbers that one holds. Sums are enough to hide the latency.
 _UNITS = {"avx512f": ("zmm", 32, 16), "fma": ("ymm", 16, 8)}
 _SUMS = {"zmm": 24, "ymm": 12}
+#: Long enough to outlast the first hundredth of a second, in which a processor may hold its widest units back.
+_STEPS, _ROUNDS = 10_000_000, 5
 
 
-def units() -> Callable[[float], timing.Elapsed] | None:
-    """Return a function of a number of flops, which does as many on all cores; None where it cannot be measured."""
+def fp32_gflops() -> float | None:
+    """Return the most that was seen, at the clock that the machine has now; None where it cannot be measured."""
     unit = next((_UNITS[flag] for flag in _UNITS if flag in machine.cpu_flags()), None)
     if unit is None or sys.platform != "linux" or importlib.util.find_spec("numba") is None:
         return None
     register, count, numbers = unit
-    spin, cores = _loop(register, count), machine.cores()
-    per_step = 2 * numbers * _SUMS[register] * cores
-
-    def multiply(flops: float) -> timing.Elapsed:
-        return timing.Elapsed(_seconds(spin, max(1, round(flops / per_step)), cores))
-
-    return multiply
+    spin = _loop(register, count)
+    flops = 2.0 * numbers * _SUMS[register] * _STEPS * machine.cores()
+    return max(1e-9 * flops / _seconds(spin, machine.cores()) for _ in range(_ROUNDS))
 
 
 def _loop(register: str, count: int) -> ctypes._CFuncPtr:
@@ -74,7 +70,7 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
     return spin
 
 
-def _seconds(spin: ctypes._CFuncPtr, steps: int, cores: int) -> float:
+def _seconds(spin: ctypes._CFuncPtr, cores: int) -> float:
     """Return how long it takes a core, in the mean of all at once."""
     together, times = threading.Barrier(cores), list[float]()
     cpus = sorted(os.sched_getaffinity(0))
@@ -84,7 +80,7 @@ def _seconds(spin: ctypes._CFuncPtr, steps: int, cores: int) -> float:
         os.sched_setaffinity(0, {cpus[number % len(cpus)]})
         together.wait()
         begin = time.perf_counter()
-        spin(steps)
+        spin(_STEPS)
         times.append(time.perf_counter() - begin)
 
     workers = [threading.Thread(target=run, args=[i]) for i in range(cores)]

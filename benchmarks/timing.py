@@ -9,16 +9,7 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
-
-
-@dataclass(frozen=True)
-class Elapsed:
-    """What a variant returns that has taken its own time."""
-
-    seconds: float
-
 
 #: A variant gets the number of the operand set to use, and returns its result.
 Variant = Callable[[int], Any]
@@ -87,8 +78,6 @@ def interleave(
         # The name keeps the result: giving its memory back is not part of the product.
         kept = variant(number % sets)
         elapsed = time.perf_counter() - start
-        if isinstance(kept, Elapsed):
-            return kept.seconds
         del kept
         return elapsed
 
