@@ -107,7 +107,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
 
 
 def lie_apart(arrays: Sequence[Any]) -> bool:
-    """Whether numbers of float32 or bfloat16 lie too far apart to be rounded to float16's digits, and must be scaled."""
+    """Whether numbers in float32 or bfloat16 lie too far apart for float16's digits, and must be scaled."""
     pieces, extrema = [], 0
     # Widened ones live until all have been looked at.
     arrays = [x.astype(np.float32, copy=False) for x in arrays]
