@@ -18,8 +18,10 @@ import pytest
 
 import lowprec
 import oracles
+from cpu_units import needs
 from lowprec import formats
 from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.packed.micro_kernels import AVX512_FP32
 from lowprec.backends.cpu.rounding import round_float32
 from machines import MACHINES, on
 
@@ -244,6 +246,65 @@ def test_packing_loses_no_nan(
             if (dtype, rounding) == ("float32", "fp16"):
                 want = oracles.float16_digits(x)
             np.testing.assert_array_equal(parts[0] + parts[1], want)
+
+
+def pack_float32(x: np.ndarray, rounding: str, *, is_b: bool) -> np.ndarray:
+    """Return lanes x k packed for units that multiply float32."""
+    from lowprec.backends.cpu.packed import native, packing, tile_rows
+
+    scheme = tile_rows.FP32_SCHEMES[x.dtype.name, rounding]
+    lanes, k = x.shape
+    strips, steps = -(-lanes // 32), -(-k // 16)
+    strip_bytes = steps * 2048
+    (_, target), (_, scratch) = held = page(strips * strip_bytes), page(packing.SCRATCH_BYTES)
+    kernel = native.callable_at(packing.pack_kernel(scheme), packing.PACK_ARITY)
+    flags = kernel(
+        x.ctypes.data, *x.strides, lanes, k, 0, strips, 0, steps, target, strip_bytes, int(is_b), scratch, 0
+    )  # fmt: skip
+    assert not flags
+    raw = np.frombuffer((ctypes.c_char * (strips * strip_bytes)).from_address(target), np.float32)
+    tiles = raw.reshape(strips, steps, 2, 16, 16).copy()
+    del held
+    if is_b:
+        tiles = tiles.swapaxes(3, 4)
+    return tiles.transpose(0, 2, 3, 1, 4).reshape(strips * 32, steps * 16)[:lanes, :k]
+
+
+#: float32, and bfloat16 and float16 as they are.
+FP32_PACKINGS = [
+    *[("float32", rounding) for rounding in ("exact", "bf16", "tf32", "fp16")],
+    ("bfloat16", "exact"),
+    ("float16", "exact"),
+]
+
+
+@needs(AVX512_FP32)
+@pytest.mark.parametrize(("dtype", "rounding"), FP32_PACKINGS)
+@pytest.mark.parametrize("is_b", [False, True], ids="ab")
+@pytest.mark.parametrize("strides", oracles.STRIDES)
+def test_packing_float32_loses_no_nan(
+    dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator
+) -> None:
+    """NaN, infinities, what rounds to one, zeros of both signs and subnormal numbers."""
+    largest = np.finfo(np.float32).max
+    special = [np.inf, -np.inf, largest, -largest, 0.0, -0.0]
+    if rounding != "fp16":  # whose operands are scaled where there are such numbers
+        special += [1e-39, -1e-45]
+    with np.errstate(over="ignore"):
+        numbers = [
+            *oracles.nans(dtype),
+            *np.array(special, np.float32).astype(getattr(ml_dtypes, dtype, dtype)),
+        ]
+    for number in numbers:
+        writable, x = oracles.STRIDES[strides](oracles.random_matrix(rng, (40, 72), dtype))
+        put(writable, tuple(extent // 2 for extent in writable.shape), number)
+        want = x.astype(np.float32) if rounding == "exact" else oracles.round_to(x, rounding)
+        if rounding == "fp16":
+            with np.errstate(over="ignore"):
+                want = oracles.float16_digits(x)
+        got = pack_float32(x, rounding, is_b=is_b)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 
 
 @needs_kernels
