@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 import threadpoolctl
 
+from cpu_units import needs
 from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.backends.cpu.gate import Gate, close
+from lowprec.backends.cpu.packed.micro_kernels import AVX512_FP32
 
 
 def spread(count: int, workers: int) -> tuple[list[int], set[int]]:
@@ -334,3 +337,45 @@ def test_numbas_target_is_made_under_the_compilers_lock() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]
+
+
+# -- lingering ------------------------------------------------------------------------------------
+
+
+@needs(AVX512_FP32)
+def test_lingering_ends_and_leaves_the_gate_as_it_was() -> None:
+    """With somebody inside it gives up, with nobody it neither closes the gate nor keeps others out."""
+    from lowprec.backends.cpu.packed import lingering
+
+    lingering.use()
+    wait, gate = threads._linger, Gate()
+    assert wait is not None
+    for _ in range(3):
+        assert gate.enter()
+        wait(gate.address)
+        gate.leave()
+        wait(gate.address)
+    close(gate.address)
+    assert not gate.enter()
+    gate.reopen()
+    assert gate.enter()
+    gate.leave()
+
+
+@needs(AVX512_FP32)
+def test_a_caller_lingers_after_its_work_and_not_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(threads, "_linger", lambda gate: seen.append("lingered"))
+    threads.run(lambda: seen.append("worked"), 2)
+    assert seen[-1] == "lingered"
+    assert seen.count("lingered") == 1
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    seen.clear()
+    with pytest.raises(ZeroDivisionError):
+        threads.run(fail, 2)
+    assert not seen
