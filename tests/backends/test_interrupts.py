@@ -275,6 +275,37 @@ def test_a_handler_that_forks_in_the_middle_of_a_product() -> None:
     assert run_python(code) == "5"
 
 
+@posix
+def test_a_child_forked_before_the_caller_begins_does_not_work_on_what_helpers_began() -> None:
+    # Of a product that a helper has begun to pack, the child would wait for the rest forever.
+    code = """
+        import os, signal
+        import lowprec
+        from lowprec.backends.cpu import threads
+
+        parent, children = os.getpid(), []
+        signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
+        offer = threads._Pool._offer
+
+        def interrupted(*args):
+            offer(*args)
+            signal.raise_signal(signal.SIGUSR1)
+
+        def work():
+            if os.getpid() != parent:
+                os._exit(1)
+
+        threads._Pool._offer = interrupted
+        try:
+            threads.run(work, 2)
+        except lowprec.BackendError as error:
+            assert os.getpid() != parent and "forked" in str(error)
+            os._exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+    """
+    assert run_python(code) == "5"
+
+
 # -- scratch memory -------------------------------------------------------------------------------
 
 

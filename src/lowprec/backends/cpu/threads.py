@@ -142,7 +142,9 @@ class _Pool:
         try:
             try:
                 self._offer(job, workers - 1)
-                work()
+                # In a child that a handler has just forked, nobody ends what helpers have begun.
+                if not self.is_forked:
+                    work()
                 if _linger is not None:
                     _linger(gate.address)
             finally:
