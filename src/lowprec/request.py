@@ -314,7 +314,8 @@ def name_argument(
         try:
             if x is not None:
                 views[name] = view_of(x, writable=True) if name == "out" else look(x)
-        except LowprecError as found:
+        # What the array's own code raises now is not the error, which must not be lost to it.
+        except Exception as found:  # noqa: BLE001
             if type(found) is type(error) and found.args == error.args:
                 told = name == "out" and str(error).startswith("out ")  # as only an output is
                 error.argument = None if told else name
