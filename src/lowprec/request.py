@@ -299,6 +299,14 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             )
 
 
+def check_known_shape(name: str, x: Any) -> None:
+    """Raise if an extent of an array is not known, which Dask tells by NaN."""
+    if any(type(n) is float for n in x.shape):
+        raise ShapeError(
+            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
+        )
+
+
 def name_argument(
     error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
 ) -> None:
