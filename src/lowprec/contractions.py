@@ -20,16 +20,18 @@ from lowprec.contraction_recipes import Step, recipe
 from lowprec.dispatch import matmul
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.modes import MathMode
-from lowprec.request import name_argument
+from lowprec.request import check_known_shape, name_argument
 
 
 def _namespace(name: str, x: Any) -> Namespace:
     """Return the functions of an argument's library; an error names the argument."""
     try:
-        return namespace_of(x)
+        found = namespace_of(x)
     except ArrayError as error:
         error.argument = name
         raise
+    check_known_shape(name, x)
+    return found
 
 
 # -- two operands ---------------------------------------------------------------------------------

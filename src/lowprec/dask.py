@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from typing import Any
 
 import dask.array as da
@@ -22,11 +21,11 @@ from lowprec import dispatch, explain
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
+from lowprec.errors import ArrayError, DTypeError, ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
 from lowprec.policy.emulation import emulate
-from lowprec.request import ShapeDtype, parse_dtype
+from lowprec.request import ShapeDtype, check_known_shape, parse_dtype
 
 
 def matmul(
@@ -152,10 +151,7 @@ def _dask_array(x: Any, name: str) -> da.Array:
     except DTypeError as error:
         error.argument = name
         raise
-    if any(math.isnan(n) for n in x.shape):
-        raise ShapeError(
-            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
-        )
+    check_known_shape(name, x)
     return x
 
 

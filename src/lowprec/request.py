@@ -299,6 +299,14 @@ def check_devices(views: dict[str, ArrayView]) -> None:
             )
 
 
+def check_known_shape(name: str, x: Any) -> None:
+    """Raise if an extent of an array is not known, which Dask tells by NaN."""
+    if any(type(n) is float for n in x.shape):
+        raise ShapeError(
+            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
+        )
+
+
 def name_argument(
     error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
 ) -> None:
@@ -314,7 +322,8 @@ def name_argument(
         try:
             if x is not None:
                 views[name] = view_of(x, writable=True) if name == "out" else look(x)
-        except LowprecError as found:
+        # What the array's own code raises now is not the error, which must not be lost to it.
+        except Exception as found:  # noqa: BLE001
             if type(found) is type(error) and found.args == error.args:
                 told = name == "out" and str(error).startswith("out ")  # as only an output is
                 error.argument = None if told else name

@@ -364,9 +364,12 @@ def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert files.read_array(str(path), DType.FLOAT32).dtype == np.float32
 
 
-def test_a_descriptor_that_is_not_open_is_refused() -> None:
-    with pytest.raises(CommandError, match="cannot write /dev/fd/987: Bad file descriptor"):
-        files.check_output("/dev/fd/987")
+@pytest.mark.parametrize("number", [987, 2**31, 2**63])  # C has no int for the others
+def test_a_descriptor_that_is_not_open_is_refused(number: int) -> None:
+    path = f"/dev/fd/{number}"
+    assert not files.is_standard_output(path)
+    with pytest.raises(CommandError, match=f"cannot write {path}: Bad file descriptor"):
+        files.check_output(path)
 
 
 def test_a_full_device_is_told() -> None:

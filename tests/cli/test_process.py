@@ -224,6 +224,17 @@ def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> Non
     assert b"has no effect" not in done.stdout
 
 
+@pytest.mark.skipif(os.name != "posix", reason="no POSIX shell")
+def test_a_result_on_standard_output_is_alone_there_with_nobody_to_tell(
+    tmp_path: Path, files: tuple[Path, Path]
+) -> None:
+    done = _in_shell("$LOWPREC matmul A.npy B.npy -o - 2>&-", tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    stream = io.BytesIO(done.stdout)
+    np.testing.assert_array_equal(np.load(stream), lowprec.matmul(*map(np.load, files)))
+    assert stream.read() == b""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="file names are text on Windows")
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict", "ascii", "latin-1"])
 @pytest.mark.parametrize("name", [b"\xff.npy", "\u2200.npy".encode()])

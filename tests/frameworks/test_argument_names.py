@@ -164,6 +164,24 @@ def test_two_devices_are_told_by_the_names_of_the_function_called() -> None:
         lowprec.einsum("ij,jk,kl->il", F32, F32, elsewhere)
 
 
+class ReadOnce:
+    """A description that fails where it is looked at again."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self) -> None:
+        self.shapes = [(3, 3)] * 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.shapes.pop()
+
+
+def test_what_fails_only_when_it_is_looked_at_again_does_not_replace_the_error() -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'object'"):
+        lowprec.plan(ReadOnce(), F32.astype(object))
+
+
 @pytest.mark.parametrize("function", ["matmul", "plan", "linear", "einsum", "solve"])
 def test_an_error_keeps_nothing_alive(function: str) -> None:
     """Not even until garbage is collected: arrays may be large."""

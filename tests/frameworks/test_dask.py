@@ -312,6 +312,22 @@ def test_what_is_refused() -> None:
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x, y: lowprec.tensordot(y, x, axes=((0,), (0,))), "b"),
+        (lowprec.vecdot, "a"),
+        (lambda x, y: lowprec.linear(y, x), "weight"),
+        (lambda x, y: lowprec.einsum("ij,kj->ik", y, x), r"operands\[1\]"),
+    ],
+)
+def test_a_contraction_of_unknown_chunks_tells_the_way_out(function: Any, name: str) -> None:
+    x = da.ones((4, 4), chunks=2, dtype="float32")
+    way_out = rf"the shape of {name} is not known, \(nan, 4\); .* {name}.compute_chunk_sizes\(\)"
+    with pytest.raises(lowprec.ShapeError, match=way_out):
+        function(x[x[:, 0] > 0], x)
+
+
 def test_a_tensor_beside_a_dask_array_is_refused_by_type() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)

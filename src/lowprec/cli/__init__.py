@@ -80,8 +80,9 @@ def _run(argv: Sequence[str] | None) -> int:
 def _results_beside(options: argparse.Namespace) -> Iterator[None]:
     """Print to standard error what a command prints while a file that it writes is standard output itself."""
     written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
-    if any(map(is_standard_output, written)) and sys.stderr is not None:
-        with contextlib.redirect_stdout(sys.stderr):
+    if any(map(is_standard_output, written)):
+        # Python has None for a standard error that is closed.
+        with contextlib.redirect_stdout(io.StringIO() if sys.stderr is None else sys.stderr):
             yield
     else:
         yield

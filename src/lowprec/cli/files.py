@@ -175,6 +175,8 @@ _DESCRIPTOR = re.compile(
     r"/dev/(?:std(?P<name>out|err)|fd/(?P<number>\d+))|/proc/self/fd/(?P<same>\d+)"
 )
 
+_LARGEST = 2**31 - 1
+
 
 def _descriptor(path: str) -> int | None:
     """Return the open descriptor that a name stands for, ``-`` for standard output; None where it is that of a file."""
@@ -182,7 +184,11 @@ def _descriptor(path: str) -> int | None:
     if found is None:
         return 1 if path == "-" else None
     name, *numbers = found.group("name", "number", "same")
-    return {"out": 1, "err": 2}[name] if name else int(next(filter(None, numbers)))
+    if name:
+        return {"out": 1, "err": 2}[name]
+    digits = next(filter(None, numbers))
+    # What is beyond an int of C is no open descriptor, and neither is the largest.
+    return int(digits) if len(digits) < 10 else _LARGEST
 
 
 def _is_written_into(path: str) -> bool:
