@@ -905,3 +905,11 @@ def test_avx_vnni_without_avx512(tmp_path: Path) -> None:
         env=env, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+
+
+def test_processors_with_amx_leave_float32_to_openblas() -> None:
+    flags = AVX512_FP32.cpu_flags
+    assert AVX512_FP32.is_for(flags | {"avx512_bf16"})
+    assert not AVX512_FP32.is_for(flags | AMX_BF16.cpu_flags)
+    assert not AVX512_FP32.is_for(flags - {"avx512f"})
+    assert AMX_BF16.is_for(flags | AMX_BF16.cpu_flags)
