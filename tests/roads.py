@@ -14,6 +14,7 @@ import numpy as np
 from lowprec.backends.cpu.kernel_rows import (
     AVX512_BF16,
     AVX512_BF16_PARTS,
+    AVX512_FP32_ROUNDED,
     AVX512_VNNI,
     DIRECT,
     DIRECT_PARTS,
@@ -168,6 +169,10 @@ def _without_bfloat16(shape: Shape) -> bool:
     )
 
 
+def _is_rounded_as_packed(shape: Shape) -> bool:
+    return _without_bfloat16(shape) and min(shape.m, shape.n) >= AVX512_FP32_ROUNDED.minimum_mn
+
+
 def _road(
     kernel: str,
     dtypes: Any,
@@ -239,11 +244,11 @@ ROADS: dict[str, Road] = {
         has_epilogue=True, at_any_size=True, costs=4,
     ),
     "rounded": _road(
-        "avx512_fp32_rounded", [_SINGLE, *_HALVES], ROUNDING, _without_bfloat16, "avx512_fp32",
+        "avx512_fp32_rounded", [_SINGLE, *_HALVES], ROUNDING, _is_rounded_as_packed, "avx512_fp32",
         [*_TILES, "avx512_bf16"], costs=4,
     ),
     "rounded, of 16 bits": _road(
-        "avx512_fp32_rounded", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL, _without_bfloat16,
+        "avx512_fp32_rounded", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL, _is_rounded_as_packed,
         "avx512_fp32", [*_TILES, "avx512_bf16"], costs=4,
     ),
     "small": _road(

@@ -81,6 +81,19 @@ def test_fp32_units_take_what_is_large_and_not_deep(m, n, k, kernel):
     assert plan(p, MathMode.FP32, AVX512).kernel == kernel
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel"),
+    [
+        (64, 64, 1024, "avx512_fp32_rounded"),
+        (63, 1024, 1024, "openblas"),
+        (1024, 12, 4096, "openblas"),
+    ],
+)
+def test_narrow_products_are_rounded_before_a_blas_multiplies(m, n, k, kernel):
+    p = GemmProblem(array(F32, m, k), array(F32, k, n))
+    assert plan(p, MathMode.TF32, AVX512).kernel == kernel
+
+
 def test_vector_units_take_any_product_but_batches_of_the_smallest():
     single = GemmProblem(array(I8, 8, 8), array(I8, 8, 8))
     batch = GemmProblem(array(I8, 99, 8, 8), array(I8, 99, 8, 8))

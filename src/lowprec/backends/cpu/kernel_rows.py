@@ -212,12 +212,14 @@ AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     requires="avx512_fp32",
     missing="no AVX-512, or AMX beside it",
     instruction_sets=(),
-    cost_per_flop=0.97,
-    cost_per_element=50.0,
+    cost_per_flop=1.0,
+    cost_per_element=0.0,
     holds_in=DType.FLOAT32,
     summation=Summation.SEQUENTIAL,
     real_only=True,
     minimum_elements=49_152,
+    # Of narrower products most is padding, or packing of a B that is used for a few rows.
+    minimum_mn=64,
 )
 
 #: A BLAS packs more often where several threads call it, but less of B before the first product.

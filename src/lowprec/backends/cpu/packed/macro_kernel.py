@@ -11,7 +11,8 @@ The loops, from the inside:
 - `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (half of it) stay in the second-level cache
   while all of the task's strips of B run past.
 - chunks of k: accumulators wait in scratch memory as float32. Storing and loading them rounds
-  nothing, so how k is cut does not show in the result. Of operands that are split into parts, each
+  nothing, so how k is cut does not show in the result; a micro-kernel that sums each call anew (FP32) adds its sums in
+  pieces that follow from k alone. Of operands that are split into parts, each
   chunk is summed anew and added to those before it: a sum of several products of parts goes through
   as many more roundings, and the length of the chunks keeps them below those of one in FP32.
 - tasks: rectangles of the result, taken by the threads from a shared counter. B is packed by all

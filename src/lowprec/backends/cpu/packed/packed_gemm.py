@@ -1,10 +1,10 @@
-"""Matrix products on the AMX units of x86-64 CPUs: bfloat16 and int8 tiles, any strides, any epilogue.
+"""Matrix products by the macro-kernel and a micro-kernel of x86-64 CPUs: any strides, any epilogue.
 
 `gemm` computes ``out = activation(alpha * A @ B + beta * C + bias)``. What the operands become is
 the caller's choice (`rounding`); products of the rounded values are exact, sums are in float32
 (int32 for int8), and the result is rounded once to the type of `out`.
 
-A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so
+A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on units for bfloat16
 `fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do all products of the
 parts into which a mode such as `bf16x6` splits the operands: three, six or nine, and four for each of TF32 parts.
 
@@ -15,8 +15,8 @@ With u = 2**-24 and P products summed for each element (P = k in one part, 4 k i
     |computed - exact| <= gamma(P + 1) * (|A| @ |B|) + 2 * P * 2**-126 * (1 + max|A| + max|B|)
 
 where A and B are the rounded operands and the parts of a pair, having one sign, sum to no more than
-the value. gamma(p) = p * u / (1 - p * u). The second term is absolute: ``TDPBF16PS`` takes
-subnormal inputs as zero and writes subnormal sums as zero, and so does the conversion of float32 to
+the value. gamma(p) = p * u / (1 - p * u). The second term, which FP32 units do not have, is absolute:
+``TDPBF16PS`` takes subnormal inputs as zero and writes subnormal sums as zero, and so does the conversion of float32 to
 bfloat16; a low part below 2**-126 is lost in the same way. It matters only to operands or results
 near the lower end of the range of float32. Rounding of sums is to nearest even, whatever the
 processor's rounding mode says.
@@ -89,11 +89,11 @@ def gemm(
     that have no float32 operand. With `panels` of `b`, that is not looked at; the
     columns of `out` are not contiguous then, unless its rows are, too.
 
-    Returned is True if done. False if float32 in mode tf32 or fp16, or float16, holds a value that is not finite after
-    rounding: then `c` is as it was, also where `out` is the same memory; without `c` what `out` holds is undefined.
-    False, too, if operands were split and a sum is NaN or infinite: then all is done, and such elements are NaN or
-    infinite in what alpha, c, bias and activation were applied to. Raises ValueError if the types do not go together or
-    are not the micro-kernel's, or int8 comes with an epilogue.
+    Returned is True if done. False if an operand in two parts (float32 in mode tf32 or fp16, or float16, on units for
+    bfloat16) holds a value that is not finite after rounding: then `c` is as it was, also where `out` is the same
+    memory; without `c` what `out` holds is undefined. False, too, if operands were split and a sum is NaN or infinite:
+    then all is done, and such elements are NaN or infinite in what alpha, c, bias and activation were applied to.
+    Raises ValueError if the types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
     """
     if panels is not None:
         b = Operand(0, panels.dtype, 0, 0)

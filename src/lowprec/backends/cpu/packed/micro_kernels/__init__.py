@@ -94,7 +94,7 @@ AVX512_VNNI = MicroKernel(
     offset_a=128,
 )
 
-#: Pieces of B are as long as a BLAS sums, 384 products, so that errors are no larger; where k is long, A is packed in
+#: Pieces of B are as long as a BLAS sums, 384 products, so that errors are as large; where k is long, A is packed in
 #: shorter chunks, over more rows for each reading of B, because the numbers are twice as wide.
 AVX512_FP32 = MicroKernel(
     "avx512_fp32",
