@@ -316,7 +316,7 @@ def test_packing_float32_loses_no_nan(
 def test_writing_a_block_loses_no_nan(
     dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
 ) -> None:
-    from lowprec.backends.cpu.packed import epilogue, native, templates
+    from lowprec.backends.cpu.packed import epilogue, native, result_rows, templates
     from lowprec.backends.cpu.packed import job as J
 
     block = oracles.random_matrix(rng, (32, 32), np.float32)
@@ -337,7 +337,8 @@ def test_writing_a_block_loses_no_nan(
     }  # fmt: skip
     job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])
     kernel = native.callable_at(epilogue.epilogue_kernel(dtype), epilogue.EPILOGUE_ARITY)
-    kernel(accumulators, ctypes.addressof(job), 0, 0, scratch)
+    place = result_rows.FIRST | result_rows.LAST
+    kernel(accumulators, ctypes.addressof(job), 0, 0, scratch, 0, place)
     del held
     written = out[:, : end * step : step]
     assert np.isnan(block).sum() == nans.size

@@ -8,23 +8,19 @@ nothing of others' streams (they answer "UNIMPLEMENTED") are served by waiting o
 from __future__ import annotations
 
 import functools
-from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_array import DeviceArray
 from lowprec.arrays.device_memory import is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
-from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.numpy_library import aligned_empty, host_view
 from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
 from lowprec.errors import ArrayError, DTypeError, ElsewhereError
 from lowprec.formats import DType, dtype_from_name
 
-# XLA's CPU client adopts memory with this alignment and copies any other.
-_ALIGNMENT = 64
 #: What multiplies what JAX traces, and what is spread over several devices.
 ROAD = "lowprec.jax:matmul"
 
@@ -91,11 +87,8 @@ class JaxLibrary(Library):
         if device != CPU:
             stream = provider(device).own_stream(device)
             return DeviceArray.empty(shape, dtype, device, stream).view()
-        numpy_dtype = NUMPY_DTYPES[dtype]
-        nbytes = prod(shape) * numpy_dtype.itemsize
-        raw: NDArray[Any] = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        start = -data_pointer(raw) % _ALIGNMENT
-        return host_view(raw[start : start + nbytes].view(numpy_dtype).reshape(shape))
+        # XLA's CPU client copies what does not begin with a cache line.
+        return host_view(aligned_empty(shape, NUMPY_DTYPES[dtype]))
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the JAX array that adopts a filled buffer, which nobody may write from then on.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, data_pointer
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.strides import contiguous_strides
+
+#: Bytes. JAX adopts memory that is aligned so, and kernels write it in whole lines.
+CACHE_LINE = 64
+#: Results from here on are aligned: they are written past the caches.
+_LARGE_BYTES = 1 << 20
 
 # By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
 # bits of a byte stride that this shift would lose.
@@ -61,6 +67,12 @@ def _view_of_copy(array: NDArray[Any]) -> ArrayView:
     return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array that begins with a cache line; its memory belongs to its base."""
+    raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
+    return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
+
+
 class NumpyLibrary(Library):
     """NumPy arrays: read and written in place by their own attributes."""
 
@@ -76,7 +88,9 @@ class NumpyLibrary(Library):
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
     ) -> ArrayView:
         """Return the view of a new NumPy array."""
-        array = np.empty(shape, NUMPY_DTYPES[dtype])
+        numpy_dtype = NUMPY_DTYPES[dtype]
+        large = prod(shape) * numpy_dtype.itemsize >= _LARGE_BYTES
+        array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:

@@ -24,7 +24,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Sizes of the loops, and of the memory that they need; `n` counts the columns of a shift."""
+    """Sizes of the loops, and of the memory that they need."""
 
     fields: tuple[tuple[int, int], ...]
     packed_b_bytes: int
@@ -56,18 +56,13 @@ def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tup
     return task_m, _ceil_div(strips_n, ranges)
 
 
-def shift_of(m: int, n: int, out: Operand, address: int) -> int | None:
-    """Columns to put before the first so that blocks begin with cache lines; None: do not stream.
+def is_streamed(m: int, n: int, out: Operand, address: int) -> bool:
+    """Whether a result is written past the caches.
 
-    A result that fits into the second-level cache beside the operands is left there for whoever
-    reads it.
+    One that fits into the second-level cache beside the operands is left there for whoever reads it.
     """
     item = dtype_from_name(out.dtype).itemsize
-    if m * n * item <= STREAM_BYTES or out.col_stride != 1:
-        return None
-    if (out.row_stride * item) % 64 or address % item:
-        return None
-    return (address % 64) // item
+    return m * n * item > STREAM_BYTES and out.col_stride == 1 and address % item == 0
 
 
 @lru_cache(maxsize=1024)
@@ -89,6 +84,7 @@ def cut_of(
     With ``sums_chunks`` each chunk of k is summed anew.
     """
     from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
+    from lowprec.backends.cpu.packed.result_rows import KEPT_BYTES
 
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = _chunk_steps(steps, max(parts_a, parts_b), chunk_steps)
@@ -118,10 +114,11 @@ def cut_of(
     if sums_chunks:
         fields[J.CHUNK_OFFSET] = acc_offset + acc_bytes
         fields[J.SCRATCH_OFFSET] += 4096
+    fields[J.KEPT_OFFSET] = fields[J.SCRATCH_OFFSET] + SCRATCH_BYTES
     return Cut(
         fields=tuple(fields.items()),
         packed_b_bytes=strips_n * strip_bytes_b,
-        scratch_bytes=fields[J.SCRATCH_OFFSET] + SCRATCH_BYTES,
+        scratch_bytes=fields[J.KEPT_OFFSET] + task_m * KEPT_BYTES,
         tasks=tasks_m * tasks_n,
         check_tasks=tasks_m,
     )

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.native import (
     F16,
@@ -31,113 +29,20 @@ from lowprec.backends.cpu.packed.native import (
     FINGERPRINT,
     I16,
     I32,
-    I64,
     compile_kernel,
     field,
-    greater,
     helper,
-    inline_asm,
     lesser,
     load,
     pointer,
-    shuffle,
     store,
     vector,
 )
+from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, INT32, at, writer
 
-EPILOGUE_ARITY = 5
+EPILOGUE_ARITY = 7
 
-_FLOAT32, _BFLOAT16, _FLOAT16, _INT32 = (
-    J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
-)
-_ITEM_BYTES = {_FLOAT32: 4, _BFLOAT16: 2, _FLOAT16: 2, _INT32: 4}
-
-# --- conversions ------------------------------------------------------------------------------
-
-
-_HALVES = ir.VectorType(F16, 16)
-
-
-def _splat(value: int) -> Any:
-    return vector(I32, [value] * 16)
-
-
-def _to_bfloat16(builder: Any, bits: Any) -> Any:
-    """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
-    odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
-    magnitude = builder.and_(bits, _splat(0x7FFFFFFF))
-    is_nan = builder.icmp_unsigned(">", magnitude, _splat(0x7F800000))
-    quiet = builder.or_(builder.lshr(bits, _splat(16)), _splat(0x40))
-    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
-
-
-def _converted(builder: Any, address: Any, kind: int) -> Any:
-    """16 accumulators in the output's type."""
-    bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
-    if kind == _BFLOAT16:
-        return _to_bfloat16(builder, bits)
-    if kind == _FLOAT16:
-        halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
-        return builder.bitcast(halves, ir.VectorType(I16, 16))
-    return bits
-
-
-@intrinsic(prefer_literal=True)
-def _put_row(typing_context, source, target, kind, stream):
-    """Write a row of a block: 32 elements in sequence, past the caches if `stream`.
-
-    What is streamed must begin with a cache line. A line that is written as a whole need not be
-    read before, which is half of the traffic, and does not displace packed operands.
-    """
-    to, past_caches = kind.literal_value, bool(stream.literal_value)
-
-    def generate(context, builder, signature, args):
-        next_tile = builder.add(args[0], ir.Constant(I64, 1024))
-        values = [_converted(builder, address, to) for address in (args[0], next_tile)]
-        if _ITEM_BYTES[to] == 2:
-            values = [shuffle(builder, values[0], values[1], range(32))]
-        for i, value in enumerate(values):
-            address = builder.add(args[1], ir.Constant(I64, 64 * i))
-            align = 64 if past_caches else 1
-            stored = builder.store(value, pointer(builder, address, value.type), align=align)
-            if past_caches:
-                hint = builder.module.add_metadata([ir.Constant(I32, 1)])
-                stored.set_metadata("nontemporal", hint)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, stream), generate
-
-
-def _store_masked(builder: Any, value: Any, address: Any, mask: Any) -> None:
-    """Write those elements of a vector whose bit in `mask` is set, by whatever the processor has for it."""
-    bits, target = ir.VectorType(ir.IntType(1), 16), pointer(builder, address, value.type)
-    width = value.type.element.width
-    signature = ir.FunctionType(ir.VoidType(), [value.type, target.type, I32, bits])
-    name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
-    function = cgutils.get_or_insert_function(builder.module, signature, name)
-    selected = builder.bitcast(builder.trunc(mask, I16), bits)
-    builder.call(function, [value, target, ir.Constant(I32, 1), selected])
-
-
-@intrinsic(prefer_literal=True)
-def _put_some(typing_context, source, target, kind, mask):
-    """Write those of 16 elements in sequence whose bit in `mask` is set."""
-    to = kind.literal_value
-    move = "vmovdqu16" if _ITEM_BYTES[to] == 2 else "vmovdqu32"
-    has_masks = "avx512bw" in cpu_flags()
-
-    def generate(context, builder, signature, args):
-        value = _converted(builder, args[0], to)
-        if not has_masks:
-            _store_masked(builder, value, args[1], args[3])
-            return context.get_dummy_value()
-        text = f"kmovd ${{2:k}}, %k1\n{move} $0, ($1) {{%k1}}"
-        operands = [value, args[1], args[3]]
-        inline_asm(builder, text, "v,r,r,~{k1},~{memory}", ir.VoidType(), operands)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, types.intp), generate
+# --- numbers of any kind ----------------------------------------------------------------------
 
 
 @intrinsic
@@ -173,9 +78,9 @@ def _widen_row(typing_context, source, target, kind):
 
     def generate(context, builder, signature, args):
         floats, wide, halves = (ir.VectorType(t, 32) for t in (F32, I32, F16))
-        if from_ == _FLOAT32:
+        if from_ == FLOAT32:
             values = builder.load(pointer(builder, args[0], floats), align=1)
-        elif from_ == _BFLOAT16:
+        elif from_ == BFLOAT16:
             words = builder.load(pointer(builder, args[0], ir.VectorType(I16, 32)), align=1)
             shifted = builder.shl(builder.zext(words, wide), vector(I32, [16] * 32))
             values = builder.bitcast(shifted, floats)
@@ -191,9 +96,9 @@ def _widen_row(typing_context, source, target, kind):
 @helper(types.float32)
 def _get(address, kind):
     """One element of any kind, as float32."""
-    if kind == _FLOAT32:
+    if kind == FLOAT32:
         return load(address, "f32")
-    if kind == _BFLOAT16:
+    if kind == BFLOAT16:
         return _float32_of_bits(np.uint32(load(address, "u16")) << np.uint32(16))
     return _load_float16(address)
 
@@ -250,38 +155,32 @@ def _activate(acc, activation):
             values[i] = _gelu(values[i])
 
 
-@helper(types.intp)
-def _at(acc, i, j):
-    """Address of the accumulator of row i, column j."""
-    return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
-
-
 @helper(types.void)
-def _read_row(source, stride, kind, first, end, target):
-    """Read elements first to end of a row of 32 of any kind as float32."""
-    whole = first == 0 and end == 32
-    if whole and kind == _FLOAT32 and stride == 4:
-        _widen_row(source, target, _FLOAT32)
-    elif whole and kind == _BFLOAT16 and stride == 2:
-        _widen_row(source, target, _BFLOAT16)
-    elif whole and kind == _FLOAT16 and stride == 2:
-        _widen_row(source, target, _FLOAT16)
+def _read_row(source, stride, kind, end, target):
+    """Read a row of up to 32 elements of any kind as float32."""
+    whole = end == 32
+    if whole and kind == FLOAT32 and stride == 4:
+        _widen_row(source, target, FLOAT32)
+    elif whole and kind == BFLOAT16 and stride == 2:
+        _widen_row(source, target, BFLOAT16)
+    elif whole and kind == FLOAT16 and stride == 2:
+        _widen_row(source, target, FLOAT16)
     else:
-        for j in range(first, end):
+        for j in range(end):
             store(target + 4 * j, _get(source + j * stride, kind), "f32")
 
 
 @helper(types.void)
-def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, kind, scratch):
-    """Add rows of any kind and strides; what is added outside of first to end is never written."""
+def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scratch):
+    """Add rows of any kind and strides; what is added after their end is never written."""
     addend = carray(_floats(scratch), (32,))
     for i in range(rows):
         # The rows of a bias are one row, read once.
         if i == 0 or row_stride != 0:
-            _read_row(source + i * row_stride, col_stride, kind, first, end, scratch)
+            _read_row(source + i * row_stride, col_stride, kind, end, scratch)
         left, right = (
-            carray(_floats(_at(acc, i, 0)), (16,)),
-            carray(_floats(_at(acc, i, 16)), (16,)),
+            carray(_floats(at(acc, i, 0)), (16,)),
+            carray(_floats(at(acc, i, 16)), (16,)),
         )
         for j in range(16):
             left[j] += factor * addend[j]
@@ -290,7 +189,7 @@ def _add_array(acc, rows, first, end, factor, source, row_stride, col_stride, ki
 
 
 @helper(types.void)
-def _arithmetic(acc, job, row, col, rows, first, end, scratch):
+def _arithmetic(acc, job, row, col, rows, end, scratch):
     """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
     beta = np.float32(load(job + 8 * J.BETA, "f64"))
@@ -302,12 +201,12 @@ def _arithmetic(acc, job, row, col, rows, first, end, scratch):
         row_stride, col_stride = field(job, J.C_ROW_STRIDE), field(job, J.C_COL_STRIDE)
         source = field(job, J.C) + row * row_stride + col * col_stride
         kind = field(job, J.C_KIND)
-        _add_array(acc, rows, first, end, beta, source, row_stride, col_stride, kind, scratch)
+        _add_array(acc, rows, end, beta, source, row_stride, col_stride, kind, scratch)
     if field(job, J.BIAS) != 0:
         row_stride, col_stride = field(job, J.BIAS_ROW_STRIDE), field(job, J.BIAS_COL_STRIDE)
         source = field(job, J.BIAS) + row * row_stride + col * col_stride
         kind = field(job, J.BIAS_KIND)
-        _add_array(acc, rows, first, end, _ONE, source, row_stride, col_stride, kind, scratch)
+        _add_array(acc, rows, end, _ONE, source, row_stride, col_stride, kind, scratch)
     activation = field(job, J.ACTIVATION)
     if activation != 0:
         _activate(acc, activation)
@@ -317,36 +216,18 @@ def _arithmetic(acc, job, row, col, rows, first, end, scratch):
 
 
 def _epilogue_function(kind: int) -> Any:
-    item = _ITEM_BYTES[kind]
-    element = "u16" if item == 2 else "u32"
-    fingerprint = FINGERPRINT
+    write, fingerprint = writer(kind), FINGERPRINT
 
-    def epilogue(acc, job, row, col, scratch):
-        rows = lesser(32, field(job, J.M) - row)
-        first, end = greater(0, -col), lesser(32, field(job, J.N) - col)
-        row_stride, col_stride = field(job, J.OUT_ROW_STRIDE), field(job, J.OUT_COL_STRIDE)
-        target = field(job, J.OUT) + row * row_stride + col * col_stride
-        if kind != _INT32 and field(job, J.PLAIN) == 0:
-            _arithmetic(acc, job, row, col, rows, first, end, scratch)
-        whole = first == 0 and end == 32 and col_stride == item
-        if whole and field(job, J.STREAM) != 0:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 1)
-        elif whole:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), target + i * row_stride, kind, 0)
-        elif col_stride == item:
-            mask = (1 << end) - (1 << first)
-            for i in range(rows):
-                source, to = _at(acc, i, 0), target + i * row_stride
-                _put_some(source, to, kind, mask & 0xFFFF)
-                _put_some(source + 1024, to + 16 * item, kind, mask >> 16)
-        else:
-            for i in range(rows):
-                _put_row(_at(acc, i, 0), scratch, kind, 0)
-                to = target + i * row_stride
-                for j in range(first, end):
-                    store(to + j * col_stride, load(scratch + j * item, element), element)
+    def epilogue(acc, job, row, col, scratch, kept, place):
+        rows, end = lesser(32, field(job, J.M) - row), lesser(32, field(job, J.N) - col)
+        if kind != INT32 and field(job, J.PLAIN) == 0:
+            _arithmetic(acc, job, row, col, rows, end, scratch)
+        target = (
+            field(job, J.OUT)
+            + row * field(job, J.OUT_ROW_STRIDE)
+            + col * field(job, J.OUT_COL_STRIDE)
+        )
+        write(acc, job, target, rows, end, scratch, kept, place)
         return fingerprint & 0
 
     return epilogue
@@ -357,7 +238,7 @@ def epilogue_kernel(dtype: str) -> int:
     """Address of the epilogue that writes `dtype`.
 
     Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
-    overwrite), of the job, first row, first column (below zero where the job has a shift), address
-    of 256 bytes of scratch.
+    overwrite), of the job, first row, first column, address of 256 bytes of scratch; the last two
+    are those of ``result_rows.writer``.
     """
     return compile_kernel(_epilogue_function(J.KINDS[dtype]), EPILOGUE_ARITY)

@@ -21,18 +21,18 @@ SUM_NOT_FINITE = 25  # set when a sum of split operands is one
     OUT, OUT_ROW_STRIDE, OUT_COL_STRIDE,
     C, C_ROW_STRIDE, C_COL_STRIDE, C_KIND,
     BIAS, BIAS_ROW_STRIDE, BIAS_COL_STRIDE, BIAS_KIND,
-    ALPHA, BETA, ACTIVATION, PLAIN, SHIFT, STREAM, TILE_CONFIG,
+    ALPHA, BETA, ACTIVATION, PLAIN, STREAM, TILE_CONFIG,
     PACK_A, PACK_B, KERNEL, EPILOGUE,
     A_PARTS, B_PARTS, B_PACKED, B_STRIP_BYTES, A_STRIP_BYTES,
     STRIPS_M, STRIPS_N, PACK_B_STRIPS, PACK_B_STEPS, PACK_B_TASKS, PACK_TASKS,
     TASK_STRIPS_M, TASK_STRIPS_N, TASKS_N, TASKS, CHUNK_STEPS, INNER_STEPS,
-    ACC_OFFSET, SCRATCH_OFFSET, CHUNK_OFFSET,
+    ACC_OFFSET, SCRATCH_OFFSET, CHUNK_OFFSET, KEPT_OFFSET,
 ) = range(32, 32 + 52)  # fmt: skip
 
 WORDS = 96
 
-# STREAM: rows of blocks are written past the caches; then SHIFT columns of zeros stand before the
-# first, so that the blocks begin where cache lines of the result begin.
+# STREAM: the result is written past the caches, whole lines at a time; what is left of a row waits for the next block
+# in scratch memory at KEPT_OFFSET.
 
 # CHUNK_OFFSET: where operands are split, each chunk of k is summed anew, in a block of scratch here, and added to those
 # before it; then sums are looked at, too. Else it is 0.

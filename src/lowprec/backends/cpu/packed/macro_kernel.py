@@ -53,6 +53,7 @@ from lowprec.backends.cpu.packed.native import (
     vector,
     yield_cpu,
 )
+from lowprec.backends.cpu.packed.result_rows import FIRST, KEPT_BYTES, LAST
 
 MACRO_ARITY = 2
 
@@ -150,7 +151,6 @@ def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
             field(job, J.A_STRIP_BYTES),
             0,
             scratch + field(job, J.SCRATCH_OFFSET),
-            0,
         ),
     )
 
@@ -179,7 +179,6 @@ def _pack_b(job, index, scratch):
             strip_bytes,
             1,
             scratch + field(job, J.SCRATCH_OFFSET),
-            field(job, J.SHIFT),
         ),
     )
 
@@ -221,11 +220,12 @@ def _packing_phase(job, scratch):
 
 
 @helper(types.void)
-def _apply_epilogue(job, acc, strip_m, strip_n, to):
+def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
     """Write a finished block."""
     if field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
         atomic_store(job + 8 * J.SUM_NOT_FINITE, 1)
-    call(field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32 - field(job, J.SHIFT), to))
+    to = scratch + field(job, J.SCRATCH_OFFSET)
+    call(field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32, to, kept, place))
 
 
 @helper(types.void)
@@ -240,7 +240,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
     acc_column = 0 if field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
     # A block's epilogue waits until the next block has been multiplied: by then its accumulators
     # are in memory, and its instructions fill the time in which the other's last sums are made.
-    pending, pending_m, pending_n, to = 0, 0, 0, scratch + field(job, J.SCRATCH_OFFSET)
+    pending, pending_m, pending_n, kept, place = 0, 0, 0, 0, 0
     # What is summed anew takes the whole chunk in one call.
     anew = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
@@ -256,7 +256,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
                 acc = acc0 + m * 4096
                 a = scratch + m * strip_bytes_a + (s - step) * step_a
                 if acc == pending:
-                    _apply_epilogue(job, pending, pending_m, pending_n, to)
+                    _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
                     pending = 0
                 if anew != 0:
                     chunk = scratch + anew
@@ -266,10 +266,12 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
                     call(micro, (a, b + s * step_b, acc, count, s, following + m * share))
                 if s + count == steps:
                     if pending != 0:
-                        _apply_epilogue(job, pending, pending_m, pending_n, to)
+                        _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
                     pending, pending_m, pending_n = acc, strip_m + m, n
+                    kept = scratch + field(job, J.KEPT_OFFSET) + m * KEPT_BYTES
+                    place = FIRST * (n == strip_n) + LAST * (n == end_n - 1)
     if pending != 0:
-        _apply_epilogue(job, pending, pending_m, pending_n, to)
+        _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
 
 
 @helper(types.intp)

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.cutting import shift_of
+from lowprec.backends.cpu.packed.cutting import is_streamed
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.packed.templates import (
     INT8_ALONE,
@@ -126,10 +126,8 @@ def multiply(
         if not panels.finite and product.kernels.parts_b > 1:
             return False
     workers = threads.num_threads() if product.shared else 1
-    shift = shift_of(product.m, product.n, product.out, out)
-    if panels is not None and shift:
-        shift = None
-    template = product.template(workers, shift, panels is not None)
+    streams = is_streamed(product.m, product.n, product.out, out)
+    template = product.template(workers, streams, panels is not None)
     job = _Job.from_buffer_copy(template.job)
     if product.transposed:
         a, b = b, a

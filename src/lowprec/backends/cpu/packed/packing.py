@@ -38,7 +38,6 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     I64,
     compile_kernel,
-    greater,
     helper,
     lesser,
     load,
@@ -51,7 +50,7 @@ from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 SCRATCH_BYTES = 16 << 10
 _TILES_AT = 8 << 10
 
-PACK_ARITY = 14
+PACK_ARITY = 13
 
 
 def _pad_function(scheme: Scheme) -> Any:
@@ -59,9 +58,9 @@ def _pad_function(scheme: Scheme) -> Any:
     kind = {1: "i8", 2: "u16", 4: "u32"}[item]
 
     @helper(types.void)
-    def pad(source, lane_stride, k_stride, first_lane, end_lane, steps, target):
+    def pad(source, lane_stride, k_stride, lanes, steps, target):
         """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
-        for lane in range(first_lane, end_lane):
+        for lane in range(lanes):
             from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):
                 store(to + i * item, load(from_ + i * k_stride, kind), kind)
@@ -172,7 +171,7 @@ def _pack_function(scheme: Scheme) -> Any:
     def pack(
         source, lane_stride, k_stride, lanes, k,
         first_strip, end_strip, first_step, end_step,
-        target, strip_bytes, is_b, scratch, shift,
+        target, strip_bytes, is_b, scratch,
     ):
     # fmt: on
         flags = fingerprint & 0
@@ -182,30 +181,24 @@ def _pack_function(scheme: Scheme) -> Any:
         for outer in range(first_step, end_step, steps_inner):
             for strip in range(first_strip, end_strip):
                 for s in range(outer, outer + steps_inner):
-                    lane0, k0 = strip * 32 - shift, s * step
+                    lane0, k0 = strip * 32, s * step
                     from_ = source + lane0 * lane_stride + k0 * k_stride
                     to = target + (strip - first_strip) * strip_bytes
                     to += (s - first_step) * block_bytes
-                    whole = lane0 >= 0 and lane0 + 32 <= lanes and k0 + step <= k
+                    whole = lane0 + 32 <= lanes and k0 + step <= k
                     if whole and k_stride == item:
                         flags |= along(from_, lane_stride, to, is_b, tiles)
                     elif whole and lane_stride == item:
                         flags |= across(from_, k_stride, to, is_b, tiles)
                     else:
-                        first, end, k_here = greater(0, -lane0), lesser(32, lanes - lane0), lesser(step, k - k0)
+                        end, k_here = lesser(32, lanes - lane0), lesser(step, k - k0)
                         _clear(scratch, 32 * step * item)
                         if has_masks and k_stride == item:
-                            _pad_rows(
-                                from_ + first * lane_stride, lane_stride, end - first, k_here * item,
-                                scratch + first * step * item, step * item,
-                            )
+                            _pad_rows(from_, lane_stride, end, k_here * item, scratch, step * item)
                         elif has_masks and lane_stride == item:
-                            _pad_rows(
-                                from_ + first * item, k_stride, k_here, (end - first) * item,
-                                scratch + first * item, 32 * item,
-                            )
+                            _pad_rows(from_, k_stride, k_here, end * item, scratch, 32 * item)
                         else:
-                            pad(from_, lane_stride, k_stride, first, end, k_here, scratch)
+                            pad(from_, lane_stride, k_stride, end, k_here, scratch)
                         if has_masks and k_stride != item and lane_stride == item:
                             flags |= across(scratch, 32 * item, to, is_b, tiles)
                         else:
@@ -221,8 +214,7 @@ def pack_kernel(scheme: Scheme) -> int:
 
     Its arguments, `PACK_ARITY` integers: address, lane stride and k stride in bytes, number of
     lanes, k; strips and steps to pack (first, end); target and its strip stride in bytes; 1 for the
-    layout of B, 0 for that of A; address of `SCRATCH_BYTES` of scratch; how many lanes of the first
-    strip lie before lane 0 and are zero. It returns 0, or in two parts something else if a rounded
-    value was not finite.
+    layout of B, 0 for that of A; address of `SCRATCH_BYTES` of scratch. It returns 0, or in two
+    parts something else if a rounded value was not finite.
     """
     return compile_kernel(_pack_function(scheme), PACK_ARITY)

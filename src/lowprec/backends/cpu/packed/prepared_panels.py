@@ -1,9 +1,7 @@
 """The packed panels of a prepared operand, which any product with it multiplies.
 
 How B is packed depends on k, n, the element types and the micro-kernel, and on no other operand: strips of 32 columns,
-each whole, one after the other. Of a stack all matrices are packed with the first product. Where a result is written
-past the caches a shift puts columns of zeros before the first, which depends on the address of the result; with panels
-it is left out.
+each whole, one after the other. Of a stack all matrices are packed with the first product.
 """
 
 from __future__ import annotations

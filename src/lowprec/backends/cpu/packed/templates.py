@@ -250,11 +250,11 @@ class Product(NamedTuple):
     #: Whether this is the transpose of the product that was asked for, whose operands change places.
     transposed: bool
     shared: bool  # whether waking a thread pays
-    templates: dict[tuple[int, int | None, bool], Template]
+    templates: dict[tuple[int, bool, bool], Template]
 
-    def template(self, workers: int, shift: int | None, has_panels: bool) -> Template:
-        """Return the job for so many threads; ``shift`` is what :func:`~.cutting.shift_of` says of the result."""
-        key = workers, shift, has_panels
+    def template(self, workers: int, streams: bool, has_panels: bool) -> Template:
+        """Return the job for so many threads; ``streams`` is whether the result is written past the caches."""
+        key = workers, streams, has_panels
         found = self.templates.get(key)
         if found is None:
             found = self.templates[key] = _template(self, *key)
@@ -294,13 +294,11 @@ def product_of(
 INT8_ALONE = "int8 products take no alpha, beta, bias or activation"
 
 
-def _template(product: Product, workers: int, shift: int | None, has_panels: bool) -> Template:
+def _template(product: Product, workers: int, streams: bool, has_panels: bool) -> Template:
     kernels = product.kernels
-    cut = _cut(
-        product.micro_kernel, kernels, product.m, product.n + (shift or 0), product.k, workers
-    )
+    cut = _cut(product.micro_kernel, kernels, product.m, product.n, product.k, workers)
     fields = dict(kernels.fields + cut.fields)
-    fields |= {J.N: product.n, J.SHIFT: shift or 0, J.STREAM: int(shift is not None)}
+    fields |= {J.N: product.n, J.STREAM: int(streams)}
     fields |= _array_fields(product.a, product.b, product.out)
     fields |= _epilogue_fields(product.c, product.bias, product.transposed, product.activation)
     # A is packed while the result is written; where that would destroy `c` it is looked at before.
@@ -321,7 +319,7 @@ def single_thread_template(product: Product) -> Template | None:
     out_bytes = product.m * product.n * dtype_from_name(product.out.dtype).itemsize
     if product.shared or out_bytes > STREAM_BYTES:
         return None
-    return product.template(1, None, False)
+    return product.template(1, False, False)
 
 
 class PackingJob(NamedTuple):

@@ -1,0 +1,261 @@
+"""Rows of a finished block: rounded to the output's type and written, large results past the caches.
+
+A cache line that is written as a whole need not be read before, which is half of the traffic, and does not displace
+packed operands. Where the rows of a block do not begin with a line, what is left at their end waits for the block to
+the right of it, which the same task computes later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.native import (
+    F16,
+    F32,
+    I16,
+    I32,
+    I64,
+    field,
+    helper,
+    inline_asm,
+    load,
+    pointer,
+    shuffle,
+    store,
+    vector,
+)
+
+#: For each strip of rows of results that are written past the caches: the last vector of each row.
+KEPT_BYTES = 32 * 64
+#: Where a block is in its task: bits.
+LAST, FIRST = 1, 2
+
+FLOAT32, BFLOAT16, FLOAT16, INT32 = (
+    J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
+)
+ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT32: 4}
+
+# --- one row ----------------------------------------------------------------------------------
+
+_HALVES = ir.VectorType(F16, 16)
+
+
+def _splat(value: int) -> Any:
+    return vector(I32, [value] * 16)
+
+
+def _to_bfloat16(builder: Any, bits: Any) -> Any:
+    """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
+    odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
+    magnitude = builder.and_(bits, _splat(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, _splat(0x7F800000))
+    quiet = builder.or_(builder.lshr(bits, _splat(16)), _splat(0x40))
+    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
+
+
+def _converted(builder: Any, address: Any, kind: int) -> Any:
+    """16 accumulators in the output's type."""
+    bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
+    if kind == BFLOAT16:
+        return _to_bfloat16(builder, bits)
+    if kind == FLOAT16:
+        halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
+        return builder.bitcast(halves, ir.VectorType(I16, 16))
+    return bits
+
+
+def _converted_row(builder: Any, address: Any, kind: int) -> list[Any]:
+    """A row of a block in the output's type, as vectors of 64 bytes."""
+    next_tile = builder.add(address, ir.Constant(I64, 1024))
+    values = [_converted(builder, half, kind) for half in (address, next_tile)]
+    if ITEM_BYTES[kind] == 2:
+        return [shuffle(builder, values[0], values[1], range(32))]
+    return values
+
+
+def _stream(builder: Any, line: Any, address: Any) -> None:
+    """Write a cache line past the caches."""
+    stored = builder.store(line, pointer(builder, address, line.type), align=64)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+@intrinsic(prefer_literal=True)
+def _put_row(typing_context, source, target, kind, stream):
+    """Write a row of a block, 32 elements in sequence; past the caches if `stream`, then it begins a cache line."""
+    to, past_caches = kind.literal_value, bool(stream.literal_value)
+
+    def generate(context, builder, signature, args):
+        for i, value in enumerate(_converted_row(builder, args[0], to)):
+            address = builder.add(args[1], ir.Constant(I64, 64 * i))
+            if past_caches:
+                _stream(builder, value, address)
+            else:
+                builder.store(value, pointer(builder, address, value.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind, stream), generate
+
+
+@intrinsic(prefer_literal=True)
+def _put_across(typing_context, source, target, kind, behind, kept):
+    """Write whole cache lines past the caches: the last elements that were `kept`, and all but the last of a row.
+
+    `behind` says how many: so many elements before the target a line begins. The row's last vector is kept then.
+    """
+    to = kind.literal_value
+
+    def generate(context, builder, signature, args):
+        source, target, _, behind, kept = args
+        values = _converted_row(builder, source, to)
+        line, item = values[0].type, ITEM_BYTES[to]
+        before = builder.load(pointer(builder, kept, line), align=64)
+        first = builder.sub(ir.Constant(I64, line.count), behind)
+        order = builder.insert_element(
+            ir.Constant(line, ir.Undefined), builder.trunc(first, line.element), ir.Constant(I32, 0)
+        )
+        order = shuffle(builder, order, order, [0] * line.count)
+        order = builder.add(order, vector(line.element, range(line.count)))
+        name = f"llvm.x86.avx512.vpermi2var.{'hi' if item == 2 else 'd'}.512"
+        two = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(line, [line] * 3), name
+        )
+        target = builder.sub(target, builder.mul(behind, ir.Constant(I64, item)))
+        for i, value in enumerate(values):
+            whole = builder.call(two, [before, order, value])
+            _stream(builder, whole, builder.add(target, ir.Constant(I64, 64 * i)))
+            before = value
+        builder.store(before, pointer(builder, kept, line), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind, types.intp, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def _keep(typing_context, source, kind, kept):
+    """Keep the last vector of a row."""
+    to = kind.literal_value
+
+    def generate(context, builder, signature, args):
+        last = _converted_row(builder, args[0], to)[-1]
+        builder.store(last, pointer(builder, args[2], last.type), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, kind, types.intp), generate
+
+
+def _store_masked(builder: Any, value: Any, address: Any, mask: Any) -> None:
+    """Write those elements of a vector whose bit in `mask` is set, by whatever the processor has for it."""
+    bits, target = ir.VectorType(ir.IntType(1), 16), pointer(builder, address, value.type)
+    width = value.type.element.width
+    signature = ir.FunctionType(ir.VoidType(), [value.type, target.type, I32, bits])
+    name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    selected = builder.bitcast(builder.trunc(mask, I16), bits)
+    builder.call(function, [value, target, ir.Constant(I32, 1), selected])
+
+
+@intrinsic(prefer_literal=True)
+def _put_some(typing_context, source, target, kind, mask):
+    """Write those of 16 elements in sequence whose bit in `mask` is set."""
+    to = kind.literal_value
+    move = "vmovdqu16" if ITEM_BYTES[to] == 2 else "vmovdqu32"
+    has_masks = "avx512bw" in cpu_flags()
+
+    def generate(context, builder, signature, args):
+        value = _converted(builder, args[0], to)
+        if not has_masks:
+            _store_masked(builder, value, args[1], args[3])
+            return context.get_dummy_value()
+        text = f"kmovd ${{2:k}}, %k1\n{move} $0, ($1) {{%k1}}"
+        operands = [value, args[1], args[3]]
+        inline_asm(builder, text, "v,r,r,~{k1},~{memory}", ir.VoidType(), operands)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind, types.intp), generate
+
+
+# --- a block ----------------------------------------------------------------------------------
+
+
+@helper(types.intp)
+def at(acc, i, j):
+    """Address of the accumulator of row i, column j."""
+    return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
+
+
+def _put_lines_function(kind: int, put_some: Any) -> Any:
+    item, crosses = ITEM_BYTES[kind], "avx512bw" in cpu_flags()
+    element = "u16" if item == 2 else "u32"
+
+    @helper(types.void)
+    def put_lines(acc, target, row_stride, rows, end, kept, place):
+        """Write the rows of a block past the caches, in whole lines; the rest of a row waits for the next block."""
+        for i in range(rows):
+            source, to, from_ = at(acc, i, 0), target + i * row_stride, kept + 64 * i
+            behind, rest = (to & 63) // item, (1 << end) - 1
+            if end == 32 and behind == 0:
+                _put_row(source, to, kind, 1)
+                rest = 0
+            elif end == 32 and not crosses:
+                _put_row(source, to, kind, 0)
+                rest = 0
+            elif crosses and place & FIRST == 0:
+                if end == 32:
+                    _put_across(source, to, kind, behind, from_)
+                    rest = (((1 << behind) - 1) << (32 - behind)) * (place & LAST)
+                else:
+                    for j in range(-behind, 0):
+                        store(to + j * item, load(from_ + 64 + j * item, element), element)
+            elif crosses and place & LAST == 0:
+                _keep(source, kind, from_)
+                rest = (1 << (32 - behind)) - 1
+            if rest != 0:
+                put_some(source, to, rest)
+
+    return put_lines
+
+
+def writer(kind: int) -> Any:
+    """Return what writes a block to a result of this kind.
+
+    Its arguments: the accumulators, the job, where the first row begins, number of rows, of columns; address of 256
+    bytes of scratch, of the `KEPT_BYTES` that belong to the rows, and whether the block is the `FIRST` or the `LAST` of
+    them in its task.
+    """
+    item = ITEM_BYTES[kind]
+    element = "u16" if item == 2 else "u32"
+
+    @helper(types.void)
+    def put_some(source, to, mask):
+        _put_some(source, to, kind, mask & 0xFFFF)
+        _put_some(source + 1024, to + 16 * item, kind, mask >> 16)
+
+    put_lines = _put_lines_function(kind, put_some)
+
+    @helper(types.void)
+    def write(acc, job, target, rows, end, scratch, kept, place):
+        row_stride, col_stride = field(job, J.OUT_ROW_STRIDE), field(job, J.OUT_COL_STRIDE)
+        if col_stride == item and field(job, J.STREAM) != 0:
+            put_lines(acc, target, row_stride, rows, end, kept, place)
+        elif col_stride == item and end == 32:
+            for i in range(rows):
+                _put_row(at(acc, i, 0), target + i * row_stride, kind, 0)
+        elif col_stride == item:
+            for i in range(rows):
+                put_some(at(acc, i, 0), target + i * row_stride, (1 << end) - 1)
+        else:
+            for i in range(rows):
+                _put_row(at(acc, i, 0), scratch, kind, 0)
+                to = target + i * row_stride
+                for j in range(end):
+                    store(to + j * col_stride, load(scratch + j * item, element), element)
+
+    return write

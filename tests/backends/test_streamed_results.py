@@ -1,0 +1,121 @@
+"""Results that are written past the caches, wherever their rows begin in a cache line: nothing is lost or misplaced.
+
+Operands are small integers, so every product is exact in every type, and guard bytes stand around the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from cpu_units import needs
+from lowprec.backends.cpu import threads
+from lowprec.backends.cpu.packed import cutting, packed_gemm, templates
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
+
+LINE = 64
+GUARD = 0xA5
+#: Element types of results, by what a micro-kernel multiplies.
+RESULTS = {"bfloat16": ("float32", "bfloat16", "float16"), "int8": ("int32",)}
+RESULTS["float32"] = RESULTS["bfloat16"]
+
+cases = pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        pytest.param(kernel, dtype, marks=needs(kernel), id=f"{kernel.name}-{dtype}")
+        for kernel in MICRO_KERNELS
+        for dtype in RESULTS[kernel.storage]
+    ],
+)
+
+
+def integers(rng: np.random.Generator, shape: tuple[int, int], kernel: MicroKernel) -> Any:
+    dtype = np.int8 if kernel.storage == "int8" else np.float32
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return bytes, and among them m rows of n elements, `gap` apart, that begin so many after a cache line."""
+    stride = (n + gap) * dtype.itemsize
+    memory = np.full(m * stride + 3 * LINE, GUARD, np.uint8)
+    at = -memory.ctypes.data % LINE + first * dtype.itemsize
+    return memory, np.ndarray((m, n), dtype, memory.data, at, (stride, dtype.itemsize))
+
+
+def assert_exact(
+    kernel: MicroKernel, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool
+) -> None:
+    """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart."""
+    m, n, k = size
+    rng = np.random.default_rng(first)
+    a, b = integers(rng, (m, k), kernel), integers(rng, (k, n), kernel)
+    memory, out = rows_at(m, n, gap, first, np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    want = a.astype(np.int64) @ b.astype(np.int64)
+    how: dict[str, Any] = {}
+    if adds:
+        out[...] = integers(rng, (m, n), kernel)
+        want = want + out.astype(np.int64)
+        how = {"beta": 1.0, "c": templates.operand_of(out)}
+    operands = [templates.operand_of(x) for x in (a, b, out)]
+    rounding = "exact" if kernel.storage == "int8" else "bf16"
+    assert packed_gemm.gemm(kernel, m, n, k, *operands, rounding=rounding, **how)
+    np.testing.assert_array_equal(out.astype(np.int64), want)
+    out.view(np.uint8)[...] = GUARD
+    assert (memory == GUARD).all(), "something beside the rows was written"
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stream every result of single products, in three threads."""
+    monkeypatch.setattr(cutting, "STREAM_BYTES", 0)
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    templates.product_of.cache_clear()
+
+
+@cases
+@pytest.mark.parametrize("gap", [0, 1, 16])
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100, 300])
+@pytest.mark.usefixtures("streamed")
+def test_rows_begin_anywhere_in_a_line(kernel: MicroKernel, dtype: str, n: int, gap: int) -> None:
+    for first in range(LINE // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
+        assert_exact(kernel, dtype, (37, n, 5), gap, first, adds=False)
+
+
+kernels = pytest.mark.parametrize(
+    "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS]
+)
+
+
+@kernels
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.usefixtures("streamed")
+def test_tasks_that_share_rows_of_the_result(kernel: MicroKernel, first: int) -> None:
+    # Three ranges of columns, and several chunks of k.
+    assert_exact(kernel, RESULTS[kernel.storage][0], (256, 520, 2600), 1, first, adds=False)
+
+
+@kernels
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.usefixtures("streamed")
+def test_what_is_added_is_read_before_it_is_overwritten(kernel: MicroKernel, first: int) -> None:
+    if kernel.storage != "int8":  # which adds nothing
+        assert_exact(kernel, "float32", (70, 130, 300), 0, first, adds=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64, np.complex64])
+@pytest.mark.parametrize("n", [512, 700])
+def test_large_results_begin_with_a_cache_line(n: int, dtype: Any) -> None:
+    a = np.ones((n, 3), dtype)
+    b = np.ones((3, n), dtype)
+    # Several are alive at once, so that luck cannot align them all.
+    results = [lowprec.matmul(a, b) for _ in range(3)]
+    for result in results:
+        aligned = result.ctypes.data % LINE == 0
+        assert aligned or result.nbytes < 1 << 20
+        assert result.flags.c_contiguous
+        assert result.flags.writeable
+        assert (result == 3).all()
