@@ -333,10 +333,11 @@ def test_writing_a_block_loses_no_nan(
         J.M: 32, J.N: end, J.OUT: out.ctypes.data,
         J.OUT_ROW_STRIDE: out.strides[0], J.OUT_COL_STRIDE: step * out.itemsize,
         J.ALPHA: templates.float_bits(alpha), J.BETA: templates.float_bits(0.0),
-        J.ACTIVATION: J.ACTIVATIONS[activation], J.PLAIN: int(alpha == 1 and activation is None),
+        J.ACTIVATION: J.ACTIVATIONS[activation],
     }  # fmt: skip
     job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])
-    kernel = native.callable_at(epilogue.epilogue_kernel(dtype), epilogue.EPILOGUE_ARITY)
+    computes = alpha != 1 or activation is not None
+    kernel = native.callable_at(epilogue.epilogue_kernel(dtype, computes), epilogue.EPILOGUE_ARITY)
     place = result_rows.FIRST | result_rows.LAST
     kernel(accumulators, ctypes.addressof(job), 0, 0, scratch, 0, place)
     del held

@@ -38,7 +38,7 @@ from lowprec.backends.cpu.packed.native import (
     store,
     vector,
 )
-from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, INT32, at, writer
+from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, at, writer
 
 EPILOGUE_ARITY = 7
 
@@ -215,12 +215,12 @@ def _arithmetic(acc, job, row, col, rows, end, scratch):
 # --- the kernels ------------------------------------------------------------------------------
 
 
-def _epilogue_function(kind: int) -> Any:
+def _epilogue_function(kind: int, computes: bool) -> Any:
     write, fingerprint = writer(kind), FINGERPRINT
 
     def epilogue(acc, job, row, col, scratch, kept, place):
         rows, end = lesser(32, field(job, J.M) - row), lesser(32, field(job, J.N) - col)
-        if kind != INT32 and field(job, J.PLAIN) == 0:
+        if computes:
             _arithmetic(acc, job, row, col, rows, end, scratch)
         target = (
             field(job, J.OUT)
@@ -234,11 +234,13 @@ def _epilogue_function(kind: int) -> Any:
 
 
 @cache
-def epilogue_kernel(dtype: str) -> int:
-    """Address of the epilogue that writes `dtype`.
+def epilogue_kernel(dtype: str, computes: bool) -> int:
+    """Address of the epilogue that writes `dtype`, after what there is to compute; int32 is written as it is.
+
+    Most products need no more than the writing, and compiling that takes a third of the time.
 
     Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
     overwrite), of the job, first row, first column, address of 256 bytes of scratch; the last two
     are those of ``result_rows.writer``.
     """
-    return compile_kernel(_epilogue_function(J.KINDS[dtype]), EPILOGUE_ARITY)
+    return compile_kernel(_epilogue_function(J.KINDS[dtype], computes), EPILOGUE_ARITY)

@@ -48,6 +48,7 @@ from lowprec.backends.cpu.packed.templates import (
     Template,
     Vector,
     anywhere,
+    epilogue_of,
     float_bits,
     product_of,
 )
@@ -135,7 +136,8 @@ def multiply(
     if alpha != 1:
         if product.out.dtype == "int32":
             raise ValueError(INT8_ALONE)
-        job[J.ALPHA], job[J.PLAIN] = float_bits(alpha), 0
+        job[J.ALPHA] = float_bits(alpha)
+        job[J.EPILOGUE] = epilogue_of(product, computes=True)
     job[J.BETA] = float_bits(beta)
     return _run(template, job, min(workers, max(template.tasks, 1)), panels)
 

@@ -128,7 +128,7 @@ def kernels_of(
 ) -> Kernels:
     """Return the kernels of a kind of product, compiled; `gemm` says which types go together."""
     try:
-        from lowprec.backends.cpu.packed import epilogue, lingering, macro_kernel, native, packing
+        from lowprec.backends.cpu.packed import lingering, macro_kernel, native, packing
     except ImportError as error:
         raise BackendError(
             f"numba is installed but does not work ({error}); repair or uninstall it"
@@ -149,7 +149,6 @@ def kernels_of(
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
         J.KERNEL: emit(_products(a, b, rounding)),
-        J.EPILOGUE: epilogue.epilogue_kernel(out_dtype),
     }
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     lingering.use()
@@ -192,7 +191,6 @@ def _epilogue_fields(
     fields = {
         J.ALPHA: float_bits(1.0),
         J.ACTIVATION: J.ACTIVATIONS[activation],
-        J.PLAIN: int(c is None and bias is None and activation is None),
     }
     if c is not None:
         fields |= _operand_fields(c, J.C, J.C_ROW_STRIDE, J.C_COL_STRIDE)
@@ -281,14 +279,24 @@ def product_of(
         a, b, m, n, out = transposed_of(b), transposed_of(a), n, m, transposed_of(out)
         c = c and transposed_of(c)
     kernels = kernels_of(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
-    is_plain = c is None and bias is None and activation is None
-    if out.dtype == "int32" and not is_plain:
+    if out.dtype == "int32" and _computes(c, bias, activation):
         raise ValueError(INT8_ALONE)
     multiplications = m * n * k * kernels.parts_a * kernels.parts_b
     shared = multiplications >= micro_kernel.shared_from
     return Product(
         micro_kernel, kernels, m, n, k, a, b, out, c, bias, activation, transposed, shared, {}
     )
+
+
+def _computes(*of_epilogue: object) -> bool:
+    return any(x is not None for x in of_epilogue)
+
+
+def epilogue_of(product: Product, *, computes: bool) -> int:
+    """Return the address of the epilogue of a product, compiled; ``computes`` as ``epilogue_kernel`` has it."""
+    from lowprec.backends.cpu.packed.epilogue import epilogue_kernel
+
+    return epilogue_kernel(product.out.dtype, computes)
 
 
 INT8_ALONE = "int8 products take no alpha, beta, bias or activation"
@@ -298,7 +306,9 @@ def _template(product: Product, workers: int, streams: bool, has_panels: bool) -
     kernels = product.kernels
     cut = _cut(product.micro_kernel, kernels, product.m, product.n, product.k, workers)
     fields = dict(kernels.fields + cut.fields)
+    computes = _computes(product.c, product.bias, product.activation)
     fields |= {J.N: product.n, J.STREAM: int(streams)}
+    fields[J.EPILOGUE] = epilogue_of(product, computes=computes)
     fields |= _array_fields(product.a, product.b, product.out)
     fields |= _epilogue_fields(product.c, product.bias, product.transposed, product.activation)
     # A is packed while the result is written; where that would destroy `c` it is looked at before.
