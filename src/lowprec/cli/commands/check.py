@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of the random operands (default: all)",
     )
     add_shared(parser, "--dtype")
-    add_sampling(parser, "mode", 7, "case", 2.0)
+    add_sampling(parser, "mode", 7, "case", 1.0)
     add_exports(parser, "error and bound against speed")
     add_shared(parser, "--json")
 
