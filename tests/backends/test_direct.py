@@ -194,6 +194,25 @@ def test_batches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> N
     both(a[0, 0, 0], b[0, :, 0], math_mode="tf32", c=numbers(rng, 1)[0:1].reshape(()), beta=1.0)
 
 
+@pytest.mark.parametrize("mode", ["tf32", "fp16"])
+@pytest.mark.parametrize("size", [(3, 5, 2), (8, 8, 8), (1, 16, 15), (16, 4, 1)])
+def test_small_ones_are_cast_several_at_a_time(
+    mode: str, size: tuple[int, int, int], rng: np.random.Generator
+) -> None:
+    """What is not a whole number of runs; columns; gaps; and in one run a product that must be scaled."""
+    (m, k, n), count = size, 1 + 4096 // (4 * max(size) * min(size))
+    lefts, rights = numbers(rng, count, m, k), numbers(rng, count, k, n)
+    far = lefts.copy()
+    far[count // 2] = np.exp(10 * far[count // 2])
+    far[0, 0, 0] = np.nan
+    for a in (lefts, far, np.asfortranarray(lefts.T).T, lefts.swapaxes(1, 2).copy().swapaxes(1, 2)):
+        for b in (rights, rights[:1], rights[::-1], rights.swapaxes(1, 2).copy().swapaxes(1, 2)):
+            both(a, b, math_mode=mode)
+    wide = numbers(rng, count, m, k + 1)[:, :, :k]
+    both(wide, rights, math_mode=mode, bias=numbers(rng, n))
+    both(lefts[::2], rights[::2], math_mode=mode)
+
+
 def test_the_result_does_not_depend_on_the_number_of_threads(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@ from lowprec.backends.cpu.direct_job import (
     BATCH_KEPT_B,
     BATCH_OUT,
     BATCH_PRODUCT,
+    BATCH_RUN,
+    BATCH_RUN_A,
+    BATCH_RUN_B,
     BATCH_SHARE,
     BATCH_WORDS,
     CAST_SCRATCH,
@@ -64,6 +67,10 @@ from lowprec.planning.prepared import kept_modes
 #: parts, an element of a or b has 16; and there are as many of the result, or few rows and columns with exponents.
 _SCRATCH_BYTES = CAST_SCRATCH + 20 * (DIRECT.maximum_elements or 0) + 32 * PAD
 
+#: Behind that, operands of several products of a batch that are cast at a time, so many bytes of each. It pays for
+#: small ones; larger ones are better read from memory while the product before is computed.
+_RUN_AT, _RUN_BYTES, _SMALL_BYTES = _SCRATCH_BYTES, 4 << 10, 1 << 10
+
 _KERNELS = "lowprec.backends.cpu.direct_kernels"
 
 #: Seconds without the kernels that pay for importing numba.
@@ -71,7 +78,7 @@ _PAYS_TO_IMPORT = 0.5
 
 #: Multiplications of a batch that pay for waking a thread, those that a thread takes at a time, and as many as take the
 #: time of what each product costs besides.
-_PAYS_TO_SHARE, _SHARE, _EACH = 1 << 22, 1 << 17, 1 << 10
+_PAYS_TO_SHARE, _SHARE, _EACH = 1 << 22, 1 << 20, 1 << 10
 
 _Factors = ctypes.c_double * 2
 
@@ -87,6 +94,7 @@ class Kind(NamedTuple):
     kernel: Callable[[GemmPlan, DType], int]  # address of that which writes a type
     job: Callable[[GemmPlan, GemmLayout, MatrixStack | None], Any]
     kept: Callable[[GemmPlan], Kept]
+    casts_runs: bool  # whether the operands of several products of a batch may be cast together
     sum_by_numpy: Callable[[GemmPlan, Arguments, Stacks, Any], None]  # to an array of zeros
 
 
@@ -94,7 +102,7 @@ class _Scratch(threading.local):
     """Each thread's, which it lends to one call of a kernel: the product of a signal handler comes before or after."""
 
     def __init__(self) -> None:
-        self.memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.memory = np.empty(_RUN_AT + 2 * (_RUN_BYTES + PAD), np.uint8)
         self.address = int(self.memory.ctypes.data)
 
 
@@ -103,7 +111,7 @@ _scratch = _Scratch()
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan for small products."""
-    return executor(plan, Kind(_kernel, _job, _kept_rows, _sum_by_numpy))
+    return executor(plan, Kind(_kernel, _job, _kept_rows, True, _sum_by_numpy))
 
 
 def executor(plan: GemmPlan, kind: Kind) -> Executor:
@@ -174,7 +182,7 @@ def _native(plan: GemmPlan, kind: Kind) -> Executor:
     multiply = (
         _one(plan, job, product, kept)
         if layout.batch_count == 1
-        else _all(plan, job, product, kept, layout, c)
+        else _all(plan, job, product, kept, layout, c, kind.casts_runs)
     )
     if not is_apart:
         return multiply
@@ -232,6 +240,7 @@ def _one(plan: GemmPlan, job: Any, product: int, kept: Kept) -> Executor:
             c.address if has_beta else 0,  # type: ignore[union-attr]
             bias.address if has_bias else 0,  # type: ignore[union-attr]
             address_of(factors),
+            0,
             address,
             scratch.address,
         )
@@ -246,8 +255,9 @@ def _all(
     kept: Kept,
     layout: GemmLayout,
     c: MatrixStack | None,
+    casts_runs: bool,
 ) -> Executor:
-    """Return the executor of a batch."""
+    """Return the executor of a batch; ``casts_runs`` as in :class:`Kind`."""
     from lowprec.backends.cpu.direct_kernels import BATCH_ARITY, batch_kernel
     from lowprec.backends.cpu.packed.native import callable_at
 
@@ -259,6 +269,16 @@ def _all(
     words = [0] * BATCH_WORDS + dimensions
     words[BATCH_PRODUCT], words[BATCH_COUNT] = product, count
     words[BATCH_DIMENSIONS] = len(dimensions) // DIMENSION_WORDS
+    words[BATCH_RUN], largest = 1, 4 * layout.k * max(layout.m, layout.n)
+    if casts_runs and largest < _SMALL_BYTES and plan.accumulator is not DType.FLOAT64:
+        # A may be in columns; B is cast to rows.
+        in_sequence = _follows(layout.a) or _follows(layout.a.transposed), _follows(layout.b)
+        if any(in_sequence):
+            words[BATCH_RUN] = _RUN_BYTES // largest
+            at = (_RUN_AT, _RUN_AT + _RUN_BYTES + PAD)
+            words[BATCH_RUN_A], words[BATCH_RUN_B] = (
+                x * y for x, y in zip(at, in_sequence, strict=True)
+            )
     words_type = ctypes.c_int64 * len(words)
 
     def execute(arguments: Arguments) -> None:
@@ -283,6 +303,15 @@ def _all(
         threads.run(work, workers)
 
     return execute
+
+
+def _follows(stack: MatrixStack) -> bool:
+    """Whether the matrices of a batch follow one another without gaps, and so do their rows."""
+    rows, cols = stack.rows, stack.cols
+    return stack.batch_strides == (rows * cols,) and (stack.row_stride, stack.col_stride) == (
+        cols,
+        1,
+    )
 
 
 def _dimensions(

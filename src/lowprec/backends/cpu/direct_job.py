@@ -73,9 +73,12 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_B,
     BATCH_OUT,
     BATCH_C,
+    BATCH_RUN,  # how many products have their operands cast at a time; 1 where each casts its own
+    BATCH_RUN_A,  # of each operand, the place in the scratch memory; 0 where it does not follow one another
+    BATCH_RUN_B,
     BATCH_DIMENSIONS,  # how many; they follow, the innermost first
-) = range(8, 20)
-BATCH_WORDS = 20
+) = range(8, 23)
+BATCH_WORDS = 23
 
 #: A dimension of a batch: its extent, and how far one matrix of a, b, out and c lies from the next.
 EXTENT, A_STEP, B_STEP, OUT_STEP, C_STEP = range(5)

@@ -35,7 +35,7 @@ from lowprec.backends.cpu.packed.native import (
     store,
 )
 
-PRODUCT_ARITY, BATCH_ARITY = 9, 2
+PRODUCT_ARITY, BATCH_ARITY = 10, 2
 
 WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
@@ -231,13 +231,17 @@ def _product_function(item: int, kind: int) -> Any:
     vectors = 2 if item == 4 and "avx512f" in cpu_flags() else 1
     word = WORDS[width]
 
-    def product(job, a, b, out, c, bias, factors, has_b, scratch):
+    def product(job, a, b, out, c, bias, factors, has_a, has_b, scratch):
         m, n, k = field(job, D.M), field(job, D.N), field(job, D.K)
         a_at, b_at = scratch + field(job, D.AT_A), scratch + field(job, D.AT_B)
         row_step, k_step = field(job, D.A_ROW_STEP), field(job, D.A_K_STEP)
         of_b = scratch + field(job, D.AT_EXPONENTS) + 8
         of_a = of_b + 8 * n
-        is_scaled = cast(job, D.A, a, a_at, scratch, item)
+        is_scaled = False
+        if has_a != 0:
+            a_at = has_a
+        else:
+            is_scaled = cast(job, D.A, a, a_at, scratch, item)
         if is_scaled:
             _cast_scaled(job, D.A, a, a_at, m, k, row_step, k_step, of_a, scratch)
         if has_b == 0:
@@ -272,8 +276,8 @@ def product_kernel(wide: bool, dtype: str) -> int:
     """Return the address of the kernel that sums in float32 or float64 and writes ``dtype``.
 
     Its arguments, `PRODUCT_ARITY` integers: address of the job; of a, b, out, c and bias (0 where there is none); of
-    alpha and beta as two float64; 1 where the scratch memory holds b and bias already, the address of the rows of b
-    where they were cast before, else 0; address of the scratch memory.
+    alpha and beta as two float64; the address of a where it was cast before, else 0; 1 where the scratch memory holds b
+    and bias already, the address of b where it was cast before, else 0; address of the scratch memory.
     """
     function = _product_function(8 if wide else 4, D.OUT_DTYPES.index(dtype))
     return compile_kernel(function, PRODUCT_ARITY)
@@ -297,12 +301,36 @@ def _matrices(batch, index):
     return a, b, out, c
 
 
+@njit
+def _cast_run(job, first, source, target, count, scratch):
+    """Cast several matrices that follow one another without gaps; return where they are, 0 if they may be apart."""
+    size = field(job, first + D.ROWS) * field(job, first + D.COLS) * count
+    kernel, col_stride = field(job, first + D.CAST), field(job, first + D.COL_STRIDE)
+    extrema = call(kernel, (source, 0, col_stride, 1, size, target, scratch))
+    return 0 if extrema != 0 and _lies_apart(extrema) else target
+
+
+@njit
+def _cast_runs(batch, first, count, scratch):
+    """Cast the operands of several products; return where those of A and B are, 0 if each casts its own."""
+    at_a, at_b = field(batch, D.BATCH_RUN_A), field(batch, D.BATCH_RUN_B)
+    job = field(batch, D.BATCH_JOB)
+    a, b, _, _ = _matrices(batch, first)
+    cast_a = cast_b = 0
+    if at_a != 0:
+        cast_a = _cast_run(job, D.A, a, scratch + at_a, count, scratch)
+    if at_b != 0:
+        cast_b = _cast_run(job, D.B, b, scratch + at_b, count, scratch)
+    return cast_a, cast_b
+
+
 @cache
 def batch_kernel() -> int:
     """Return the address of the kernel that runs a product's for each of a batch.
 
     Its arguments, `BATCH_ARITY` integers: address of the batch's words, of the scratch memory. Threads take products
-    from a shared counter, several at a time, so that a matrix that is the same in all of them is cast once for them.
+    from a shared counter, several at a time, so that a matrix that is the same in all of them is cast once for them,
+    and small ones that follow one another are cast together.
     """
     fingerprint = FINGERPRINT
 
@@ -310,18 +338,28 @@ def batch_kernel() -> int:
         job, product = field(batch, D.BATCH_JOB), field(batch, D.BATCH_PRODUCT)
         count, share = field(batch, D.BATCH_COUNT), field(batch, D.BATCH_SHARE)
         bias, factors = field(batch, D.BATCH_BIAS), field(batch, D.BATCH_FACTORS)
-        kept_b, before = field(batch, D.BATCH_KEPT_B), 0
+        kept_b, before, run = field(batch, D.BATCH_KEPT_B), 0, field(batch, D.BATCH_RUN)
+        bytes_a = 4 * field(job, D.M) * field(job, D.K)
+        bytes_b = 4 * field(job, D.K) * field(job, D.N)
         while True:
             first = atomic_add(batch + 8 * D.BATCH_NEXT, share)
             if first >= count:
                 break
-            for index in range(first, min(first + share, count)):
-                a, b, out, c = _matrices(batch, index)
-                has_b = kept_b
-                if kept_b == 0 and b == before:
-                    has_b = 1
-                before = b
-                call(product, (job, a, b, out, c, bias, factors, has_b, scratch))
+            end = min(first + share, count)
+            for start in range(first, end, run):
+                stop, cast_a, cast_b = min(start + run, end), 0, 0
+                if run > 1:
+                    cast_a, cast_b = _cast_runs(batch, start, stop - start, scratch)
+                for index in range(start, stop):
+                    a, b, out, c = _matrices(batch, index)
+                    has_b = kept_b
+                    if cast_b != 0:
+                        has_b, cast_b, before = cast_b, cast_b + bytes_b, 0
+                    elif kept_b == 0:
+                        has_b, before = int(b == before), b
+                    call(product, (job, a, b, out, c, bias, factors, cast_a, has_b, scratch))
+                    if cast_a != 0:
+                        cast_a += bytes_a
         return fingerprint & 0
 
     return compile_kernel(drive, BATCH_ARITY)

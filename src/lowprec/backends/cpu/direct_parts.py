@@ -57,7 +57,7 @@ _VECTOR = 64
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan for small products of parts."""
-    return direct.executor(plan, Kind(_kernel, _job, _kept_parts, _sum_by_numpy))
+    return direct.executor(plan, Kind(_kernel, _job, _kept_parts, False, _sum_by_numpy))
 
 
 def _whole_vectors(nbytes: int) -> int:

@@ -260,7 +260,7 @@ def _product_function(kind: int) -> Any:
     width, fingerprint = D.OUT_BYTES[kind], _FINGERPRINT
     word, fuses = WORDS[width], int(has_fma())
 
-    def product(job, a, b, out, c, bias, factors, has_b, scratch):
+    def product(job, a, b, out, c, bias, factors, has_a, has_b, scratch):
         m, n, k = field(job, D.M), field(job, D.N), field(job, D.K)
         row_step, k_step = field(job, D.A_ROW_STEP), field(job, D.A_K_STEP)
         a_raw, b_raw = scratch + field(job, D.AT_A), scratch + field(job, D.AT_B)
