@@ -81,9 +81,9 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
 def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
     """Write arrays as float32, rounded to TF32, bfloat16, float16 or its digits; None where numbers stay what they are.
 
-    ``pairs`` are sources, and targets of the same shape, which do not overlap them. A target is C-contiguous, or its
-    transpose is. Complex numbers are rounded by component, into complex numbers. Returned is for each pair whether the
-    numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
+    ``pairs`` are sources, and targets of the same shape, which do not overlap them or are the same. A target is
+    C-contiguous, or its transpose is. Complex numbers are rounded by component, into complex numbers. Returned is for
+    each pair whether the numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)

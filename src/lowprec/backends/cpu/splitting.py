@@ -14,13 +14,16 @@ import numpy as np
 from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
 from lowprec.backends.cpu.stacks import scratch
-from lowprec.formats import FLOAT16, NumberFormat
+from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow
 
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 #: Numbers that are scaled at a time, and stay in the cache.
 _BLOCK = 1 << 16
+
+#: Powers of two with exponents of this magnitude are normal float32 numbers.
+_LARGEST_FACTOR = 126
 
 
 class Split(NamedTuple):
@@ -48,6 +51,9 @@ def split(
     exponents = None
     if scaled_over is not None:
         x, exponents = _scaled(x, dtype, scaled_over, stack)
+        if count == 1:
+            casting.cast([(x, x)], fmt)
+            return Split([x], exponents)
     parts = rounded((x,), dtype, fmt, stack)
     if count == 1:
         return Split(parts, exponents)
@@ -131,12 +137,16 @@ def _scaled(
 
     ``axis`` is that of the sum over k. What is not finite has no say in the exponent.
     """
-    (out,), pairs = _targets((x,), dtype, FLOAT16, stack)
-    casting.cast(pairs, None)
-    turned = not out.flags.c_contiguous
-    memory, along_rows = (out.swapaxes(-1, -2), axis == -2) if turned else (out, axis == -1)
-    *batch, rows, cols = memory.shape
-    numbers = _components(memory).reshape(-1, rows, cols, dtype.itemsize // 4)
+    turned = abs(x.strides[-2]) < abs(x.strides[-1])
+    source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
+    out = stack.enter_context(scratch(source.shape, dtype))
+    *batch, rows, cols = out.shape
+    numbers = _components(out).reshape(-1, rows, cols, dtype.itemsize // 4)
+    if x.dtype == dtype == np.float32 and not batch:
+        read = source[None, ..., None]
+    else:
+        casting.cast([(source, out)], None)
+        read = numbers
     height = max(1, _BLOCK // max(1, numbers[0, 0].size)) if numbers.size else 1
     blocks = [(i, j) for i in range(len(numbers)) for j in range(0, rows, height)]
     of_rows = np.zeros((len(numbers), rows), np.uint32)
@@ -144,12 +154,15 @@ def _scaled(
 
     def seek(block: tuple[int, int]) -> None:
         i, j = block
-        sizes = numbers[i, j : j + height].view(np.uint32) & np.uint32(_MAGNITUDE)
-        sizes *= sizes < _INFINITY
+        sizes = read[i, j : j + height].view(np.uint32) & np.uint32(_MAGNITUDE)
+        over = (-1, -2) if along_rows else (0, -1)
+        largest = sizes.max(over)
+        if largest.max(initial=0) >= _INFINITY:
+            largest = (sizes * (sizes < _INFINITY)).max(over)
         if along_rows:
-            of_rows[i, j : j + height] = sizes.max((-1, -2))
+            of_rows[i, j : j + height] = largest
         else:
-            of_columns[i, j // height] = sizes.max((0, -1))
+            of_columns[i, j // height] = largest
 
     threads.share(seek, blocks)
     largest = of_rows[..., None] if along_rows else of_columns.max(1, keepdims=True)
@@ -157,29 +170,39 @@ def _scaled(
     exponents[largest == 0] = 0
     # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
     halves = np.stack([exponents // 2, exponents - exponents // 2])
-    factors = np.ldexp(np.float32(1), halves)[..., None]
+    steps = halves if np.abs(exponents).max(initial=0) > _LARGEST_FACTOR else exponents[None]
+    factors = np.ldexp(np.float32(1), steps)[..., None]
 
     def scale(block: tuple[int, int]) -> None:
         i, j = block
+        from_, to = read[i, j : j + height], numbers[i, j : j + height]
         with np.errstate(all="ignore"):
             for factor in factors[:, i]:
-                numbers[i, j : j + height] *= factor[j : j + height] if along_rows else factor
+                np.multiply(from_, factor[j : j + height] if along_rows else factor, out=to)
+                from_ = to
 
     threads.share(scale, blocks)
     exponents = exponents.reshape(*batch, *exponents.shape[-2:])
-    return out, exponents.swapaxes(-1, -2) if turned else exponents
+    if turned:
+        return out.swapaxes(-1, -2), exponents.swapaxes(-1, -2)
+    return out, exponents
 
 
 def unscale(out: Any, a: Split, b: Split) -> None:
     """Take back what the operands were scaled by, in a contiguous product or any other."""
-    if a.exponents is None and b.exponents is None:
+    scaled = [x.exponents for x in (a, b) if x.exponents is not None]
+    if not scaled:
         return
-    exponents = np.int32(0)
-    for x in (a, b):
-        if x.exponents is not None:
-            exponents = exponents - x.exponents
-    with np.errstate(all="ignore"):
-        if out.dtype.kind == "c":
-            out.real, out.imag = (np.ldexp(part, exponents) for part in (out.real, out.imag))
-        else:
-            np.ldexp(out, exponents, out=out)
+
+    def take_back(rows: slice) -> None:
+        here, powers = out[..., rows, :], np.int32(0)
+        for x in scaled:
+            powers = powers - (x[..., rows, :] if x.shape[-2] > 1 else x)
+        with np.errstate(all="ignore"):
+            if out.dtype.kind == "c":
+                here.real, here.imag = (np.ldexp(part, powers) for part in (here.real, here.imag))
+            else:
+                np.ldexp(here, powers, out=here)
+
+    height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
+    threads.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])

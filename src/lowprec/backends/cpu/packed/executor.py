@@ -32,9 +32,11 @@ from lowprec.backends.cpu.packed.prepared_panels import (
     panels_of,
     stack_of,
 )
+from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
+from lowprec.modes import row
 from lowprec.planning import GemmPlan
 from lowprec.planning.prepared import kept_modes
 
@@ -113,8 +115,10 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
         of_single, product = arguments, one_product
         if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
             of_single = arguments._replace(b=arguments.b.matrix(single.b))
-        if any(plan.scaled) and _must_be_scaled(plan, of_single, single):
-            product = _scaled_product
+        if any(plan.scaled):
+            apart = _apart(plan, of_single, single)
+            if any(apart):
+                product = functools.partial(_scaled_product, apart)
         if not product(plan, of_single, single):
             assert plan.fallback is not None, "only kernels with a fallback decline"
             fallen.append(single)
@@ -327,9 +331,10 @@ def _accumulate(
     )
 
 
-def _must_be_scaled(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
+    """Return for each operand whether it must be scaled."""
     a, b = plan.scaled
-    return (a and _lies_apart(single.a)) or (b and _b_lies_apart(plan, arguments, single.b))
+    return a and _lies_apart(single.a), b and _b_lies_apart(plan, arguments, single.b)
 
 
 def _lies_apart(x: Any) -> bool:
@@ -348,21 +353,28 @@ def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
     return found
 
 
-def _scaled_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    """Compute a product of scaled operands."""
+def _scaled_product(
+    apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks
+) -> bool:
+    """Compute a product of which these operands are scaled."""
     if plan.compute_dtype.is_complex:
         return False
+    dtype, rounding = np.dtype(np.float32), _ROUNDINGS[fp32_units.rounding_format(plan)]
     with contextlib.ExitStack() as stack:
-        operands = fp32_units.whole_operands(
-            plan, (single.a, single.b), np.dtype(np.float32), stack
-        )
-        product = stack.enter_context(scratch(single.out.shape, np.dtype(np.float32)))
+        operands = [
+            splitting.split(x, dtype, row(plan.scheme), FLOAT16, 1, -1 - operand, stack)
+            if is_apart
+            else Split([_as_multiplied(plan, x, operand)])
+            for operand, (x, is_apart) in enumerate(zip((single.a, single.b), apart, strict=True))
+        ]
         a, b = (x.parts[0] for x in operands)
-        rounding = _ROUNDINGS[fp32_units.rounding_format(plan)]
+        is_plain = not plan.problem.has_epilogue and single.out.dtype == dtype
+        product = single.out if is_plain else stack.enter_context(scratch(single.out.shape, dtype))
         if not _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, rounding, None):
             return False
         splitting.unscale(product, *operands)
-        apply_epilogue(plan, arguments, product, single)
+        if not is_plain:
+            apply_epilogue(plan, arguments, product, single)
     return True
 
 
