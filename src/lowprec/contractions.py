@@ -187,10 +187,20 @@ def vecdot(
     left, right = xp.last(a, axis), yp.last(b, axis)
     row = xp.reshaped(xp.conjugated(left), (*left.shape[:-1], 1, left.shape[-1]))
     column = yp.reshaped(right, (*right.shape, 1))
-    product = matmul(
-        row, column,
-        out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
-    )  # fmt: skip
+    try:
+        product = matmul(
+            row, column,
+            out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
+        )  # fmt: skip
+    except ShapeError:
+        shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        if left.shape[-1] != right.shape[-1]:
+            lengths = f"{left.shape[-1]} and {right.shape[-1]} numbers"
+            raise ShapeError(f"vecdot: along axis {axis} of {shapes} lie {lengths}") from None
+        pairs = zip(left.shape[-2::-1], right.shape[-2::-1], strict=False)
+        if any(1 not in pair and pair[0] != pair[1] for pair in pairs):
+            raise ShapeError(f"vecdot: {shapes} do not broadcast beside axis {axis}") from None
+        raise
     return product[..., 0, 0]
 
 
@@ -241,6 +251,15 @@ def linear(
             x, transposed, bias=bias, activation=activation,
             out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
         )  # fmt: skip
+    except ShapeError:
+        n, k = weight.shape
+        if not x.shape or x.shape[-1] != k:
+            what = f"x has shape {tuple(x.shape)}"
+            raise ShapeError(f"linear: {what}, but the weight takes (..., {k})") from None
+        if bias is not None and tuple(bias.shape) != (n,):
+            what = f"bias has shape {tuple(bias.shape)}"
+            raise ShapeError(f"linear: {what}, but the weight gives ({n},)") from None
+        raise
     except (ArrayError, DTypeError, DeviceError) as error:
         refuse_prepared(x=x)
         name_argument(error, {"x": x, "weight": weight, "bias": bias}, view_of_b)

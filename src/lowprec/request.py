@@ -307,6 +307,10 @@ def check_known_shape(name: str, x: Any) -> None:
         )
 
 
+#: Arguments that None leaves away.
+_OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
+
+
 def name_argument(
     error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
 ) -> None:
@@ -320,7 +324,7 @@ def name_argument(
     views: dict[str, ArrayView] = {}
     for name, x in arrays.items():
         try:
-            if x is not None:
+            if x is not None or name not in _OPTIONAL:
                 views[name] = view_of(x, writable=True) if name == "out" else look(x)
         # What the array's own code raises now is not the error, which must not be lost to it.
         except Exception as found:  # noqa: BLE001

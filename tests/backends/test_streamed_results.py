@@ -119,3 +119,9 @@ def test_large_results_begin_with_a_cache_line(n: int, dtype: Any) -> None:
         assert result.flags.c_contiguous
         assert result.flags.writeable
         assert (result == 3).all()
+
+
+def test_a_result_without_room_is_named_by_its_shape() -> None:
+    a, b = (np.broadcast_to(np.float32(1), shape) for shape in ((1 << 20, 1), (1, 1 << 22)))
+    with pytest.raises(MemoryError, match=r"shape \(1048576, 4194304\) and data type float32"):
+        lowprec.matmul(a, b)

@@ -196,3 +196,21 @@ def test_an_error_keeps_nothing_alive(function: str) -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("multiply", "name"),
+    [
+        (lambda: lowprec.matmul(None, F32), "a"),
+        (lambda: lowprec.matmul(F32, None), "b"),
+        (lambda: lowprec.plan(None, F32), "a"),
+        (lambda: lowprec.linear(None, F32), "x"),
+        (lambda: lowprec.linear(F32, None), "weight"),
+        (lambda: lowprec.vecdot(F32, None), "b"),
+        (lambda: lowprec.einsum("ij->i", None), "operands[0]"),
+    ],
+)
+def test_none_is_named_where_an_array_must_be(multiply: Callable[[], Any], name: str) -> None:
+    with pytest.raises(lowprec.ArrayError) as caught:
+        multiply()
+    assert str(caught.value).startswith(f"{name}: expected an array")

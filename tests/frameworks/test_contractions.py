@@ -255,6 +255,30 @@ def test_vecdot_refuses_what_is_no_axis() -> None:
 
 
 @with_namespace
+def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
+    a, b = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 5, 6))
+    with pytest.raises(
+        lowprec.ShapeError, match=r"along axis -1 of shapes \(3, 4\) and \(5, 6\) lie 4 and 6"
+    ):
+        lowprec.vecdot(a, b)
+    with pytest.raises(lowprec.ShapeError, match=r"\(3, 4\) and \(2, 4\) do not broadcast"):
+        lowprec.vecdot(a, xp.asarray(draw(0, 2, 4)))
+
+
+@with_namespace
+def test_linear_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
+    x, weight = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 2, 4))
+    with pytest.raises(
+        lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"
+    ):
+        lowprec.linear(x, xp.asarray(draw(0, 5, 6)))
+    with pytest.raises(
+        lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"
+    ):
+        lowprec.linear(x, weight, xp.asarray(draw(0, 3)))
+
+
+@with_namespace
 def test_linear(xp: ArrayNamespace) -> None:
     x, weight, bias = draw(0, 2, 3, 4), draw(1, 5, 4), draw(2, 5)
     found = lowprec.linear(*map(xp.asarray, (x, weight, bias)), activation="relu", math_mode="bf16")

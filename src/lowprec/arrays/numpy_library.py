@@ -69,7 +69,10 @@ def _view_of_copy(array: NDArray[Any]) -> ArrayView:
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return an array that begins with a cache line; its memory belongs to its base."""
-    raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
+    try:
+        raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
+    except MemoryError:
+        return np.empty(shape, dtype)  # which says what there was no memory for
     return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
 
 
