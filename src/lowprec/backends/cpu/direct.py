@@ -287,7 +287,7 @@ def _all(
         factors = _Factors(arguments.alpha.real, arguments.beta.real)
         batch = words_type(*words)
         batch[BATCH_JOB] = ctypes.addressof(job)  # here, so that it lives as long as this function
-        batch[BATCH_SHARE] = min(-(-_SHARE // each), -(-count // workers))
+        batch[BATCH_SHARE] = min(-(-_SHARE // each), -(-count // (4 * workers)))
         batch[BATCH_A], batch[BATCH_B] = arguments.a.address, arguments.b.address
         batch[BATCH_OUT] = arguments.out.address
         batch[BATCH_C] = arguments.c.address if has_beta else 0  # type: ignore[union-attr]
