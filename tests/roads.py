@@ -17,6 +17,7 @@ from lowprec.backends.cpu.kernel_rows import (
     AVX512_FP32_ROUNDED,
     AVX512_VNNI,
     DIRECT,
+    DIRECT_INT8,
     DIRECT_PARTS,
     GEMV,
     GEMV_WIDE,
@@ -187,8 +188,14 @@ def _road(
     )  # fmt: skip
 
 
+def _is_small_int8(shape: Shape) -> bool:
+    row = DIRECT_INT8
+    return shape.elements <= (row.maximum_elements or 0) and shape.k <= (row.maximum_k or 0)
+
+
 def _in_eight_bits(shape: Shape) -> bool:
-    return shape.count == 1 or shape.flops >= AVX512_VNNI.minimum_batch_flops
+    enough = shape.count == 1 or shape.flops >= AVX512_VNNI.minimum_batch_flops
+    return enough and not _is_small_int8(shape)
 
 
 def _is_large_complex(shape: Shape) -> bool:
@@ -228,6 +235,9 @@ ROADS: dict[str, Road] = {
     "parts, complex": _road(
         "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
+    ),
+    "int8, small": _road(
+        "direct_int8", [("int8", "int8")], ALL, _is_small_int8, "numba", _TILES
     ),
     "int8": _road(
         "avx512_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx512_vnni", _TILES

@@ -213,6 +213,48 @@ def test_small_ones_are_cast_several_at_a_time(
     both(lefts[::2], rights[::2], math_mode=mode)
 
 
+def int8(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.integers(-128, 128, shape).astype(np.int8)
+
+
+@pytest.mark.parametrize("k", [1, 7, 1024])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 1), (1, 4)])
+def test_int8_is_exact_to_the_largest_sum(
+    shape: tuple[int, int], k: int, rng: np.random.Generator
+) -> None:
+    m, n = shape
+    extremes = np.full((m, k), -128, np.int8), np.full((k, n), -128, np.int8)
+    odd = extremes[0].copy(), extremes[1].copy()
+    odd[0][:, 0] = 127
+    odd[1][0] = -127
+    for a, b in (extremes, odd, (int8(rng, m, k), int8(rng, k, n))):
+        want = a.astype(np.int64) @ b.astype(np.int64)
+        np.testing.assert_array_equal(both(a, b), want)
+        assert both(a, b).dtype == np.int32
+    # One product more might be no float32.
+    a, b = np.full((m, 1025), -128, np.int8), np.full((1025, n), -128, np.int8)
+    assert lowprec.plan(a, b).kernel != "direct_int8"
+    np.testing.assert_array_equal(lowprec.matmul(a, b), a.astype(np.int64) @ b.astype(np.int64))
+
+
+def test_int8_in_any_layout_with_a_bias(rng: np.random.Generator) -> None:
+    rows, columns = int8(rng, 8, 9, 17), int8(rng, 8, 17, 9).swapaxes(1, 2)
+    right, bias = int8(rng, 8, 17, 11), np.array([2**31 - 1, -(2**31), *range(9)], np.int32)
+    for a in (rows, columns, rows[::-1, ::-1, ::-1], rows[:1], rows[0]):
+        for b in (right, right.swapaxes(1, 2).copy().swapaxes(1, 2), right[3]):
+            exact = a.astype(np.int64) @ b.astype(np.int64)
+            np.testing.assert_array_equal(both(a, b), exact)
+            limits = np.iinfo(np.int32)
+            want = np.maximum(np.clip(exact + bias, limits.min, limits.max), 0)
+            np.testing.assert_array_equal(both(a, b, bias=bias, activation="relu"), want)
+    out = np.full((8, 22, 11), 7, np.int32)[:, ::-2]
+    both(np.concatenate([rows, rows[:, :2]], axis=1), right, out=out)
+    assert (out.base[:, ::2] == 7).all()
+    prepared = lowprec.prepare(right[0])
+    want = rows.astype(np.int64) @ right[0].astype(np.int64)
+    np.testing.assert_array_equal(lowprec.matmul(rows, prepared), want)
+
+
 def test_the_result_does_not_depend_on_the_number_of_threads(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

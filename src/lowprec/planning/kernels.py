@@ -75,6 +75,7 @@ class KernelRow(NamedTuple):
     minimum_elements_complex: int = 0
     maximum_elements: int | None = None  # above these it does not pay either
     minimum_k: int = 0
+    maximum_k: int | None = None
     minimum_mn: int = 0  # of both m and n
     is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
@@ -176,6 +177,8 @@ def choose_kernel(
         if row.sums_products and products == 1:
             continue
         if row.maximum_elements is not None and _elements(layout) > row.maximum_elements:
+            continue
+        if row.maximum_k is not None and layout.k > row.maximum_k:
             continue
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
         if reason is not None:

@@ -13,6 +13,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ from lowprec.backends.cpu.direct_job import (
 from lowprec.backends.cpu.fp32_units import whole_operands
 from lowprec.backends.cpu.kernel_rows import DIRECT
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import Stacks, stacks_of
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import Activation, GemmLayout, GemmPlan, MatrixStack
@@ -112,6 +113,21 @@ _scratch = _Scratch()
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan for small products."""
     return executor(plan, Kind(_kernel, _job, _kept_rows, True, _sum_by_numpy))
+
+
+def prepare_int8(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan for small products of int8; bias and activation are NumPy's, in integers."""
+    problem = replace(plan.problem, bias=None, activation=None)
+    multiply = prepare(replace(plan, problem=problem))
+    if not plan.problem.has_epilogue:
+        return multiply
+
+    def execute(arguments: Arguments) -> None:
+        multiply(arguments._replace(bias=None))
+        stacks = stacks_of(plan, arguments)
+        apply_epilogue(plan, arguments, stacks.out, stacks)
+
+    return execute
 
 
 def executor(plan: GemmPlan, kind: Kind) -> Executor:

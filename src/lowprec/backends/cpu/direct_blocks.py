@@ -170,6 +170,8 @@ def _stored(builder: Any, value: Any, dtype: str) -> Any:
     if dtype in ("float16", "bfloat16"):
         words = _rounded_to_odd(builder, value) if is_wide else builder.bitcast(value, bits)
         return casting_kernels.narrowed(builder, words, is_float16=dtype == "float16")
+    if dtype == "int32":  # of int8 operands, whose sums are whole numbers
+        return builder.fptosi(value, bits)
     return builder.fptrunc(value, floats) if is_wide and dtype == "float32" else value
 
 

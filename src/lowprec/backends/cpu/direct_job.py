@@ -85,7 +85,7 @@ EXTENT, A_STEP, B_STEP, OUT_STEP, C_STEP = range(5)
 DIMENSION_WORDS = 5
 
 #: Element types of results, by the number that the kernels know them by, and their bytes.
-OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16"), (4, 8, 2, 2)
+OUT_DTYPES, OUT_BYTES = ("float32", "float64", "float16", "bfloat16", "int32"), (4, 8, 2, 2, 4)
 
 #: The scratch memory begins with what a cast needs, and goes on with what it has made where that is to be widened.
 CAST_SCRATCH = casting.SCRATCH_BYTES
@@ -125,7 +125,8 @@ def job_of(
         OUT_ROW_STRIDE: layout.out.row_stride * layout.out.dtype.itemsize,
         OUT_COL_STRIDE: layout.out.col_stride * layout.out.dtype.itemsize,
         ACTIVATION: ACTIVATIONS.get(problem.activation, 0),
-        PLAIN: not problem.has_epilogue and layout.out.dtype is plan.accumulator and layout.out.col_stride == 1,
+        PLAIN: not problem.has_epilogue and layout.out.col_stride == 1
+        and layout.out.dtype is plan.accumulator is not DType.INT32,
     }  # fmt: skip
     for first, (matrix, fmt) in matrices.items():
         words |= {first + i: word for i, word in enumerate(_cast_words(matrix, fmt))}

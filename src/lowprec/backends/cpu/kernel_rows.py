@@ -193,6 +193,19 @@ DIRECT = KernelRow(
     maximum_elements=49_152,
 )
 
+#: The same of int8, as float32, whose sums are exact up to 2^24.
+DIRECT_INT8 = DIRECT._replace(
+    name="direct_int8",
+    units="vector units, a small product of int8 in one call",
+    executor="lowprec.backends.cpu.direct:prepare_int8",
+    formats=frozenset({"int8"}),
+    holds_in=None,
+    keeps_b=False,
+    rewrites=False,
+    maximum_elements=7_500,
+    maximum_k=1 << 10,
+)
+
 #: The same of operands in parts, each product of parts with a sum of its own.
 DIRECT_PARTS = DIRECT._replace(
     name="direct_parts",
@@ -259,6 +272,6 @@ OPENBLAS = NUMPY._replace(
 
 KERNELS = (
     GEMV, GEMV_FP32, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8, AVX512_BF16_PARTS,
-    AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT_PARTS, DIRECT, AVX512_FP32_ROUNDED, AVX512_FP32,
+    AVX512_BF16, DIRECT_INT8, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT_PARTS, DIRECT, AVX512_FP32_ROUNDED, AVX512_FP32,
     OPENBLAS, NUMPY,
 )  # fmt: skip
