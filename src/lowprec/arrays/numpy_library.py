@@ -16,7 +16,7 @@ from lowprec.strides import contiguous_strides
 
 #: Bytes. JAX adopts memory that is aligned so, and kernels write it in whole lines.
 CACHE_LINE = 64
-#: Results from here on are aligned: they are written past the caches.
+#: Results from here on are aligned: many are written past the caches.
 _LARGE_BYTES = 1 << 20
 
 # By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
@@ -71,8 +71,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return an array that begins with a cache line; its memory belongs to its base."""
     try:
         raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
-    except MemoryError:
-        return np.empty(shape, dtype)  # which says what there was no memory for
+    except (MemoryError, ValueError):  # ValueError: no such size exists
+        return np.empty(shape, dtype)  # which says for what there is no memory
     return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
 
 

@@ -237,7 +237,7 @@ def _epilogue_function(kind: int, computes: bool) -> Any:
 def epilogue_kernel(dtype: str, computes: bool) -> int:
     """Address of the epilogue that writes `dtype`, after what there is to compute; int32 is written as it is.
 
-    Most products need no more than the writing, and compiling that takes a third of the time.
+    Most products need no more than the writing, and there is less of it to compile.
 
     Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
     overwrite), of the job, first row, first column, address of 256 bytes of scratch; the last two

@@ -31,8 +31,8 @@ SUM_NOT_FINITE = 25  # set when a sum of split operands is one
 
 WORDS = 96
 
-# STREAM: the result is written past the caches, whole lines at a time; what is left of a row waits for the next block
-# in scratch memory at KEPT_OFFSET.
+# STREAM: the result is written past the caches, whole lines at a time; what is left of a row may wait for the next
+# block, in scratch memory at KEPT_OFFSET.
 
 # CHUNK_OFFSET: where operands are split, each chunk of k is summed anew, in a block of scratch here, and added to those
 # before it; then sums are looked at, too. Else it is 0.

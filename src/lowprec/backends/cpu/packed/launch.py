@@ -20,7 +20,6 @@ from lowprec.backends.cpu.packed.prepared_panels import PanelStack
 from lowprec.backends.cpu.packed.templates import (
     Operand,
     Product,
-    epilogue_of,
     float_bits,
     product_of,
     single_thread_template,
@@ -110,7 +109,7 @@ def launch_of(
     has_epilogue = problem is not None and problem.has_epilogue
     template = _Job.from_buffer_copy(single.job)
     if has_epilogue:
-        template[J.EPILOGUE] = epilogue_of(product, computes=True)
+        template[J.EPILOGUE] = product.kernels.epilogue(True)
     return Launch(
         template=bytes(template),
         fields=(J.B, J.A, J.OUT) if product.transposed else (J.A, J.B, J.OUT),

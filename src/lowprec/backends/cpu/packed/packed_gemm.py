@@ -48,7 +48,6 @@ from lowprec.backends.cpu.packed.templates import (
     Template,
     Vector,
     anywhere,
-    epilogue_of,
     float_bits,
     product_of,
 )
@@ -137,7 +136,7 @@ def multiply(
         if product.out.dtype == "int32":
             raise ValueError(INT8_ALONE)
         job[J.ALPHA] = float_bits(alpha)
-        job[J.EPILOGUE] = epilogue_of(product, computes=True)
+        job[J.EPILOGUE] = product.kernels.epilogue(True)
     job[J.BETA] = float_bits(beta)
     return _run(template, job, min(workers, max(template.tasks, 1)), panels)
 

@@ -2,7 +2,7 @@
 
 A cache line that is written as a whole need not be read before, which is half of the traffic, and does not displace
 packed operands. Where the rows of a block do not begin with a line, what is left at their end waits for the block to
-the right of it, which the same task computes later.
+the right of it, which the same task computes later. Without AVX-512, such rows go through the caches.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
 
     @helper(types.void)
     def put_lines(acc, target, row_stride, rows, end, kept, place):
-        """Write the rows of a block past the caches, in whole lines; the rest of a row waits for the next block."""
+        """Write the rows of a block past the caches, in whole lines; what crosses lines as the module says."""
         for i in range(rows):
             source, to, from_ = at(acc, i, 0), target + i * row_stride, kept + 64 * i
             behind, rest = (to & 63) // item, (1 << end) - 1

@@ -7,6 +7,7 @@ a product copies it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Kernels:
     parts_b: int
     fields: tuple[tuple[int, int], ...]
     drive: Callable[[int, int], int]
+    #: Address of the epilogue, compiled with the first product that needs it; called as `epilogue_kernel` of the type.
+    epilogue: Callable[[bool], int]
     is_split: bool = False
 
 
@@ -128,7 +131,7 @@ def kernels_of(
 ) -> Kernels:
     """Return the kernels of a kind of product, compiled; `gemm` says which types go together."""
     try:
-        from lowprec.backends.cpu.packed import lingering, macro_kernel, native, packing
+        from lowprec.backends.cpu.packed import epilogue, lingering, macro_kernel, native, packing
     except ImportError as error:
         raise BackendError(
             f"numba is installed but does not work ({error}); repair or uninstall it"
@@ -141,9 +144,8 @@ def kernels_of(
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
-    emit = resolve(
-        micro_kernel.emit
-    )  # imported before the first is compiled: a fork waits for compilers alone
+    # All is imported before the first kernel is compiled: a fork waits for compilers, and for no import.
+    emit = resolve(micro_kernel.emit)
     fields = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
@@ -153,7 +155,8 @@ def kernels_of(
     drive = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     lingering.use()
     is_split = a.is_split or b.is_split
-    return Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, is_split)
+    write = functools.partial(epilogue.epilogue_kernel, out_dtype)
+    return Kernels(a.step, a.parts, b.parts, tuple(fields.items()), drive, write, is_split)
 
 
 def float_bits(value: float) -> int:
@@ -292,13 +295,6 @@ def _computes(*of_epilogue: object) -> bool:
     return any(x is not None for x in of_epilogue)
 
 
-def epilogue_of(product: Product, *, computes: bool) -> int:
-    """Return the address of the epilogue of a product, compiled; ``computes`` as ``epilogue_kernel`` has it."""
-    from lowprec.backends.cpu.packed.epilogue import epilogue_kernel
-
-    return epilogue_kernel(product.out.dtype, computes)
-
-
 INT8_ALONE = "int8 products take no alpha, beta, bias or activation"
 
 
@@ -308,7 +304,7 @@ def _template(product: Product, workers: int, streams: bool, has_panels: bool) -
     fields = dict(kernels.fields + cut.fields)
     computes = _computes(product.c, product.bias, product.activation)
     fields |= {J.N: product.n, J.STREAM: int(streams)}
-    fields[J.EPILOGUE] = epilogue_of(product, computes=computes)
+    fields[J.EPILOGUE] = kernels.epilogue(computes)
     fields |= _array_fields(product.a, product.b, product.out)
     fields |= _epilogue_fields(product.c, product.bias, product.transposed, product.activation)
     # A is packed while the result is written; where that would destroy `c` it is looked at before.
