@@ -200,6 +200,7 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
         """Write the rows of a block past the caches, in whole lines; what crosses lines as the module says."""
         for i in range(rows):
             source, to, from_ = at(acc, i, 0), target + i * row_stride, kept + 64 * i
+            # Elements since a line began; and those, as bits, that are left to go through the caches.
             behind, rest = (to & 63) // item, (1 << end) - 1
             if end == 32 and behind == 0:
                 _put_row(source, to, kind, 1)
