@@ -196,7 +196,7 @@ DIRECT = KernelRow(
 #: The same of int8, as float32, whose sums are exact up to 2^24.
 DIRECT_INT8 = DIRECT._replace(
     name="direct_int8",
-    units="vector units, a small product of int8 in one call",
+    units="vector units, a small product of int8 in one call, as float32",
     executor="lowprec.backends.cpu.direct:prepare_int8",
     formats=frozenset({"int8"}),
     holds_in=None,
