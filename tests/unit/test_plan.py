@@ -67,34 +67,26 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas,
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "kernel"),
+    ("mode", "m", "n", "k", "kernel"),
     [
-        (1024, 1024, 1024, "avx512_fp32"),
-        (999, 999, 999, "openblas"),
-        (4096, 4096, 64, "avx512_fp32"),
-        (4096, 511, 500, "openblas"),
-        (1024, 4096, 1025, "openblas"),
+        # Large and not deep.
+        (MathMode.FP32, 1024, 1024, 1024, "avx512_fp32"),
+        (MathMode.FP32, 999, 999, 999, "openblas"),
+        (MathMode.FP32, 4096, 4096, 64, "avx512_fp32"),
+        (MathMode.FP32, 4096, 511, 500, "openblas"),
+        (MathMode.FP32, 1024, 4096, 1025, "openblas"),
+        # Not narrow: that is rounded before a BLAS multiplies.
+        (MathMode.TF32, 64, 64, 1024, "avx512_fp32_rounded"),
+        (MathMode.TF32, 63, 1024, 1024, "openblas"),
+        (MathMode.TF32, 1024, 12, 4096, "openblas"),
     ],
 )
-def test_fp32_units_take_what_is_large_and_not_deep(m, n, k, kernel):
+def test_what_fp32_units_take(mode, m, n, k, kernel):
     p = GemmProblem(array(F32, m, k), array(F32, k, n))
-    assert plan(p, MathMode.FP32, AVX512).kernel == kernel
+    assert plan(p, mode, AVX512).kernel == kernel
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "kernel"),
-    [
-        (64, 64, 1024, "avx512_fp32_rounded"),
-        (63, 1024, 1024, "openblas"),
-        (1024, 12, 4096, "openblas"),
-    ],
-)
-def test_narrow_products_are_rounded_before_a_blas_multiplies(m, n, k, kernel):
-    p = GemmProblem(array(F32, m, k), array(F32, k, n))
-    assert plan(p, MathMode.TF32, AVX512).kernel == kernel
-
-
-def test_vector_units_take_any_product_but_batches_of_the_smallest():
+def test_without_numba_vector_units_take_any_product_but_batches_of_the_smallest():
     single = GemmProblem(array(I8, 8, 8), array(I8, 8, 8))
     batch = GemmProblem(array(I8, 99, 8, 8), array(I8, 99, 8, 8))
     larger = GemmProblem(array(I8, 99, 32, 32), array(I8, 99, 32, 32))
@@ -104,6 +96,23 @@ def test_vector_units_take_any_product_but_batches_of_the_smallest():
 
 
 SMALL = dataclasses.replace(AVX512, features=AVX512.features | {"numba"})
+SMALL_AMX = dataclasses.replace(AMX, features=AMX.features | {"numba", "avx512_vnni"})
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "avx512", "amx"),
+    [
+        (8, 8, 8, "direct_int8", "direct_int8"),
+        (50, 50, 50, "direct_int8", "direct_int8"),
+        (51, 50, 50, "avx512_vnni", "avx512_vnni"),
+        (64, 64, 64, "avx512_vnni", "amx_int8"),
+        (1, 1, 1024, "direct_int8", "direct_int8"),
+        (1, 1, 1025, "avx512_vnni", "avx512_vnni"),  # a sum may be no float32
+    ],
+)
+def test_small_products_of_int8(m, n, k, avx512, amx):
+    p = GemmProblem(array(I8, m, k), array(I8, k, n))
+    assert [plan(p, capabilities=c).kernel for c in (SMALL, SMALL_AMX)] == [avx512, amx]
 
 
 @pytest.mark.parametrize(

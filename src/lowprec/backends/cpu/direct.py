@@ -285,16 +285,9 @@ def _all(
     words = [0] * BATCH_WORDS + dimensions
     words[BATCH_PRODUCT], words[BATCH_COUNT] = product, count
     words[BATCH_DIMENSIONS] = len(dimensions) // DIMENSION_WORDS
-    words[BATCH_RUN], largest = 1, 4 * layout.k * max(layout.m, layout.n)
-    if casts_runs and largest < _SMALL_BYTES and plan.accumulator is not DType.FLOAT64:
-        # A may be in columns; B is cast to rows.
-        in_sequence = _follows(layout.a) or _follows(layout.a.transposed), _follows(layout.b)
-        if any(in_sequence):
-            words[BATCH_RUN] = _RUN_BYTES // largest
-            at = (_RUN_AT, _RUN_AT + _RUN_BYTES + PAD)
-            words[BATCH_RUN_A], words[BATCH_RUN_B] = (
-                x * y for x, y in zip(at, in_sequence, strict=True)
-            )
+    words[BATCH_RUN], words[BATCH_RUN_A], words[BATCH_RUN_B] = (
+        _runs(plan, layout) if casts_runs else (1, 0, 0)
+    )
     words_type = ctypes.c_int64 * len(words)
 
     def execute(arguments: Arguments) -> None:
@@ -321,13 +314,22 @@ def _all(
     return execute
 
 
+def _runs(plan: GemmPlan, layout: GemmLayout) -> tuple[int, int, int]:
+    """Return how many products have their operands cast at a time, and where those of a and b are; 0: one by one."""
+    largest = 4 * layout.k * max(layout.m, layout.n)
+    if plan.accumulator is DType.FLOAT64 or not 0 < largest < _SMALL_BYTES:
+        return 1, 0, 0
+    # A may be in columns; B is cast to rows.
+    a = _follows(layout.a) or _follows(layout.a.transposed)
+    b = _follows(layout.b)
+    run = _RUN_BYTES // largest if a or b else 1
+    return run, _RUN_AT * a, (_RUN_AT + _RUN_BYTES + PAD) * b
+
+
 def _follows(stack: MatrixStack) -> bool:
     """Whether the matrices of a batch follow one another without gaps, and so do their rows."""
-    rows, cols = stack.rows, stack.cols
-    return stack.batch_strides == (rows * cols,) and (stack.row_stride, stack.col_stride) == (
-        cols,
-        1,
-    )
+    strides = *stack.batch_strides, stack.row_stride, stack.col_stride
+    return strides == (stack.rows * stack.cols, stack.cols, 1)
 
 
 def _dimensions(
