@@ -30,6 +30,9 @@ LIBRARIES = (
     "numpy", "ml_dtypes", "scipy_openblas64", "numba", "llvmlite", "torch", "jax", "jaxlib", "threadpoolctl",
 )  # fmt: skip
 
+#: AMD's generations with AVX-512, by family.
+_ZEN = {25: "Zen 4", 26: "Zen 5"}
+
 #: Variables that set the number of threads or the instruction set of a library.
 VARIABLES = (
     "JAX_PLATFORMS", "LOWPREC_MAX_CPU_ISA", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
@@ -49,6 +52,14 @@ def cpu_flags() -> list[str]:
     from lowprec.backends.cpu import cpuinfo
 
     return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
+
+
+def generation() -> str:
+    """Return which of AMD's generations with AVX-512 this is, since names may not tell; empty for other processors."""
+    from lowprec.backends.cpu import cpuinfo
+
+    is_one = "amd" in cpu_model().lower() and "avx512f" in cpuinfo.system_flags()
+    return _ZEN.get(cpuinfo.cpu_family(), "") if is_one else ""
 
 
 def numpy_handicap() -> str:
@@ -93,7 +104,7 @@ def memory_bytes() -> int | None:
 
 
 def slug() -> str:
-    """Return a short name for machines of this kind, such as `xeon-amx-2core`."""
+    """Return a short name for machines of this kind, such as `xeon-amx-2core` or `epyc-zen5-avx512-2core`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpu_model().lower()))
     dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
     named = (w for w in words if w not in dull and not w[0].isdigit())
@@ -101,7 +112,8 @@ def slug() -> str:
     known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
     units = next((name for flag, name in known.items() if flag in flags), None)
     family = next(named, platform.machine().lower())
-    return "-".join(filter(None, (family, units, f"{cores()}core")))
+    zen = generation().replace(" ", "").lower()
+    return "-".join(filter(None, (family, zen, units, f"{cores()}core")))
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -153,6 +165,7 @@ def describe() -> dict[str, Any]:
     return {
         "name": slug(),
         "cpu": cpu_model(),
+        "generation": generation(),
         "flags": cpu_flags(),
         "cores": cores(),
         "threads": threads(),

@@ -55,7 +55,14 @@ def _machine_name(result: Result) -> str:
     m = result["machine"]
     cpu = re.sub(r"\([^)]*\)|Processor|\d+-Core", "", m["cpu"])
     units = "with AMX" if _has_amx(result) else "without AMX"
-    return f"{' '.join(cpu.split())} {units}, {m['cores']} cores"
+    named = " ".join((*cpu.split(), *m["generation"].split()))
+    return f"{named} {units}, {m['cores']} cores"
+
+
+def _model(machine: Mapping[str, Any]) -> str:
+    return (
+        f"{machine['cpu']} ({machine['generation']})" if machine["generation"] else machine["cpu"]
+    )
 
 
 def _machine_line(result: Result) -> str:
@@ -66,7 +73,7 @@ def _machine_line(result: Result) -> str:
     units = ", ".join(m["flags"]) or "no vector units that are listed"
     threads = ", ".join(f"{name} {count}" for name, count in m["threads"].items()) or "unknown"
     return (
-        f"Measured on {m['cpu']}, {m['cores']} cores ({units}); threads: {threads}; "
+        f"Measured on {_model(m)}, {m['cores']} cores ({units}); threads: {threads}; "
         f"Python {m['python']}, {versions}; {commit}{changed}, {m['date']}.\n"
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 import lowprec
 from lowprec import disk, executors
-from lowprec.backends.cpu import costs, device, measuring
+from lowprec.backends.cpu import costs, cpuinfo, device, measuring
 from lowprec.backends.cpu.costs import Cost
 from lowprec.backends.cpu.kernel_rows import GEMV, KERNELS
 from lowprec.errors import LowprecWarning
@@ -75,7 +75,7 @@ def test_costs_last_for_later_processes(cache: Path, monkeypatch: pytest.MonkeyP
     assert (row.cost_per_flop, row.cost_per_element) == (0.5, 40.0)
 
 
-@pytest.mark.parametrize("what", ["cpu_name", "num_threads", "__version__"])
+@pytest.mark.parametrize("what", ["cpu_identity", "num_threads", "__version__"])
 def test_other_machines_threads_and_versions_are_others(
     cache: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -89,6 +89,28 @@ def test_other_machines_threads_and_versions_are_others(
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache))
     _another_process(monkeypatch)
     assert costs.stored() == FIGURES
+
+
+ZEN_4 = {"model name": "AMD EPYC", "cpu family": "25", "model": "17"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**ZEN_4, "cpu family": "26"},
+        {**ZEN_4, "model": "1"},
+        {"CPU implementer": "0x41", "CPU part": "0xd40"},
+        {},
+    ],
+)
+def test_processors_of_one_name_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
+) -> None:
+    monkeypatch.setattr(cpuinfo, "_cpuinfo", lambda: ZEN_4)
+    key = costs.machine_key()
+    assert key.startswith("AMD EPYC, cpu family 25, model 17; ")
+    monkeypatch.setattr(cpuinfo, "_cpuinfo", lambda: other)
+    assert costs.machine_key() != key
 
 
 def test_what_this_process_measured_holds_for_so_many_threads(

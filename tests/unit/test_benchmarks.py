@@ -21,12 +21,15 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.backends.cpu import cpuinfo
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 DOCUMENT_KEYS = {"benchmark", "claims", "machine", "results", "settings"}
-MACHINE_KEYS = {"cores", "cpu", "date", "flags", "load_before", "name", "threads", "versions"}
+MACHINE_KEYS = {
+    "cores", "cpu", "date", "flags", "generation", "load_before", "name", "threads", "versions",
+}  # fmt: skip
 
 Load = Callable[[str], ModuleType]
 
@@ -277,18 +280,27 @@ def test_a_failed_write_leaves_the_old_file(
 
 
 @pytest.mark.parametrize(
-    ("model", "flags", "slug"),
+    ("model", "family", "flags", "slug"),
     [
-        ("Intel(R) Xeon(R) Platinum 8480C", ["amx_bf16", "avx512f", "avx2"], "xeon-amx-4core"),
-        ("AMD EPYC 9654 96-Core Processor", ["avx512f", "avx2"], "epyc-avx512-4core"),
-        ("13th Gen Intel(R) Core(TM) i7-1360P", ["avx2"], "core-avx2-4core"),
-        ("Apple M2", [], "apple-4core"),
+        ("Intel(R) Xeon(R) Platinum 8480C", 6, ["amx_bf16", "avx512f", "avx2"], "xeon-amx-4core"),
+        ("AMD EPYC 9654 96-Core Processor", 25, ["avx512f", "avx2"], "epyc-zen4-avx512-4core"),
+        ("AMD EPYC", 26, ["avx512f", "avx2"], "epyc-zen5-avx512-4core"),
+        ("AMD EPYC", 25, ["avx2"], "epyc-avx2-4core"),  # Zen 3 counts itself to Zen 4's family
+        ("13th Gen Intel(R) Core(TM) i7-1360P", 6, ["avx2"], "core-avx2-4core"),
+        ("Apple M2", None, [], "apple-4core"),
     ],
 )
 def test_slug(
-    load: Load, monkeypatch: pytest.MonkeyPatch, model: str, flags: list[str], slug: str
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    family: int | None,
+    flags: list[str],
+    slug: str,
 ) -> None:
     machine = load("machine")
+    monkeypatch.setattr(cpuinfo, "cpu_family", lambda: family)
+    monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset(flags))
     monkeypatch.setattr(machine, "cpu_model", lambda: model)
     monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
     monkeypatch.setattr(machine, "cores", lambda: 4)

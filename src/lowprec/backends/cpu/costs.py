@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lowprec import disk
 from lowprec._version import __version__
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.cpuinfo import cpu_name
+from lowprec.backends.cpu.cpuinfo import cpu_identity
 from lowprec.backends.cpu.openblas import openblas
 from lowprec.planning import KernelRow
 from lowprec.policy import environment
@@ -46,7 +46,7 @@ def machine_key() -> str:
     """Return all that the costs depend on, as one line."""
     library = openblas()
     blas = "NumPy's BLAS" if library is None else f"OpenBLAS {library.core_type}"
-    return f"{cpu_name()}, {threads.num_threads()} threads, {blas}, lowprec {__version__}"
+    return f"{cpu_identity()}; {threads.num_threads()} threads, {blas}, lowprec {__version__}"
 
 
 def stored() -> dict[str, Cost]:
