@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
+from lowprec.arrays import huge_pages
 from lowprec.arrays.base import Library
 from lowprec.arrays.torch_interception import (
     ROAD,
@@ -125,7 +126,10 @@ class TorchLibrary(Library):
         address = array.data_ptr()
         if not address and 0 not in shape:
             raise self._without_memory(array)
-        return ArrayView(dtype, shape, strides, device, array, False, address)
+        view = ArrayView(dtype, shape, strides, device, array, False, address)
+        if device is CPU and (nbytes := view.nbytes) >= huge_pages.LARGE_BYTES:
+            huge_pages.request(address, nbytes)
+        return view
 
     def current_stream(self, device: Device) -> int | None:
         """Return torch's current CUDA stream on the device."""

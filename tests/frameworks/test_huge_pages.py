@@ -1,0 +1,96 @@
+"""Large results in host memory: the system is asked for huge pages, for them and for nothing else."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec.arrays import huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+NEEDS_HUGE_PAGES = pytest.mark.skipif(not SETTING.exists(), reason="the system has no huge pages")
+PAGE = mmap.PAGESIZE
+
+
+def _flags(address: int) -> str:
+    """Return what the system notes of the memory at an address."""
+    for area in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", area):
+            first, end = (int(x, 16) for x in found.groups())
+            if first <= address < end:
+                return re.search(r"^VmFlags:(.*)$", area, re.MULTILINE).group(1)
+    raise AssertionError("no such memory")
+
+
+@NEEDS_HUGE_PAGES
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.NUMPY, Backend.JAX], ids=str)
+def test_large_results_lie_in_huge_pages(backend: Backend) -> None:
+    xp: Any = load_or_skip(backend)
+    a = xp.asarray(np.ones((4096, 2), np.float32))
+    b = xp.asarray(np.ones((2, 4096), np.float32))
+    c = lowprec.matmul(a, b, math_mode="bf16")
+    address = lowprec.arrays.library_of(c).view(c).address
+    assert " hg" in _flags(address + (32 << 20))
+
+
+class Recorder:
+    """In the place of the system's call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return -1
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: made)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes", "first", "last"),
+    [
+        (5 * PAGE, 2 * PAGE, 5 * PAGE, 7 * PAGE),
+        (5 * PAGE + 64, 3 * PAGE, 6 * PAGE, 8 * PAGE),
+        (5 * PAGE - 64, 3 * PAGE, 5 * PAGE, 7 * PAGE),
+    ],
+)
+def test_neighbours_of_a_result_are_left_alone(
+    recorder: Recorder, address: int, nbytes: int, first: int, last: int
+) -> None:
+    huge_pages.request(address, nbytes)
+    assert recorder.calls == [(first, last - first, 14)]
+
+
+def test_a_refusal_and_small_results_go_unnoticed(recorder: Recorder) -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    a = torch.ones(1024, 4)
+    assert lowprec.matmul(a, a.T).shape == (1024, 1024)  # 4 MiB
+    assert len(recorder.calls) == 1
+    assert lowprec.matmul(a, a[1:].T).shape == (1024, 1023)
+    assert len(recorder.calls) == 1
+
+
+def test_a_system_without_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    huge_pages._madvise.cache_clear()
+    try:
+        huge_pages.request(0, 64 * PAGE)
+        assert huge_pages._madvise() is None
+    finally:
+        huge_pages._madvise.cache_clear()
