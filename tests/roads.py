@@ -20,6 +20,7 @@ from lowprec.backends.cpu.kernel_rows import (
     DIRECT_INT8,
     DIRECT_PARTS,
     GEMV,
+    GEMV_INT8,
     GEMV_WIDE,
     OPENBLAS,
 )
@@ -54,7 +55,7 @@ _EXTENTS = (
     272,
     290,
 )
-_LONG = (1, 2, 9, 16, 33, 128, 250, 2049, 4099)
+_LONG = (1, 2, 9, 16, 27, 33, 128, 250, 2049, 4099)
 
 #: So that an example takes milliseconds.
 MOST_FLOPS, _MOST_ELEMENTS = 1 << 20, 1 << 16
@@ -195,7 +196,7 @@ def _is_small_int8(shape: Shape) -> bool:
 
 def _in_eight_bits(shape: Shape) -> bool:
     enough = shape.count == 1 or shape.flops >= AVX512_VNNI.minimum_batch_flops
-    return enough and not _is_small_int8(shape)
+    return enough and not _is_small_int8(shape) and not _meets_vectors(shape, GEMV_INT8)
 
 
 def _is_large_complex(shape: Shape) -> bool:
@@ -213,6 +214,9 @@ ROADS: dict[str, Road] = {
     ),
     "gemv_wide": _road(
         "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba", _TILES, costs=4
+    ),
+    "gemv of int8": _road(
+        "gemv_int8", [("int8", "int8")], ALL, lambda x: _meets_vectors(x, GEMV_INT8), "numba", costs=4
     ),
     "bfloat16": _road(
         "avx512_bf16", [_SINGLE, *_HALVES], ["bf16"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +11,7 @@ import pytest
 
 import lowprec
 import oracles
+from layouts import LAYOUTS
 from lowprec import formats
 from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_FP32, GEMV_WIDE
@@ -34,14 +34,6 @@ SHAPES = [
     (16_390, 33),
 ]
 COUNTS = (1, 2, 3, 4, 8)
-
-#: How the matrix lies in memory.
-LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "rows": lambda x: x,
-    "columns": np.asfortranarray,
-    "backwards": lambda x: x[::-1],
-    "stepped": lambda x: np.repeat(x, 2, 1)[:, ::2],
-}
 
 
 def exact_operands(

@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, scaling
+from lowprec.backends.cpu import casting_kernels, gemv_arithmetic, scaling
 from lowprec.backends.cpu.casting import SCRATCH_BYTES
 from lowprec.backends.cpu.casting_kernels import (
     CASTS,
@@ -24,16 +24,21 @@ from lowprec.backends.cpu.casting_kernels import (
     KINDS,
     LANES,
     Extrema,
-    cast_vector,
     clear_extrema,
     clear_run,
     extrema_in,
-    float_splat,
-    floats_of,
+)
+from lowprec.backends.cpu.gemv_arithmetic import (
+    INTEGERS,
+    added,
+    arithmetic,
+    column_factors,
+    columns_of,
+    multiply_add,
+    numbers_of,
 )
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import (
-    F32,
     I8,
     I16,
     I32,
@@ -45,7 +50,7 @@ from lowprec.backends.cpu.packed.native import (
 )
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-_FILES = (__file__, scaling.__file__)
+_FILES = (__file__, gemv_arithmetic.__file__, scaling.__file__)
 _FINGERPRINT = (
     zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
 )
@@ -62,14 +67,6 @@ GEMV_SCRATCH_BYTES = SUMS + 64 * WIDTHS[-1]
 _AHEAD = 2048
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, in one operation where there is one: products of 11-bit numbers are exact anyway.
-
-    Those of float32 are rounded once less then, which their bound allows.
-    """
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-
 def _prefetch(builder: Any, address: Any) -> None:
     """Ask for what the loop reads some steps later, more than the processor looks ahead by itself."""
     place = pointer(builder, builder.add(address, address.type(_AHEAD)), I8)
@@ -80,40 +77,42 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic(prefer_literal=True)
 def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums, scratch):
-    """Add to 16 sums for each vector the products of a row with it, ``count`` times 16 numbers at each step."""
+    """Add to 16 sums for each vector the products of a row with it, ``count`` times 16 sums' numbers at each step."""
     number, vectors = index.literal_value, range(width.literal_value)
+    numbers = arithmetic(number)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
     runs = range(count.literal_value)
 
     def generate(context, builder, signature, args):
         _, _, _, source, steps, x, x_stride, sums, scratch = args
         extrema = Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(F32, LANES), source.type
+        vector, word = ir.VectorType(numbers.total, LANES), source.type
+        multipliers = ir.VectorType(numbers.factor, numbers.step)
         # One sum would wait for itself at each step.
         totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
         for total in (total for each in totals for total in each):
-            builder.store(float_splat(0.0), total)
+            builder.store(numbers.zeros, total)
         with cgutils.for_range(builder, steps, intp=word) as loop:
             for i in runs:
                 number_at = builder.add(
-                    builder.mul(loop.index, word(LANES * len(runs))), word(LANES * i)
+                    builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i)
                 )
                 from_ = builder.add(source, builder.mul(number_at, word(item)))
-                if i * LANES * item % 64 == 0:
+                if i * numbers.step * item % 64 == 0:
                     _prefetch(builder, from_)
-                value = floats_of(builder, cast_vector(builder, number, from_, extrema))
-                at = builder.add(x, builder.mul(number_at, word(4)))
+                value = numbers_of(builder, number, from_, extrema)
+                at = builder.add(x, builder.mul(number_at, word(numbers.factor_bytes)))
                 for j, each in enumerate(totals):
                     place = builder.add(at, builder.mul(x_stride, word(j)))
-                    factors = builder.load(pointer(builder, place, vector), align=1)
-                    total = _multiply_add(builder, value, factors, builder.load(each[i]))
+                    factors = builder.load(pointer(builder, place, multipliers), align=1)
+                    total = multiply_add(builder, value, factors, builder.load(each[i]))
                     builder.store(total, each[i])
         extrema.write()
         for j, each in enumerate(totals):
             place = pointer(builder, builder.add(sums, word(64 * j)), vector)
             result = builder.load(place, align=1)
             for total in each:
-                result = builder.fadd(result, builder.load(total))
+                result = added(builder, result, builder.load(total))
             builder.store(result, place, align=1)
         return context.get_dummy_value()
 
@@ -131,30 +130,24 @@ def _axpys(
     def generate(context, builder, signature, args):
         _, _, _, source, col_stride, steps, x, x_stride, y, y_stride, scratch = args
         extrema = Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(F32, LANES), source.type
-
-        def factor(j: int, col: int) -> Any:
-            at = builder.add(x, builder.mul(x_stride, word(j)))
-            at = pointer(builder, builder.add(at, word(4 * col)), F32)
-            one = builder.load(at, align=1)
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), one, I32(0))
-            return native.shuffle(builder, first, first, [0] * LANES)
-
-        factors = [[factor(j, col) for col in range(count)] for j in vectors]
+        vector, word = ir.VectorType(arithmetic(number).total, LANES), source.type
+        starts = [builder.add(x, builder.mul(x_stride, word(j))) for j in vectors]
+        factors = [column_factors(builder, number, start, count) for start in starts]
         with cgutils.for_range(builder, steps, intp=word) as loop:
-            values = []
+            addresses = []
             for col in range(count):
                 from_ = builder.add(source, builder.mul(col_stride, word(col)))
-                from_ = builder.add(from_, builder.mul(loop.index, word(LANES * item)))
-                _prefetch(builder, from_)
-                values.append(floats_of(builder, cast_vector(builder, number, from_, extrema)))
+                addresses.append(builder.add(from_, builder.mul(loop.index, word(LANES * item))))
+                if LANES * item >= 32:  # of less, a processor looks far enough ahead by itself
+                    _prefetch(builder, addresses[-1])
+            values = columns_of(builder, number, addresses, extrema)
             row = builder.add(y, builder.mul(loop.index, word(64)))
             for j, each in enumerate(factors):
                 place = builder.add(row, builder.mul(y_stride, word(j)))
                 place = pointer(builder, place, vector)
                 total = builder.load(place, align=1)
                 for value, factor_ in zip(values, each, strict=True):
-                    total = _multiply_add(builder, value, factor_, total)
+                    total = multiply_add(builder, value, factor_, total)
                 builder.store(total, place, align=1)
         extrema.write()
         return context.get_dummy_value()
@@ -172,12 +165,31 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
             )
 
 
+@njit(inline="always")
+def _store_float_total(sums, target):
+    total = load(sums, "f32")
+    for i in range(4, 64, 4):
+        total += load(sums + i, "f32")
+    store(target, total, "f32")
+
+
+@njit(inline="always")
+def _store_integer_total(sums, target):
+    total = 0
+    for i in range(0, 64, 4):
+        total += load(sums + i, "i32")
+    store(target, total, "i32")
+
+
 def _rows_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     fingerprint = _FINGERPRINT
     runs = max(2, 8 // width)  # of which the sums stay in registers
+    numbers = arithmetic(index)
+    step, factor_bytes = numbers.step, numbers.factor_bytes
+    store_total = _store_integer_total if numbers is INTEGERS else _store_float_total
 
     def gemv(
         source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
@@ -185,26 +197,25 @@ def _rows_function(index: int, width: int) -> Any:
         sums = scratch + SUMS
         if is_scaled:
             clear_extrema(scratch)
-        longs, rest = cols // (16 * runs), cols % 16
-        shorts, at = cols // 16 - longs * runs, longs * 16 * runs
+        longs, rest = cols // (step * runs), cols % step
+        shorts, at = cols // step - longs * runs, longs * step * runs
         for row in range(rows):
             from_ = source + row * row_stride
             for i in range(0, 64 * width, 4):
                 store(sums + i, 0, "u32")
             _dots(index, runs, width, from_, longs, x, x_stride, sums, scratch)
-            _dots(index, 1, width, from_ + at * item, shorts, x + at * 4, x_stride, sums, scratch)
+            short = x + at * factor_bytes
+            _dots(index, 1, width, from_ + at * item, shorts, short, x_stride, sums, scratch)
             if rest:
                 # The numbers that a whole step lacks are zeros, as those behind x are.
                 clear_run(scratch)
                 for i in range(rest):
                     number = load(from_ + (cols - rest + i) * item, kind)
                     store(scratch + i * item, number, kind)
-                _dots(index, 1, width, scratch, 1, x + (cols - rest) * 4, x_stride, sums, scratch)
+                last = x + (cols - rest) * factor_bytes
+                _dots(index, 1, width, scratch, 1, last, x_stride, sums, scratch)
             for j in range(count):
-                total = load(sums + 64 * j, "f32")
-                for i in range(4, 64, 4):
-                    total += load(sums + 64 * j + i, "f32")
-                store(y + j * y_stride + row * y_step, total, "f32")
+                store_total(sums + 64 * j, y + j * y_stride + row * y_step)
         return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
 
     return gemv
@@ -215,7 +226,8 @@ def _columns_function(index: int, width: int) -> Any:
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     fingerprint = _FINGERPRINT
-    group = max(2, min(4, 16 // width))  # of which the factors stay in registers
+    factor_bytes, pair = arithmetic(index).factor_bytes, arithmetic(index).pair
+    group = max(2, min(4 * pair, 16 // width))  # of which the factors stay in registers
 
     def gemv(
         source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
@@ -229,7 +241,7 @@ def _columns_function(index: int, width: int) -> Any:
         col, end, sums = 0, y + steps * 64, scratch + SUMS
         while col < cols:
             taken = group if col + group <= cols else 1
-            from_, at = source + col * col_stride, x + col * 4
+            from_, at = source + col * col_stride, x + col * factor_bytes
             if taken == group:
                 _axpys(
                     index, group, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch
@@ -243,7 +255,8 @@ def _columns_function(index: int, width: int) -> Any:
                     clear_run(scratch)
                     for i in range(rest):
                         store(scratch + i * item, load(last + i * item, kind), kind)
-                    _axpys(index, 1, width, scratch, 0, 1, at + c * 4, x_stride, sums, 64, scratch)
+                    one = at + c * factor_bytes
+                    _axpys(index, 1, width, scratch, 0, 1, one, x_stride, sums, 64, scratch)
                 _copy_rest(sums, 64, end, y_stride, width, rest)
             col += taken
         return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
@@ -257,9 +270,9 @@ def gemv_kernel(index: int, width: int, by_rows: bool) -> Any:
 
     Address, row stride and column stride of the matrix, in bytes, of which rows or columns are contiguous; its rows and
     columns. Address of the first vector and stride from one to the next, each of float32 without gaps, which zeros fill
-    up to a multiple of 16. Address of the first result, strides from one to the next and from element to element, which
-    is 4 where columns are contiguous; how many are written, which is all where they are. The address of
-    `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
+    up to a multiple of 16 (of int8: int16, and 32). Address of the first result, strides from one to the next and from
+    element to element, which is 4 where columns are contiguous; how many are written, which is all where they are. The
+    address of `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
     """
     function = _rows_function(index, width) if by_rows else _columns_function(index, width)
     return native.callable_at(compile_kernel(function, 12), 12)
@@ -293,5 +306,27 @@ def vectors_kernel() -> Any:
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):
         found = _read(cast, source, stride, step, count, k, x, x_stride, scratch)
         return found + (fingerprint & 0)
+
+    return native.callable_at(compile_kernel(read, 9), 9)
+
+
+@njit
+def _read_integers(source, stride, step, count, k, x, x_stride):
+    for j in range(count):
+        from_, target = source + j * stride, x + j * x_stride
+        for i in range(k):
+            store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
+        for i in range(2 * k, x_stride, 2):
+            store(target + i, 0, "u16")
+
+
+@cache
+def integer_vectors_kernel() -> Any:
+    """Return what :func:`vectors_kernel` returns, for vectors of int8, which become int16."""
+    fingerprint = _FINGERPRINT
+
+    def read(cast, source, stride, step, count, k, x, x_stride, scratch):
+        _read_integers(source, stride, step, count, k, x, x_stride)
+        return fingerprint & 0
 
     return native.callable_at(compile_kernel(read, 9), 9)

@@ -31,8 +31,6 @@ from lowprec.modes import MathMode, row
 from lowprec.planning import GemmPlan
 from lowprec.planning.prepared import kept_modes, multiplies_b
 
-_LANES = 16
-
 
 class _Geometry(NamedTuple):
     """What a product of a matrix and vectors is made of but for addresses; strides in bytes."""
@@ -47,7 +45,7 @@ class _Geometry(NamedTuple):
     vector_dtype: str
     vector_stride: int  # from one vector to the next
     vector_step: int  # from number to number
-    out_stride: int  # of a float32 result, likewise
+    out_stride: int  # of a result of four bytes, likewise
     out_step: int
 
 
@@ -166,9 +164,11 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
 
 
 def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -> None:
-    """Compute ``out = matrix @ vectors`` in float32, both operands rounded or widened."""
+    """Compute ``out = matrix @ vectors`` in float32, both operands rounded or widened; of int8 in int32."""
     if matrix.itemsize in matrix.strides:
         is_apart = _run(matrix, vectors, out, to)
+    elif matrix.dtype == np.int8:
+        is_apart = _run(np.ascontiguousarray(matrix), vectors, out, to)
     else:
         with scratch(matrix.shape, out.dtype) as compact:
             (is_apart,) = casting.cast([(matrix, compact)], to)
@@ -208,7 +208,7 @@ _Piece = tuple[int, int, int, int, int]
 def _pieces(
     g: _Geometry, width: int, by_rows: bool
 ) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
-    """Return how a matrix is cut: offset, rows and columns of each piece, the offsets of its numbers and its results.
+    """Return how a matrix is cut: offset, rows, columns and first column of each piece, the offset of its results.
 
     Then the shape (pieces of columns, vectors, m) of what these add, () where results are written in place; and their
     strides from one to the next, from element to element, and how many are written.
@@ -223,7 +223,7 @@ def _pieces(
         shape = len(columns), width, g.m
         piece_stride, stride, step, written = 4 * width * g.m, 4 * g.m, 4, width
     pieces = [
-        (i * g.row_stride + j * g.col_stride, height, cols, 4 * j, number * piece_stride + i * step)
+        (i * g.row_stride + j * g.col_stride, height, cols, j, number * piece_stride + i * step)
         for i, height in rows
         for number, (j, cols) in enumerate(columns)
     ]
@@ -241,17 +241,22 @@ class _Gemv(NamedTuple):
 def _gemv(geometry: _Geometry) -> _Gemv:
     """Return what multiplies a matrix of contiguous rows or columns with vectors."""
     from lowprec.backends.cpu import gemv_kernels as native
+    from lowprec.backends.cpu.gemv_arithmetic import arithmetic
 
     g = geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
-    assert None not in (of_matrix, of_vectors), "plans for this kernel multiply what it reads"
+    assert of_matrix is not None, "plans for this kernel multiply what it reads"
+    assert of_vectors is not None, "nor vectors of another kind"
     by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize
     width = next(width for width in native.WIDTHS if width >= g.vectors)
-    kernel, read = native.gemv_kernel(of_matrix, width, by_rows), native.vectors_kernel()
-    cast = casting.kernels().cast_address(of_vectors)
+    kernel = native.gemv_kernel(of_matrix, width, by_rows)
+    numbers, is_integer = arithmetic(of_matrix), g.dtype == "int8"
+    read = native.integer_vectors_kernel() if is_integer else native.vectors_kernel()
+    cast = 0 if is_integer else casting.kernels().cast_address(of_vectors)
+    sum_dtype = np.dtype(np.int32 if is_integer else np.float32)
     pieces, shape, (stride, step, written) = _pieces(g, width, by_rows)
     in_place = not shape
-    x_stride = -(-g.k // _LANES) * _LANES * 4
+    x_stride = -(-g.k // numbers.step) * numbers.step * numbers.factor_bytes
     sums_bytes = 4 * math.prod(shape) if shape else 0
 
     def multiply(matrix: int, vectors: int, out: int, result: Any) -> bool:
@@ -273,7 +278,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
                     extrema.append(
                         kernel(
                             matrix + source, g.row_stride, g.col_stride, height, cols,
-                            x + first, x_stride, target + to, stride, step, written, own,
+                            x + first * numbers.factor_bytes, x_stride, target + to, stride, step, written, own,
                         )
                     )  # fmt: skip
 
@@ -286,7 +291,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
             else:
                 threads.run(work, workers)
             if not in_place:
-                sums = array_at(target, shape, np.dtype(np.float32))
+                sums = array_at(target, shape, sum_dtype)
                 with np.errstate(all="ignore"):
                     np.add.reduce(sums[:, : g.vectors], axis=0, out=result.T)
         return lies_apart(found) or lies_apart(functools.reduce(merged, extrema))

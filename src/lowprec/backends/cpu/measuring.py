@@ -173,9 +173,10 @@ def _cost(row: KernelRow, best: dict[tuple[str, bool, _Sizes], float]) -> Cost:
         return best[row.name, False, sizes] / best[general, True, sizes]
 
     if row.vectors:
-        # It reads what FP32 reads, so no more can be saved.
+        # Of float32 it reads what FP32 reads, so no more can be saved.
         (sizes,) = _sizes(row)
-        return costs.limited(max(ratio(sizes), 1.0), 0.0)
+        least = 1.0 if row.holds_in else _LEAST_PER_FLOP
+        return costs.limited(max(ratio(sizes), least), 0.0)
     small, large = ratio(_SMALL_SIZES), ratio(_LARGE_SIZES)
     if row.formats is None:
         # It multiplies in FP32, so all that it takes longer is the rounding; what fits the large size is kept.

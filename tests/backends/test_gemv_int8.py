@@ -1,0 +1,121 @@
+"""A matrix of int8 that meets a few vectors: integers, so every result is exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import lowprec
+from layouts import LAYOUTS
+from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu.kernel_rows import GEMV_INT8
+from lowprec.planning.bounds import MAX_K_INT8
+from machines import OPENBLAS
+
+pytestmark = pytest.mark.skipif(
+    not casting.has_kernels(), reason="numba is not installed, or switched off"
+)
+
+#: Of no multiple of what a step takes (32 numbers of a row, 16 of a column, 8 columns); those that are cut.
+SHAPES = [
+    (700, 800),
+    (1100, 1037),
+    (317, 319),
+    (3, 70_003),
+    (70_005, 9),
+    (1, 110_001),
+    (110_000, 1),
+    (16_390, 33),
+]
+COUNTS = (1, 2, 3, 4)
+
+
+def _numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-128, 128, shape, dtype=np.int8)
+
+
+def _exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.int64) @ b.astype(np.int64)
+
+
+def _assert_runs(a: np.ndarray, b: np.ndarray) -> None:
+    assert lowprec.plan(a, b).kernel == GEMV_INT8.name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_matrix_and_a_few_vectors(
+    shape: tuple[int, int],
+    layout: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, k = shape
+    a = LAYOUTS[layout](_numbers(rng, m, k))
+    columns = _numbers(rng, COUNTS[-1], 2 * k)[:, ::-2].T
+    for count in COUNTS:
+        b = columns[:, :count]
+        want = _exact(a, b)
+        if m * k >= GEMV_INT8.minimum_elements:
+            _assert_runs(a, b)
+        for workers in (1, 2, 5):
+            monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
+            frame = np.full((m, 2 * count + 2), 7, np.int32)
+            lowprec.matmul(a, b, out=frame[:, 1:-1:2])
+            np.testing.assert_array_equal(frame[:, 1:-1:2], want)
+            frame[:, 1:-1:2] = 7
+            assert np.all(frame == 7)
+        np.testing.assert_array_equal(lowprec.matmul(b.T, a.T).T, want)
+        np.testing.assert_array_equal(lowprec.matmul(a, np.ascontiguousarray(b)), want)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("x", "y"), [(-128, -128), (-128, 127), (127, 127), (-1, -128)])
+def test_the_ends_of_the_range(order: str, x: int, y: int) -> None:
+    """Two products of -128 by -128 go beyond int16, and so many of all come next to the end of int32."""
+    for m, k in ((400, 301), (2, MAX_K_INT8)):
+        a, b = np.full((m, k), x, np.int8, order=order), np.full((k, 3), y, np.int8)
+        _assert_runs(a, b)
+        assert (lowprec.matmul(a, b) == k * x * y).all()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches(layout: str, count: int, rng: np.random.Generator) -> None:
+    a = np.stack([LAYOUTS[layout](x) for x in _numbers(rng, 3, 330, 310)])
+    b = _numbers(rng, 3, 310, count)
+    _assert_runs(a, b)
+    np.testing.assert_array_equal(lowprec.matmul(a, b), _exact(a, b))
+    np.testing.assert_array_equal(lowprec.matmul(a[0], b), _exact(a[0], b))
+    left = lowprec.matmul(b.swapaxes(1, 2), a.swapaxes(1, 2))
+    np.testing.assert_array_equal(left, _exact(a, b).swapaxes(1, 2))
+
+
+def test_epilogues(rng: np.random.Generator) -> None:
+    for count in (1, 4):
+        rows, matrix = _numbers(rng, count, 350), _numbers(rng, 350, 300)
+        bias = rng.integers(-128, 128, 300, dtype=np.int8)
+        _assert_runs(rows, matrix)
+        found = lowprec.matmul(rows, matrix, bias=bias, activation="relu")
+        np.testing.assert_array_equal(found, np.maximum(_exact(rows, matrix) + bias, 0))
+
+
+def test_a_prepared_matrix(rng: np.random.Generator) -> None:
+    rows, matrix = _numbers(rng, 2, 350), _numbers(rng, 350, 300)
+    prepared = lowprec.prepare(matrix)
+    for _ in range(2):
+        np.testing.assert_array_equal(lowprec.matmul(rows, prepared), _exact(rows, matrix))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_lay_in_memory_before_has_no_say(order: str) -> None:
+    ones = np.ones((330, 352), np.int8, order=order)
+    lowprec.matmul(np.full_like(ones, 77), np.full((352, 4), 99, np.int8))
+    a, b = ones[:, :321], np.ones((321, 3), np.int8)
+    _assert_runs(a, b)
+    assert (lowprec.matmul(a, b) == 321).all()
+
+
+def test_where_there_is_no_numba_nothing_runs_on_it() -> None:
+    assert GEMV_INT8 in OPENBLAS.kernels
+    assert GEMV_INT8.requires not in OPENBLAS.features
