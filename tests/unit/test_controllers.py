@@ -560,6 +560,7 @@ def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
         with fp32_guard(), math_mode("tf32", frameworks=True):
             assert library.is_full
     finally:
+        monkeypatch.delenv("LOWPREC_FP32_GUARD")  # first: who is told looks at once
         environment.refresh()
     assert library.is_as_before
 
