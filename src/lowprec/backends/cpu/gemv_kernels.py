@@ -44,6 +44,7 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     call,
     compile_kernel,
+    helper,
     load,
     pointer,
     store,
@@ -165,7 +166,7 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
             )
 
 
-@njit(inline="always")
+@helper(types.void)
 def _store_float_total(sums, target):
     total = load(sums, "f32")
     for i in range(4, 64, 4):
@@ -173,7 +174,7 @@ def _store_float_total(sums, target):
     store(target, total, "f32")
 
 
-@njit(inline="always")
+@helper(types.void)
 def _store_integer_total(sums, target):
     total = 0
     for i in range(0, 64, 4):

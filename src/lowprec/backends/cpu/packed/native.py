@@ -257,7 +257,9 @@ def _made_of(function: Callable[..., Any]) -> str:
     """Return the name of a function, and all that it closes over; the name of a helper tells that of itself."""
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
-    return " ".join([function.__module__, function.__qualname__, *made_of])
+    found = " ".join([function.__module__, function.__qualname__, *made_of])
+    assert " at 0x" not in found, f"{found} would be compiled anew in each process"
+    return found
 
 
 def helper(result: Any) -> Callable[[Callable[..., Any]], Any]:
