@@ -78,7 +78,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic(prefer_literal=True)
 def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums, scratch):
-    """Add to 16 sums for each vector the products of a row with it, ``count`` times 16 sums' numbers at each step."""
+    """Add to 16 sums for each vector the products of a row with it, ``count`` times those of 16 sums at each step."""
     number, vectors = index.literal_value, range(width.literal_value)
     numbers = arithmetic(number)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
@@ -311,23 +311,18 @@ def vectors_kernel() -> Any:
     return native.callable_at(compile_kernel(read, 9), 9)
 
 
-@njit
-def _read_integers(source, stride, step, count, k, x, x_stride):
-    for j in range(count):
-        from_, target = source + j * stride, x + j * x_stride
-        for i in range(k):
-            store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
-        for i in range(2 * k, x_stride, 2):
-            store(target + i, 0, "u16")
-
-
 @cache
 def integer_vectors_kernel() -> Any:
     """Return what :func:`vectors_kernel` returns, for vectors of int8, which become int16."""
     fingerprint = _FINGERPRINT
 
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):
-        _read_integers(source, stride, step, count, k, x, x_stride)
+        for j in range(count):
+            from_, target = source + j * stride, x + j * x_stride
+            for i in range(k):
+                store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
+            for i in range(2 * k, x_stride, 2):
+                store(target + i, 0, "u16")
         return fingerprint & 0
 
     return native.callable_at(compile_kernel(read, 9), 9)

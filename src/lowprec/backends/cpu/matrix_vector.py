@@ -245,8 +245,9 @@ def _gemv(geometry: _Geometry) -> _Gemv:
 
     g = geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
-    assert of_matrix is not None, "plans for this kernel multiply what it reads"
-    assert of_vectors is not None, "nor vectors of another kind"
+    # Plans for this kernel multiply what it reads.
+    assert of_matrix is not None
+    assert of_vectors is not None
     by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize
     width = next(width for width in native.WIDTHS if width >= g.vectors)
     kernel = native.gemv_kernel(of_matrix, width, by_rows)
