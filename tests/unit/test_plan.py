@@ -108,9 +108,13 @@ SMALL_AMX = dataclasses.replace(AMX, features=AMX.features | {"numba", "avx512_v
         (64, 64, 64, "avx512_vnni", "amx_int8"),
         (1, 1, 1024, "direct_int8", "direct_int8"),
         (1, 1, 1025, "avx512_vnni", "avx512_vnni"),  # a sum may be no float32
+        (1, 300, 300, "avx512_vnni", "amx_int8"),
+        (1, 400, 400, "gemv_int8", "gemv_int8"),
+        (400, 4, 400, "gemv_int8", "gemv_int8"),
+        (400, 5, 400, "avx512_vnni", "amx_int8"),
     ],
 )
-def test_small_products_of_int8(m, n, k, avx512, amx):
+def test_small_and_narrow_products_of_int8(m, n, k, avx512, amx):
     p = GemmProblem(array(I8, m, k), array(I8, k, n))
     assert [plan(p, capabilities=c).kernel for c in (SMALL, SMALL_AMX)] == [avx512, amx]
 
