@@ -94,7 +94,10 @@ def column_factors(builder: Any, index: int, address: Any, count: int) -> list[A
 
 
 def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
-    """Return the sums of each two products of 32 int16, in int32; LLVM knows the instruction by this form."""
+    """Return the sums of each two products of 32 int16, in int32.
+
+    LLVM knows the instruction by this form, unless a factor is widened outside of the loop.
+    """
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
     even, odd = (
