@@ -69,7 +69,9 @@ def test_widening_of_every_number(dtype: np.dtype[Any]) -> None:
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
     found = np.empty(codes.shape, np.float32)
     cast_by_kernel(codes, found, None)
-    assert_same(found, codes.astype(np.float32))
+    with np.errstate(invalid="ignore"):  # as AArch64 says of a signalling NaN
+        want = codes.astype(np.float32)
+    assert_same(found, want)
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "NumPy"])
@@ -82,7 +84,8 @@ def test_stored_numbers_that_a_format_does_not_hold_are_rounded(
     if kernels and not casting.has_kernels():
         pytest.skip("numba is not installed, or switched off")
     codes = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    want = codes.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = codes.astype(np.float32)
     round_float32(want, to, want)
     if not kernels:
         monkeypatch.setattr(casting, "has_kernels", lambda: False)

@@ -50,6 +50,11 @@ def cpu_family() -> int | None:
     return int(family) if family.isdigit() else None
 
 
+def is_x86_64() -> bool:
+    """Whether the processor is one of those whose instruction sets lowprec has kernels for."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def system_flags() -> frozenset[str]:
     """Return the instruction-set flags of the processor, empty where the system does not list them."""
     return frozenset(_cpuinfo().get("flags", "").split())

@@ -102,6 +102,9 @@ def _units() -> list[str]:
 
 
 def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
+    """Return the instruction sets that matter on x86-64; elsewhere no processor has any of them."""
+    if not cpuinfo.is_x86_64():
+        return []
     flags = cpuinfo.cpu_flags()
     rows = []
     for name, used, by in _instruction_sets():

@@ -7,13 +7,12 @@ A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B 
 from __future__ import annotations
 
 import ctypes
-import platform
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
 from lowprec.backends.cpu import numba_import
-from lowprec.backends.cpu.cpuinfo import cpu_flags, system_flags
+from lowprec.backends.cpu.cpuinfo import cpu_flags, is_x86_64, system_flags
 from lowprec.planning.bounds import CHUNK_STEPS
 from lowprec.policy import environment
 
@@ -138,7 +137,7 @@ def obstacle(kernel: MicroKernel) -> str:
     It needs Linux on x86-64, its instruction sets, numba, and where it uses tiles the permission to do so (asked for
     here). The answer is kept.
     """
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if sys.platform != "linux" or not is_x86_64():
         return f"the {kernel.unit} are used on Linux on x86-64 only"
     absent = sorted(kernel.cpu_flags - cpu_flags())
     if absent and kernel.cpu_flags <= system_flags():
