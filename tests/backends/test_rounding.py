@@ -85,7 +85,8 @@ def test_twin_agrees_with_an_independent_rounding(mode: str, rng: np.random.Gene
 
 @pytest.mark.parametrize("mode", EXACT_TYPES)
 def test_every_16_bit_pattern_is_kept(mode: str) -> None:
-    x = np.arange(1 << 16, dtype=np.uint16).view(EXACT_TYPES[mode]).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # as AArch64 says of a signalling NaN
+        x = np.arange(1 << 16, dtype=np.uint16).view(EXACT_TYPES[mode]).astype(np.float32)
     assert_same_bits(rounded(x, mode), x, x)
     assert_same_bits(rounded_one_by_one(x, mode), x, x)
 
