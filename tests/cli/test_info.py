@@ -137,6 +137,11 @@ def test_array_libraries_are_told_from_their_rows() -> None:
 # -- machines unlike this one ---------------------------------------------------------------------
 
 
+@pytest.fixture
+def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")
+
+
 def test_elsewhere_than_on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
@@ -145,6 +150,7 @@ def test_elsewhere_than_on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("used on Linux on x86-64 only" in w for w in found["warnings"])
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: frozenset({"avx2"}))
@@ -181,6 +187,7 @@ def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
     assert (found[1].split(", ") if found else []) == there
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow(
         "mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",)
@@ -199,6 +206,7 @@ def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.Mon
         assert conditions(load())["tile_units"] is False
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_an_instruction_set_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow("mine", "my units", "m:f", instruction_sets=("avx512_fp16",))
     monkeypatch.setattr(cpu_module, "KERNELS", (row,))
@@ -206,6 +214,7 @@ def test_an_instruction_set_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names.count("avx512_fp16") == 1
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
     every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
