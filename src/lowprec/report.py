@@ -49,7 +49,8 @@ def info() -> dict[str, Any]:
         threads that a product may take) and, on x86-64, ``instruction_sets``, where ``used`` is None if the
         libraries choose for themselves, ``units`` for 16 and 8 bits that are used, and ``costs`` of the kernels that
         run (a flop, an element of an operand, in flops of FP32; which were ``measured`` here); of a GPU
-        ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and ``workspace_bytes``.
+        ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
+        ``workspace_bytes``.
         ``gpu``: whether GPUs are used, why not, and the versions behind them. ``libraries`` with version and status
         (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor that an
         OpenBLAS's kernels are for. ``mode``: what is in force, who decided, the reasons. ``available_modes``.
