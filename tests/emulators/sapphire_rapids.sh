@@ -151,7 +151,9 @@ if [ $# -eq 0 ] || [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 mkdir -p "$work"
-[ -x "$builder/root/bochs/bochs" ] || make_emulator
+if ! [ -x "$builder/root/bochs/bochs" ] || ! cmp -s "$here/patch_bochs.py" "$builder/root/patch_bochs.py"; then
+    make_emulator
+fi
 [ -x "$guest/opt/venv/bin/python" ] || make_guest
 install_lowprec
 make_disks "$@"
