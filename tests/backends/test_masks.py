@@ -159,7 +159,7 @@ def test_info_tells_what_is_hidden() -> None:
 def test_a_plan_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = micro_kernels.AVX512_BF16
     monkeypatch.setattr(micro_kernels.sys, "platform", "linux")
-    monkeypatch.setattr(micro_kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(micro_kernels, "system_flags", lambda: kernel.cpu_flags)
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: kernel.cpu_flags - {"avx512_bf16"})
     assert obstacle.__wrapped__(kernel) == f"{ISA} hides the {kernel.unit} of this CPU"
