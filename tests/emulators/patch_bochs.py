@@ -5,7 +5,7 @@
 - ``IA32_MISC_ENABLE`` reads as 0, from which Linux concludes that string instructions are slow, beside a CPUID bit that
   says that they are fast; its ``memmove`` has no code for both.
 - ``TDPBSSD`` multiplies signed bytes as if they were unsigned.
-- ``VCVTNE2PS2BF16`` reads its second source beyond its end, and converts whatever lies there.
+- ``VCVTNE2PS2BF16`` reads one of its sources beyond its end, and converts whatever lies there.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 #     sudo tests/emulators/sapphire_rapids.sh -k amx_bf16 tests/backends/test_split_kernels.py
 #
 # Bochs interprets every instruction, tiles included, below a Linux that lets processes use them. It shows what the
-# kernels compute, on any x86-64 machine with Debian's debootstrap; what it says of time means nothing: each instruction takes
-# about 50 times as long, and the first product of a kind compiles for minutes. The commit that is checked out is
-# tested, not what is uncommitted. Everything is kept in LOWPREC_EMULATOR_DIR, and the second run starts in two minutes.
+# kernels compute, on any x86-64 machine with Debian's debootstrap; what it says of time means nothing, and the first
+# product of a kind compiles for minutes. The commit that is checked out is tested, not what is uncommitted.
+# Everything is kept in LOWPREC_EMULATOR_DIR for the next run.
 set -euo pipefail
 
 bochs_version=3.0
@@ -23,7 +23,7 @@ inside() { # ROOT COMMAND...
 }
 
 make_emulator() {
-    rm -rf "$builder"
+    rm -rf --one-file-system "$builder"
     debootstrap --variant=minbase --include=ca-certificates trixie "$builder"
     sed 's/^deb /deb-src /' "$builder/etc/apt/sources.list" >"$builder/etc/apt/sources.list.d/sources.list"
     inside "$builder" apt-get -q update
@@ -68,7 +68,8 @@ JOB
 
 install_lowprec() {
     rm -rf "$guest/opt/lowprec"
-    git -c safe.directory="$repository" clone -q "$repository" "$guest/opt/lowprec"
+    mkdir "$guest/opt/lowprec"
+    git -c safe.directory="$repository" -C "$repository" archive HEAD | tar -x -C "$guest/opt/lowprec"
     env -u VIRTUAL_ENV chroot "$guest" /opt/venv/bin/pip install -q -e "/opt/lowprec[cpu,cli]" \
         pytest hypothesis threadpoolctl opt_einsum array-api-strict platformdirs
 }
@@ -105,7 +106,6 @@ APPEND root=/dev/sdb rw console=ttyS0,115200 init=/sbin/run-job quiet mitigation
 MENU
     # syslinux opens the disk by its descriptor's name.
     mount -t proc proc "$builder/proc"
-    trap 'umount "$builder/proc"' EXIT
     inside "$builder" sh -ec '
         mformat -i /boot.img@@1M -T $((63 * 2048)) -h 16 -s 63 -H 2048 ::
         mcopy -i /boot.img@@1M /guest/boot/vmlinuz-* ::vmlinuz
@@ -113,6 +113,7 @@ MENU
         mcopy -i /boot.img@@1M /syslinux.cfg ::
         syslinux --install --offset 1048576 /boot.img
         dd if=/usr/lib/syslinux/mbr/mbr.bin of=/boot.img bs=440 count=1 conv=notrunc status=none'
+    umount "$builder/proc"
 }
 
 start() {
@@ -138,12 +139,25 @@ com1: enabled=1, mode=file, dev=/serial.txt
 MACHINE
     rm -f "$builder"/{root,boot}.img.lock
     : >"$builder/serial.txt"
-    inside "$builder" sh -c '/root/bochs/bochs -q -f /bochsrc </dev/null >/bochs.out 2>&1' &
-    local bochs=$!
+    inside "$builder" sh -c 'exec /root/bochs/bochs -q -f /bochsrc </dev/null >/bochs.out 2>&1' &
+    bochs=$!
     tail --pid="$bochs" -n +1 -F "$builder/serial.txt" 2>/dev/null
     wait "$bochs" || true
-    grep -q '=== exit status 0' "$builder/serial.txt"
+    bochs=
+    grep -q '=== exit status 0' "$builder/serial.txt" || {
+        grep -h PANIC "$builder"/bochs.{log,out} >&2
+        return 1
+    }
 }
+
+# Ctrl-C does not reach what runs in the background.
+bochs=
+leave() {
+    [ -z "$bochs" ] || pkill -P "$bochs" || kill "$bochs" || true
+    ! mountpoint -q "$builder/proc" || umount "$builder/proc"
+}
+trap leave EXIT
+trap 'exit 130' INT TERM
 
 if [ $# -eq 0 ] || [ "$(id -u)" -ne 0 ]; then
     sed -n '2,4p' "$0" >&2
