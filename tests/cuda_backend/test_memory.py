@@ -335,7 +335,10 @@ def test_a_wait_that_fails_loses_no_bytes(
 
 def test_a_failed_capture_leaves_no_address_to_free(runtime: Runtime) -> None:
     runtime.fails = {"cudaFreeAsync"}
-    with pytest.raises(BackendError, match="cudaFreeAsync failed"), memory.temporary(10, 0, CAPTURED):
+    with (
+        pytest.raises(BackendError, match="cudaFreeAsync failed"),
+        memory.temporary(10, 0, CAPTURED),
+    ):
         pass
     memory.release()
     assert runtime.count("cudaFree") == 0
