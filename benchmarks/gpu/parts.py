@@ -31,7 +31,7 @@ _KEPT_LINES = 15
 #: By part: seconds after which it is stopped, and what it asks. Short ones that need cuBLASLt alone come first, then
 #: what the claims are about: if all before them take as long as they may, these still have a minute.
 MEASUREMENTS = {
-    "device": (60, "Which machine, which versions?"),
+    "device": (45, "Which machine, which versions?"),
     "rounding": (20, "How does FAST_TF32 round its operands?"),
     "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
     "override": (15, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),

@@ -14,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-#: Who runs when: "lazy" runs nothing but what is waited for; "eager" what is over by the simulated time, too; "all" runs everything, streams by turns; a number seeds
+#: Who runs when: "lazy" runs nothing but what is waited for; "eager" what is over by the simulated time, too;
+#: "all" runs everything, streams by turns; a number seeds
 #: a random order of everything.
 Policy = Literal["lazy", "eager", "all"] | int
 

@@ -58,7 +58,7 @@ _MODELS: dict[str, tuple[_Model, ...]] = {
     "int8": (((7, 2), None),),
 }
 
-#: Data-centre GPUs alone have FP64 tensor cores: 8.6, 8.9 and 12.x issue the instruction at the rate of their FP64 units.
+#: Only data-centre GPUs have FP64 tensor cores; 8.6, 8.9 and 12.x have none.
 _FLOAT64_TENSOR_CORES = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 
 #: FP64 in units of FP32, by capability: data sheets of V100, A100, H100 and B200. Other GPUs have next to no FP64.
