@@ -1,4 +1,4 @@
-"""What the backends keep from one process to the next: compiled kernels, measured choices and costs.
+"""What the backends keep from one process to the next: compiled kernels and measured choices.
 
 A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the

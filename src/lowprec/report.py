@@ -47,8 +47,7 @@ def info() -> dict[str, Any]:
         Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
         with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use,
         threads that a product may take) and, on x86-64, ``instruction_sets``, where ``used`` is None if the
-        libraries choose for themselves, ``units`` for 16 and 8 bits that are used, and ``costs`` of the kernels that
-        run (a flop, an element of an operand, in flops of FP32; which were ``measured`` here); of a GPU
+        libraries choose for themselves, and ``units`` for 16 and 8 bits that are used; of a GPU
         ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
         ``workspace_bytes``.
         ``gpu``: whether GPUs are used, why not, and the versions behind them. ``libraries`` with version and status

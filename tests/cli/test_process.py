@@ -86,15 +86,16 @@ def test_a_reader_of_the_result_that_went_away(files: tuple[Path, Path]) -> None
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_warning_is_one_line(tmp_path: Path, files: tuple[Path, Path]) -> None:
-    (tmp_path / "cpu_costs.json").write_text("{")
-    done = _run(
-        "matmul", *files, "-o", "/dev/null", "--mode", "bf16",
-        variables={"LOWPREC_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"lowprec: warning: lowprec does not use {tmp_path}")
+def test_a_warning_is_one_line() -> None:
+    program = (
+        "import warnings, lowprec; from lowprec.cli import main; from lowprec.cli.commands import info\n"
+        "info.run = lambda options: warnings.warn('of two\\nlines', lowprec.LowprecWarning) or 0\n"
+        "main(['info'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "lowprec: warning: of two lines\n"
 
 
 def test_the_installed_script_is_the_same_program() -> None:
