@@ -107,7 +107,7 @@ def test_the_installed_script_is_the_same_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "info", "plan", "matmul", "check", "bench", "autotune", "run", "completion"]
+    "name", ["", "info", "plan", "matmul", "check", "autotune", "run", "completion"]
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*filter(None, [name]), "--help"]) == 0
@@ -218,7 +218,7 @@ def test_a_closed_standard_output_is_told(words: tuple[str, ...], tmp_path: Path
 def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> None:
     mistake = _in_shell(f"$LOWPREC check missing.npy B.npy {stream}", tmp_path)
     assert (mistake.returncode, mistake.stdout, mistake.stderr) == (2, b"", b"")
-    words = "check --size 8 --rounds 1 --dtype int8"  # has a remark for standard error
+    words = "check --sizes 8 --rounds 1 --dtype int8"  # has a remark for standard error
     done = _in_shell(f"$LOWPREC {words} {stream}", tmp_path)
     assert done.returncode == 0
     assert b"verdict" in done.stdout
