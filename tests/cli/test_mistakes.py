@@ -99,7 +99,7 @@ def test_no_words_at_all(command: Callable[..., Any]) -> None:
         ("A.npy", "folder", "cannot read folder: Is a directory"),
         ("A.npy", "", "cannot read '': Is a directory"),
         ("text.npy", "B.npy", "text.npy is not an .npy file"),
-        ("A.npy", "objects.npy", "objects.npy holds Python objects"),
+        ("A.npy", "objects.npy", "cannot read objects.npy"),
         ("A.npy", "wrong.npy", "(24, 40) and (7, 5)"),
         ("A.npy", "scalar.npy", "(24, 40) and ()"),
         ("A.npy", "int64.npy", "int64"),
