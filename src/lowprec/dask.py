@@ -146,12 +146,12 @@ def _dask_array(x: Any, name: str) -> da.Array:
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):
         library_of(x._meta)  # refuses masks and the like here, not in the workers
+    check_known_shape(name, x)
     try:
         parse_dtype(x.dtype)
     except DTypeError as error:
         error.argument = name
         raise
-    check_known_shape(name, x)
     return x
 
 

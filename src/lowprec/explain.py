@@ -8,6 +8,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
+from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
 from lowprec.errors import ArrayError, DTypeError, ShapeError
@@ -82,6 +83,7 @@ def plan(
     """
     refuse_prepared(a=a, out=out, c=c, bias=bias)
     try:
+        a, b, c, bias = promoted((a, b), c, bias)
         x, y = _described(a), _described(b)
         request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
                        describing=True)  # fmt: skip
