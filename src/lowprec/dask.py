@@ -192,8 +192,8 @@ def _product(
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
     a, b = (
-        # Else an empty chunk beside the one that holds it would stand for it.
-        x.rechunk({i: 1 for i, n in enumerate(x.shape[:-2]) if n == 1})
+        # No empty chunks: one beside an axis of length 1 would be broadcast, and unify_chunks keeps those of empty axes.
+        x.rechunk(tuple(tuple(n for n in axis if n) or (0,) for axis in x.chunks))
         for x in (a, b)
     )
     count = max(a.ndim, b.ndim) - 2

@@ -406,7 +406,9 @@ def test_intermediates_neither_overflow_nor_take_a_mode() -> None:
     assert (found == 4 * (1 + 2.0**-20)).all()
 
 
-@pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"])
+@pytest.mark.parametrize(
+    "subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"]
+)
 @with_namespace
 def test_einsum_out_dtype(xp: ArrayNamespace, subscripts: str) -> None:
     plain = operands_of(subscripts, np.float16)

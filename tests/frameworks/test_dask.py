@@ -380,7 +380,7 @@ def test_contractions_of_empty_axes_and_chunks(seed: int) -> None:
 
 def test_chunks_of_torch_are_refused_by_type() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    x = da.from_array(torch.ones(4, 4), chunks=2, asarray=False, meta=torch.empty(0, 0))
+    x = da.ones((4, 4), chunks=2, dtype="float32").map_blocks(torch.from_numpy)
     y = da.ones((4, 4), chunks=2, dtype="float32")
     for refuse in (lowprec.matmul, lowprec.vecdot, lowprec.tensordot):
         for a, b in ((x, y), (y, x)):

@@ -89,7 +89,8 @@ def matmul(
     arrays = {"a": a, "b": b, "c": c, "bias": bias}
     arrays = {n: _array(n, x) for n, x in arrays.items() if x is not None or n in ("a", "b")}
     a, b, c, bias = promoted((arrays["a"], arrays["b"]), arrays.get("c"), arrays.get("bias"))
-    arrays = {n: x for n, x in zip(("a", "b", "c", "bias"), (a, b, c, bias), strict=True) if x is not None}
+    given = {"a": a, "b": b, "c": c, "bias": bias}
+    arrays = {name: x for name, x in given.items() if x is not None}
     plan = _checked(arrays, alpha, beta, activation, out_dtype)
     x, y = (arrays[name].astype(plan.compute_dtype.label) for name in "ab")
     plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0
