@@ -361,7 +361,7 @@ def einsum(
         i: x if label == common or common in _8_BITS else xp.cast(x, common)
         for i, (xp, x, label) in enumerate(zip(spaces, operands, labels, strict=True))
     }
-    result = None
+    result: Any = None
     try:
         for number, step in enumerate(steps, len(operands)):
             last = number == len(operands) + len(steps) - 1

@@ -192,7 +192,7 @@ def _product(
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
     a, b = (
-        # No empty chunks: one beside an axis of length 1 would be broadcast, and unify_chunks keeps those of empty axes.
+        # An empty chunk of an axis of length 1 would be broadcast; those of empty axes would not be unified.
         x.rechunk(tuple(tuple(n for n in axis if n) or (0,) for axis in x.chunks))
         for x in (a, b)
     )
