@@ -340,7 +340,7 @@ def einsum(
     operands = promoted(operands)
     labels = tuple([dtype_label(operand.dtype) for operand in operands])
     common, default, between, out, wide = _types(labels, out_dtype)
-    sums = len(operands) > 1 and any([step.sums_an_operand for step in steps])
+    sums = len(operands) > 1 and any(step.sums_an_operand for step in steps)
     if common in _8_BITS and (len(steps) > 1 or sums):
         raise DTypeError(
             f"einsum: subscripts {quoted(subscripts)} of {common} operands need more than one product, and the "
@@ -387,7 +387,7 @@ def _types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str,
         except DTypeError as error:
             error.argument = f"operands[{i}]"
             raise
-    float8 = all([d.is_float8 for d in dtypes])
+    float8 = all(d.is_float8 for d in dtypes)
     common = dtypes[0] if float8 else functools.reduce(promote, dtypes)
     default = common.results[0]
     out = default if out_dtype is None else parse_out_dtype(out_dtype)

@@ -5,6 +5,7 @@ The numbers are small integers: each product and each sum is exact in every mode
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,8 @@ from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec import contraction_recipes, contractions
 from lowprec.arrays import namespaces
+from lowprec.formats import promote
+from lowprec.request import parse_dtype
 
 with_namespace = pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
 
@@ -379,7 +382,7 @@ def test_mixed_types_are_promoted_first(subscripts: str, seed: int) -> None:
         rng.random((20,) * len(text)).astype(kind)
         for text, kind in zip(subscripts.partition("->")[0].split(","), chosen, strict=True)
     ]
-    common = contractions._types(tuple(np.dtype(kind).name for kind in chosen), None)[0]
+    common = functools.reduce(promote, [parse_dtype(kind) for kind in chosen]).label
     found = lowprec.einsum(subscripts, *operands, math_mode="fp32")
     wide = [x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in operands]
     true = np.einsum(subscripts, *wide)
