@@ -123,7 +123,7 @@ class Namespace:
         return self._xp.ones((n,), dtype=like.dtype)
 
     def cast(self, x: Any, label: str) -> Any:
-        """Return ``x`` in the element type of this name; unchanged where JAX has 64-bit types off: matmul refuses it."""
+        """Return ``x`` in the element type of this name; unchanged where JAX has 64-bit types off."""
         jax = sys.modules.get("jax")
         wide = label in ("float64", "complex128")
         if wide and jax and isinstance(x, jax.Array) and not jax.config.jax_enable_x64:
