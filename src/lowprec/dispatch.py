@@ -118,9 +118,8 @@ def matmul(
         x = library.view(a)
         y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
-            request = bind(
-                out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
-            )
+            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b,
+                           k_chunk)  # fmt: skip
     except ElsewhereError as elsewhere:
         return _elsewhere(elsewhere, a, b, _given(
             out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,

@@ -90,8 +90,7 @@ def plan(
     except (ArrayError, DTypeError, ShapeError) as error:
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
         raise
-    views = request.views(x, y)
-    check_devices(views)
+    check_devices(views := request.views(x, y))
     place = next((view.device for view in views.values() if not view.is_description), CPU)
     able = backend_of(place).capabilities(place) if device is None else predicted(device)
     staged = request.needs_staging(x, y)
