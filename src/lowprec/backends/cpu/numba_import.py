@@ -45,7 +45,7 @@ def fails() -> bool:
         for name in ("llvmlite.binding", "numba", _NATIVE):
             importlib.import_module(name)
         sys.modules[_NATIVE].try_compiler()
-    except Exception as error:  # noqa: BLE001 - in whatever class; without numba NumPy multiplies
+    except Exception as error:
         # A signal handler's exception is none of numba's, whose interfaces may be missing in any version.
         if not isinstance(error, (ImportError, AttributeError)) and not raised_in(
             error, "ctypes", "llvmlite", "numba", "lowprec.backends.cpu.packed"
