@@ -38,8 +38,14 @@ def cache_directory() -> Path | None:
     found = _find_directory()
     if isinstance(found, Path):
         return found
-    _warn_once(f"lowprec has no cache on disk: {found}")
+    _warn_once(absence())
     return None
+
+
+def absence() -> str:
+    """Return why there is no cache on disk; empty if its folder is known. Gives no warning."""
+    found = _find_directory()
+    return "" if isinstance(found, Path) else f"lowprec has no cache on disk: {found}"
 
 
 def exists(name: str) -> bool:

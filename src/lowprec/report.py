@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lowprec import disk
 from lowprec._version import __version__
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import OPTIONAL
@@ -85,6 +86,7 @@ def info() -> dict[str, Any]:
             *disagreements(switches),
             *cpu["warnings"],
             *_unused_gpu(gpu),
+            *filter(None, [disk.absence()]),
         ],
     }
 
@@ -173,10 +175,11 @@ def _mode() -> dict[str, Any]:
 
 
 def _variable(row: environment.VariableRow) -> dict[str, Any]:
+    absent = row.name == "LOWPREC_CACHE_DIR" and disk.absence()
     return {
         "name": row.name,
         "value": row.value,
-        "effect": row.effective,
+        "effect": "no cache" if absent else row.effective,
         "meaning": row.meaning,
         "legal": row.legal,
         "problem": row.problem,

@@ -89,7 +89,8 @@ def autotune(
     """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
 
     The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
-    ``LOWPREC_CACHE_DIR``. It differs from the library's own first choice only where that was slower in two contests.
+    ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from
+    the library's own first choice only where that was slower in two contests.
     Nothing of the caller's is written: results go to temporary memory. On a CPU there is nothing to choose.
 
     Parameters

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import cpuinfo, openblas, threads
+from lowprec.backends.cpu import cpuinfo, numba_import, openblas, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import (
@@ -38,7 +38,7 @@ def info() -> dict[str, Any]:
         }
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
-    warnings = []
+    warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
         modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
