@@ -80,6 +80,7 @@ class KernelRow(NamedTuple):
     is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
+    minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if another
 
     @property
     def shares_sums(self) -> bool:
@@ -235,7 +236,9 @@ def _unsupported_reason(
     if row.is_shallow and k > min(m, n):
         return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
     flops = 2 * m * n * k
-    if layout.batch_count > 1 and flops < row.minimum_batch_flops:
-        minimum = row.minimum_batch_flops
+    minimum = row.minimum_batch_flops
+    if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
+        minimum = row.minimum_batch_flops_vector
+    if layout.batch_count > 1 and flops < minimum:
         return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=minimum, flops=flops)
     return None

@@ -277,8 +277,9 @@ OPENBLAS = NUMPY._replace(
     missing="scipy-openblas64 is not installed",
     # Numba's kernels round.
     cost_per_element=100.0,
-    # Below it, NumPy's own loop over a batch beats one call for each product.
-    minimum_batch_flops=3_000_000,
+    # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread whatever its setting.
+    minimum_batch_flops=65_536,
+    minimum_batch_flops_vector=8_192,
 )
 
 KERNELS = (
