@@ -206,6 +206,32 @@ def test_affinity_acts_on_it() -> None:
     assert run_python(code) == "1 True"
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks"
+)
+@pytest.mark.parametrize("pinned_first", [True, False])
+def test_the_affinity_is_the_calling_threads(
+    pinned_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pinned thread leaves others their CPUs, and has no helper outside its mask."""
+    free = threads.num_threads()
+    monkeypatch.setattr(threads, "_limits", threads._Limits())
+    found: list[object] = []
+
+    def pinned() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        found.extend((threads.num_threads(), threads._limits.cpus_without_current()))
+
+    if not pinned_first:
+        assert threads.num_threads() == free
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert found == [1, frozenset()]
+    assert threads.num_threads() == free
+    assert threads._limits.cpus_without_current()
+
+
 # --- scratch memory ---------------------------------------------------------------------------
 
 

@@ -80,6 +80,7 @@ class KernelRow(NamedTuple):
     is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
+    minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if another
 
     @property
     def shares_sums(self) -> bool:
@@ -103,7 +104,6 @@ class Capabilities:
     workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
     bytes_per_second: float = 0.0  # of its memory, where it is known
-    measured: frozenset[str] = frozenset()  # kernels whose costs were measured on the device itself
     source: str = ""  # of the figures, where the device was not asked and its plans are predictions
 
     @property
@@ -199,20 +199,6 @@ def choose_kernel(
     )
 
 
-def _measured_ratio(row: KernelRow, capabilities: Capabilities, layout: GemmLayout) -> float:
-    """Return the measured time of a kernel over that of the kernel for any numbers; 0 if it was not measured."""
-    if row.name not in capabilities.measured or row.formats is None or 0 in (layout.m, layout.n):
-        return 0.0
-    general = next(
-        x for x in capabilities.kernels
-        if x.formats is None and (x.requires is None or x.requires in capabilities.features)
-    )  # fmt: skip
-    # An element of `a` takes part in 2 n flops, one of `b` in 2 m.
-    per_flop = 1 / (2 * layout.n) + 1 / (2 * layout.m)
-    times = [x.cost_per_flop + x.cost_per_element * per_flop for x in (row, general)]
-    return times[0] / times[1]
-
-
 def _elements(layout: GemmLayout) -> int:
     """Return the elements of a, b and the result, of one product of a batch."""
     m, n, k = layout.m, layout.n, layout.k
@@ -235,9 +221,6 @@ def _unsupported_reason(
     elements = _elements(layout)
     if row.requires is not None and row.requires not in capabilities.features:
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
-    slower = _measured_ratio(row, capabilities, layout)
-    if slower > 1:
-        return Reason.of(Why.MEASURED_SLOWER, kernel=row.name, ratio=slower)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
     if is_chunked and row.shares_sums:
@@ -253,7 +236,9 @@ def _unsupported_reason(
     if row.is_shallow and k > min(m, n):
         return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
     flops = 2 * m * n * k
-    if layout.batch_count > 1 and flops < row.minimum_batch_flops:
-        minimum = row.minimum_batch_flops
+    minimum = row.minimum_batch_flops
+    if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
+        minimum = row.minimum_batch_flops_vector
+    if layout.batch_count > 1 and flops < minimum:
         return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=minimum, flops=flops)
     return None

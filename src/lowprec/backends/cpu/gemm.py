@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
-from lowprec.backends.cpu import casting, threads
-from lowprec.backends.cpu.openblas import loaded_openblas
+from lowprec.backends.cpu import batches, casting
+from lowprec.backends.cpu.openblas import BatchedProduct, loaded_openblas
 from lowprec.backends.cpu.stacks import scratch
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
@@ -35,15 +35,6 @@ def _in_place_or_copy(x: Any) -> Any:
     return x if is_blas_expressible(x) else np.ascontiguousarray(x)
 
 
-def _addresses(x: Any) -> list[int]:
-    """Return the address of each matrix of a stack, in row-major order of the batch."""
-    offsets = np.zeros((), np.intp)
-    for extent, stride in zip(x.shape[:-2], x.strides[:-2], strict=True):
-        offsets = np.add.outer(offsets, np.arange(extent) * stride)
-    addresses: list[int] = (x.ctypes.data + offsets).ravel().tolist()
-    return addresses
-
-
 def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
@@ -58,19 +49,22 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast."""
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
-    if target.ndim == 2:
-        arrays = (a, b, target)
-        loaded_openblas().product(*map(stack_of, arrays))(*[x.ctypes.data for x in arrays])
-        if target is not out:
-            out[...] = target
-        return
     batch = target.shape[:-2]
-    stacks = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
-    product = loaded_openblas().product(*map(stack_of, stacks))
-    addresses = zip(*(_addresses(x) for x in stacks), strict=True)
-    threads.share(lambda abc: product(*abc), list(addresses))
+    arrays = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
+    first = [x.ctypes.data for x in arrays]
+    stacks = [stack_of(x) for x in arrays]
+    if batch:
+        table = batches.offsets_of((*stacks, None)) + [*first, 0]
+        loaded_openblas().batch(*stacks)(_columns(table))
+    else:
+        loaded_openblas().product(*stacks)(*first)
     if target is not out:
         out[...] = target
+
+
+def _columns(table: Any) -> Any:
+    """Return the addresses of a, b and out, from a table with a row for each product."""
+    return np.ascontiguousarray(table[:, :3].T)
 
 
 #: Products of int8 are at most 2^14 in size, so sums of this many are exact in float32.
@@ -108,12 +102,25 @@ def _numpy_call(plan: GemmPlan) -> Executor:
 
 
 def _openblas_call(plan: GemmPlan) -> Executor:
-    layout = plan.layout
-    product = loaded_openblas().product(layout.a, layout.b, layout.out)
+    layout, library = plan.layout, loaded_openblas()
+    stacks = (layout.a, layout.b, layout.out)
+    if layout.batch_shape:
+        few = layout.batch_count <= batches.KEPT
+        return _openblas_batch(library.batch(*stacks), (*stacks, None), few)
+    product = library.product(*stacks)
 
     def execute(arguments: Arguments) -> None:
         a, b, out = arguments[:3]
         product(a.address, b.address, out.address)
+
+    return execute
+
+
+def _openblas_batch(product: BatchedProduct, matrices: batches.Matrices, few: bool) -> Executor:
+    kept = batches.offsets_of(matrices) if few else None
+
+    def execute(arguments: Arguments) -> None:
+        product(_columns(batches.addresses_of(matrices, arguments, kept)))
 
     return execute
 
@@ -131,5 +138,5 @@ class Blas(NamedTuple):
 #: It takes the arrays with their batches, so not a batch as rows.
 NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
 
-#: It takes addresses of matrices, so not a batch.
-OPENBLAS = Blas(multiply_openblas, lambda layout: layout.batch_shape == (), _openblas_call)
+#: It takes the addresses of all matrices.
+OPENBLAS = Blas(multiply_openblas, lambda layout: True, _openblas_call)

@@ -51,11 +51,15 @@ _FUNCTIONS: dict[str, tuple[str, Any]] = {
     "complex128": ("z", _POINTER),
 }
 
-#: Alpha and beta of the complex functions, which read them through their addresses for as long as the process lives.
-_COMPLEX_FACTORS = {name: np.array([1, 0], name) for name in ("complex64", "complex128")}
+#: Alpha and beta of the functions that read them through their addresses, for as long as the process lives.
+_ONE_AND_ZERO = {name: np.array([1, 0], name) for name in _FUNCTIONS}
 
-#: Up to this many multiplications OpenBLAS uses one thread whatever it was told, with matrices and with a vector.
-_NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 18, 1 << 13
+#: Up to this many multiplications OpenBLAS uses one thread whatever its setting, with matrices and with a vector;
+#: of complex numbers that is the least.
+_NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
+
+#: Multiplications of a batch that pay for waking a thread.
+_PAYS_TO_SHARE = 4_000_000
 
 #: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
@@ -76,6 +80,9 @@ _CORE_TYPES = (
 _BELOW_AVX2 = "Nehalem"
 
 Product = Callable[[int, int, int], None]
+
+#: Of the addresses of all a, b and out; shape (3, batch_count), C-contiguous, 64 bits.
+BatchedProduct = Callable[[Any], None]
 
 
 def core_type(flags: frozenset[str]) -> str | None:
@@ -102,16 +109,19 @@ class OpenBlas:
         self._set_threads = held.scipy_openblas_set_num_threads64_
         self._gemm: dict[str, Callable[..., None]] = {}
         self._gemv: dict[str, Callable[..., None]] = {}
+        self._gemm_batch: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
         for dtype, (letter, scalar) in _FUNCTIONS.items():
-            pair = _COMPLEX_FACTORS.get(dtype)
-            one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
+            one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
             self._factors[dtype] = scalar(one), scalar(zero)
             self._gemm[dtype] = _declared(
                 library, f"scipy_cblas_{letter}gemm64_", _gemm_types(scalar)
             )
             self._gemv[dtype] = _declared(
                 library, f"scipy_cblas_{letter}gemv64_", _gemv_types(scalar)
+            )
+            self._gemm_batch[dtype] = _declared(
+                library, f"scipy_cblas_{letter}gemm_batch64_", _GEMM_BATCH_TYPES
             )
         self.use_one_thread()
 
@@ -131,6 +141,47 @@ class OpenBlas:
             whole = self.product(b.transposed, a.transposed, out.transposed)
             return lambda a, b, out: whole(b, a, out)
         return self._matrix_matrix(a, b, out)
+
+    def batch(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> BatchedProduct:
+        """Return a function that computes ``out = a @ b`` for the matrices at all addresses passed to it.
+
+        Each matrix is multiplied by one thread, or cut as its shape says: threads change no bit.
+        """
+        m, n, k = a.rows, b.cols, a.cols
+        if m * n * k >= 2 * SMALLEST_PANEL:
+            product = self.product(a, b, out)
+            return lambda x: threads.share(lambda abc: product(*abc), list(zip(*x.tolist(), strict=True)))
+        if out.order != "row":
+            whole = self.batch(b.transposed, a.transposed, out.transposed)
+            return lambda x: whole(x[[1, 0, 2]])
+        function = self._gemm_batch[out.dtype.label]
+        ops = np.array([_NO_TRANS if x.order == "row" else _TRANS for x in (a, b)], np.int32)
+        leading = [x.leading_dimension or 1 for x in (a, b, out)]
+        extents = np.array([m, n, k, *leading], np.int64)
+        op_a, op_b = _element_addresses(ops)
+        all_m, all_n, all_k, lda, ldb, ldc = _element_addresses(extents)
+        one, zero = _factor_addresses(out.dtype.label)
+
+        def batch(addresses: Any, _kept: Any = (ops, extents)) -> None:
+            self.use_one_thread()
+            _, count = addresses.shape
+            workers = threads.num_threads() if count * m * n * k >= _PAYS_TO_SHARE else 1
+            step = count if workers == 1 else max(1, count // (4 * workers))
+            first = addresses.ctypes.data
+            to_b, to_out = 8 * count, 16 * count
+            pieces = iter(range(0, count, step))
+
+            def work() -> None:
+                for i in pieces:
+                    at, size = first + 8 * i, ctypes.byref(_INT(min(step, count - i)))
+                    function(
+                        _ROW_MAJOR, op_a, op_b, all_m, all_n, all_k, one, at, lda,
+                        at + to_b, ldb, zero, at + to_out, ldc, 1, size,
+                    )  # fmt: skip
+
+            threads.run(work, min(workers, count))
+
+        return batch
 
     def _matrix_matrix(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
         m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
@@ -223,6 +274,19 @@ def _gemm_types(scalar: Any) -> list[Any]:
 def _gemv_types(scalar: Any) -> list[Any]:
     """Layout, op_a; m, n; alpha, a, x; beta, y."""
     return [_ENUM] * 2 + [_INT] * 2 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
+
+
+#: Layout; then an array for each argument of a product, with an element for each of so many groups; their sizes.
+_GEMM_BATCH_TYPES = [_ENUM, *[_POINTER] * 13, _INT, _POINTER]
+
+
+def _element_addresses(x: Any) -> list[int]:
+    return [x.ctypes.data + i * x.itemsize for i in range(x.size)]
+
+
+def _factor_addresses(dtype: str) -> list[int]:
+    """Return the addresses of 1 and 0."""
+    return _element_addresses(_ONE_AND_ZERO[dtype])
 
 
 def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:

@@ -329,22 +329,35 @@ def _openblas_getter() -> Callable[[], int] | None:
     return None
 
 
-class _Limits:
-    """What `num_threads` needs, looked up now and then: a call in between costs half a microsecond."""
+class _Affinity(threading.local):
+    """The affinity mask of the calling thread, looked up once a second."""
 
     def __init__(self) -> None:
+        self.mask: frozenset[int] = frozenset()
+        self.without: dict[int, frozenset[int]] = {}  # the mask without a CPU
         self.cpus = 1
+        self.expires = -math.inf
+
+    def refresh(self, now: float) -> None:
+        mask = _affinity()
+        self.cpus = len(mask) or os.cpu_count() or 1
+        if mask != self.mask:
+            self.mask, self.without = mask, {}
+        self.expires = now + _REFRESH_SECONDS
+
+
+class _Limits:
+    """The limits in `num_threads`, looked up once a second: a call in between costs half a microsecond."""
+
+    def __init__(self) -> None:
+        self.cpus = 1  # of the process
+        self.affinity = _Affinity()
         self.current_cpu = _current_cpu_getter()
-        # The affinity mask, and the same without a CPU; both change at once.
-        self._masks: tuple[frozenset[int], dict[int, frozenset[int]]] = (frozenset(), {})
         self.getter: Callable[[], int] | None = None
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        self.cpus = min(cpu_limit(), environment.thread_limit() or sys.maxsize)
-        affinity = _affinity()
-        if affinity != self._masks[0]:
-            self._masks = (affinity, {})
+        self.cpus = min(_cgroup_cpus() or sys.maxsize, environment.thread_limit() or sys.maxsize)
         if self.getter is None:
             self.getter = _openblas_getter()
         self.expires = now + _REFRESH_SECONDS
@@ -353,11 +366,13 @@ class _Limits:
         """The affinity mask without the CPU of the caller; empty if that leaves none."""
         if self.current_cpu is None:
             return frozenset()
+        own, now = self.affinity, time.monotonic()
+        if now >= own.expires:
+            own.refresh(now)
         current = self.current_cpu()
-        affinity, without = self._masks
-        others = without.get(current)
+        others = own.without.get(current)
         if others is None:
-            others = without[current] = affinity - {current}
+            others = own.without[current] = own.mask - {current}
         return others
 
 
@@ -367,12 +382,16 @@ _limits = _Limits()
 def num_threads() -> int:
     """How many threads a product may use now, the calling one included.
 
-    The least of the CPUs in the affinity mask, the control group's quota, ``MKL_NUM_THREADS`` and
-    what NumPy's OpenBLAS would use. All but the last are looked up once a second.
+    The least of the CPUs in the affinity mask of the calling thread, and of the control group's
+    quota, ``MKL_NUM_THREADS`` and what NumPy's OpenBLAS would use, which are the process's. All but
+    the last are looked up once a second.
     """
-    limits = _limits
+    limits, own = _limits, _limits.affinity
     now = time.monotonic()
     if now >= limits.expires:
         limits.refresh(now)
+    if now >= own.expires:
+        own.refresh(now)
+    cpus = min(limits.cpus, own.cpus)
     getter = limits.getter
-    return limits.cpus if getter is None else max(1, min(limits.cpus, getter()))
+    return cpus if getter is None else max(1, min(cpus, getter()))
