@@ -53,6 +53,8 @@ def _run_joined(execute: Executor, arguments: Arguments, arrays: tuple[Any, ...]
                 owners.append(view.owner)
     others.pop(stream, None)
     memory = provider(device)
+    if others:
+        memory.check_captures((stream, *others), device)
     with ExitStack() as afterwards:
         if owners:
             memory.hold(owners, device)

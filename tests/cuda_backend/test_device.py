@@ -165,6 +165,7 @@ def test_captured_products_of_a_prepared_operand_replay(
         eager = lowprec.matmul(a, prepared if warm else other, math_mode="bf16")
         library.get(eager)
         out = {} if library.allocates_while_capturing else {"out": eager}
+        lowprec.matmul(a, prepared if warm else other, math_mode="bf16", **out)
         replay, result = library.capture(
             lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out)
         )
@@ -192,6 +193,7 @@ def test_captured_products_replay(library: StreamedLibrary, case: str) -> None:
         eager = lowprec.matmul(a, b, **keywords)
         right = library.get(eager)
         out = {} if library.allocates_while_capturing else {"out": eager}
+        lowprec.matmul(a, b, **keywords, **out)
         replay, result = library.capture(lambda: lowprec.matmul(a, b, **keywords, **out))
         for seed in range(10, 13):
             x, y = (draw(s, N, N) for s in (seed, seed + 10))

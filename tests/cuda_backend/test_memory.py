@@ -38,6 +38,7 @@ class Status(IntEnum):
     cudaErrorMemoryAllocation = 2
     cudaErrorNotReady = 600
     cudaErrorLaunchFailure = 719
+    cudaErrorStreamCaptureImplicit = 906
 
 
 class CaptureStatus(IntEnum):
@@ -255,6 +256,19 @@ def runtime() -> Iterator[Runtime]:
     use(before)
 
 
+@pytest.fixture
+def warm(runtime: Runtime) -> Runtime:
+    """The pool is there, which cannot be made while capturing."""
+    memory._pool(GPU.index)
+    return runtime
+
+
+def test_a_pool_is_not_made_while_capturing(runtime: Runtime) -> None:
+    with pytest.raises(BackendError, match=r"memory pool, .* run it once before capturing"):
+        memory.temporary(10, 0, CAPTURED)
+    assert runtime.pools == []
+
+
 # -- blocks ---------------------------------------------------------------------------------------
 
 
@@ -333,15 +347,15 @@ def test_a_wait_that_fails_loses_no_bytes(
     assert len(runtime.allocated) < 4
 
 
-def test_a_failed_capture_leaves_no_address_to_free(runtime: Runtime) -> None:
-    runtime.fails = {"cudaFreeAsync"}
+def test_a_failed_capture_leaves_no_address_to_free(warm: Runtime) -> None:
+    warm.fails = {"cudaFreeAsync"}
     with (
         pytest.raises(BackendError, match="cudaFreeAsync failed"),
         memory.temporary(10, 0, CAPTURED),
     ):
         pass
     memory.release()
-    assert runtime.count("cudaFree") == 0
+    assert warm.count("cudaFree") == 0
 
 
 def test_memory_is_found_by_giving_back_what_is_unused(runtime: Runtime) -> None:
@@ -389,11 +403,11 @@ def test_arrays_that_died_are_given_back_when_memory_runs_out(runtime: Runtime) 
     assert list(runtime.allocated) == [block.address]
 
 
-def test_nothing_is_waited_for_while_capturing(runtime: Runtime) -> None:
+def test_nothing_is_waited_for_while_capturing(warm: Runtime) -> None:
     """Waiting for the device would end the capture."""
     with pytest.raises(DeviceMemoryError, match=r"no 20\.0 MiB"):
         memory.temporary(20 * MIB, 0, CAPTURED)
-    assert runtime.log == []
+    assert warm.log == []
 
 
 def test_arrays_that_died_wait_while_capturing(
@@ -409,12 +423,12 @@ def test_arrays_that_died_wait_while_capturing(
     assert runtime.count("cudaDeviceSynchronize") == 1
 
 
-def test_an_array_is_no_part_of_a_graph(runtime: Runtime) -> None:
+def test_an_array_is_no_part_of_a_graph(warm: Runtime) -> None:
     block = memory.allocate(1000, GPU, CAPTURED)
-    assert runtime.log == [("cudaMalloc", 1000)]
+    assert warm.log == [("cudaMalloc", 1000)]
     del block
     memory.release()
-    assert runtime.allocated == {}
+    assert warm.allocated == {}
 
 
 def test_a_device_without_pools(runtime: Runtime) -> None:

@@ -443,6 +443,29 @@ def test_a_handle_during_a_capture(cuda: Software) -> None:
     assert "during a capture" in cuda.faults.pop()
 
 
+def test_a_search_during_a_capture() -> None:
+    cuda = Software([DeviceModel()], "lazy", 130300)
+    on = int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
+    with prepared(cuda, Asked(m=16, n=16, k=16)) as product:
+        product.search(0)
+        cuda.runtime.begin_capture(on, "Relaxed")
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="INTERNAL_ERROR") as caught:
+            product.search(0)
+    assert int(caught.value.status) == 14
+
+
+@pytest.mark.parametrize("mode", ["Global", "Relaxed"])
+def test_a_pool_is_not_made_during_a_capture(cuda: Software, mode: str) -> None:
+    on = int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
+    cuda.runtime.begin_capture(on, mode)
+    wanted = cuda.runtime.cudaMemPoolProps()
+    wanted.allocType = cuda.runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
+    wanted.location.type = cuda.runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    status, _ = cuda.runtime.cudaMemPoolCreate(wanted)
+    assert status.name == "cudaErrorStreamCaptureUnsupported"
+    cuda.faults.clear()
+
+
 def test_a_call_that_is_made_to_fail(cuda: Software) -> None:
     with (
         cuda.fail("cublas_lt.create", status=1),

@@ -18,7 +18,8 @@ import oracles
 from device_fixture import SoftwareGpu
 from device_libraries import StreamedLibrary
 from lowprec import executors
-from software_cuda.arrays import DeviceArray
+from lowprec.errors import BackendError
+from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
 
 
@@ -152,20 +153,63 @@ def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> N
         np.testing.assert_array_equal(cupy.asnumpy(out), oracles.product(large, large))
 
 
-def test_a_first_product_can_be_captured_too(software: SoftwareGpu, cupy: Cupy) -> None:
-    """Handles, workspaces and descriptors are made while capturing; kernels may be compiled, memory allocated."""
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("cold", ["all", "executor", "alignment", "thread"])
+def test_a_first_product_is_not_captured(
+    software: SoftwareGpu, cupy: Cupy, cold: str, mode: str
+) -> None:
+    """It is refused before anything is queued; the capture stays valid."""
     runtime = software.software.runtime
-    with cupy.cuda.Stream() as stream:
-        a, b, out = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.zeros_like(A))
-        lowprec.matmul(
-            a, a, math_mode="bf16"
-        )  # so that there is a handle: creating one may not be allowed
-        executors.forget()
-        runtime.begin_capture(stream.ptr)
-        lowprec.matmul(a, b, out=out, math_mode="bf16")
-        graph = runtime.end_capture(stream.ptr)
+    with cupy.cuda.Stream() as stream, ThreadPoolExecutor(1) as other:
+        a, b, wide = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.zeros((24, 32), "f4"))
+        out, odd = wide[:, :24], wide[:, 1:25]
+        if cold != "all":
+            lowprec.matmul(a, b, out=out, math_mode=mode)
+        if cold == "executor":
+            executors.forget()
+        if cold == "alignment":
+            out = odd
+
+        def product() -> Any:
+            with stream:
+                runtime.begin_capture(stream.ptr)
+                try:
+                    with pytest.raises(BackendError, match="run it once before capturing"):
+                        lowprec.matmul(a, b, out=out, math_mode=mode)
+                finally:
+                    graph = runtime.end_capture(stream.ptr)
+                lowprec.matmul(a, b, out=out, math_mode=mode)
+                runtime.begin_capture(stream.ptr)
+                lowprec.matmul(a, b, out=out, math_mode=mode)
+                return graph, runtime.end_capture(stream.ptr)
+
+        refused, graph = other.submit(product).result() if cold == "thread" else product()
+        assert refused.labels == []
         graph.replay(stream.ptr)
         np.testing.assert_array_equal(cupy.asnumpy(out), TRUE)
+
+
+@pytest.mark.parametrize("captures", ["first", "second"])
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_arrays_of_another_library_are_not_captured(
+    software: SoftwareGpu, cupy: Cupy, captures: str, non_blocking: bool
+) -> None:
+    """Streams outside of a capture cannot be waited for; it is refused before that is tried."""
+    runtime = software.software.runtime
+    with cupy.cuda.Stream(non_blocking=non_blocking) as stream:
+        arrays = [cupy.asarray(A), DeviceArray(runtime, B)]
+        if captures == "second":
+            arrays.reverse()
+        true = oracles.product(*([A, B] if captures == "first" else [B, A]))
+        lowprec.matmul(*arrays)
+        runtime.begin_capture(stream.ptr)
+        with pytest.raises(BackendError, match="end the capture of a CUDA graph"):
+            lowprec.matmul(*arrays)
+        labels = runtime.end_capture(stream.ptr).labels
+        assert set(labels) <= {"give back"}  # CuPy's memory for the result
+        found = lowprec.matmul(*arrays)
+        get = cupy.asnumpy if captures == "first" else lambda x: read(runtime, x)
+        np.testing.assert_array_equal(get(found), true)
 
 
 # -- what is told ---------------------------------------------------------------------------------

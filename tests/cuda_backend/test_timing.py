@@ -25,6 +25,7 @@ STREAM, CAPTURED, BROKEN = 7, 8, 9
 class Status(IntEnum):
     cudaSuccess = 0
     cudaErrorInvalidResourceHandle = 400
+    cudaErrorStreamCaptureImplicit = 906
 
 
 class CaptureStatus(IntEnum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from software_cuda.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects, S
 from software_cuda.memory import Memory
 from software_cuda.objects import (
     EXECUTION_FAILED,
+    INTERNAL_ERROR,
     INVALID_VALUE,
     NOT_SUPPORTED,
     LtRefusal,
@@ -36,6 +38,9 @@ _WORKSPACE_ALIGNMENT = 256
 
 #: From this version on C and D that are one matrix must have one descriptor, too (reported in openxla/xla, 34912).
 _ONE_LAYOUT_IN_PLACE = 130000
+
+#: From this version on the heuristics fail in a thread that captures (reported in mudler/vllm.cpp, 1732).
+_NO_SEARCH_IN_CAPTURE = 130300
 
 
 class CublasLt(Objects):
@@ -94,6 +99,11 @@ class CublasLt(Objects):
         wanted = self.get(preference, PREFERENCE)
         if requested <= 0:
             raise SoftwareLtError(INVALID_VALUE, f"{requested} algorithms were asked for")
+        me = threading.get_ident()
+        if self.version >= _NO_SEARCH_IN_CAPTURE and any(
+            x.thread == me for x in self.runtime.captures
+        ):
+            raise SoftwareLtError(INTERNAL_ERROR, "a search during a capture")
         with Use(self.handle(handle), self.recorder):
             try:
                 asked = self._problem(operation, a, b, c, d)

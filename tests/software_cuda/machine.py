@@ -254,11 +254,14 @@ class Machine(Part):
     def check_capture(self, stream: Stream) -> None:
         if stream.capture is not None and stream.capture.is_invalid:
             raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
-        if stream.is_legacy:
-            for capture in self.captures:
-                if any(x.blocking and x.device == stream.device for x in capture.tails):
-                    capture.is_invalid = True
-                    raise Refusal(Status.cudaErrorStreamCaptureImplicit)
+        if stream.is_legacy and (ended := self.blocks(stream)):
+            ended[0].is_invalid = True
+            raise Refusal(Status.cudaErrorStreamCaptureImplicit)
+
+    def blocks(self, legacy: Stream) -> list[Capture]:
+        """Return the captures that work on the legacy default stream of a device would end."""
+        device = legacy.device
+        return [c for c in self.captures if any(x.blocking and x.device == device for x in c.tails)]
 
     def wait(self, targets: list[Op]) -> None:
         self.scheduler.drain(targets)

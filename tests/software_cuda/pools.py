@@ -6,6 +6,7 @@ reference, *Stream Ordered Memory Allocator*, and the CUDA C++ Programming Guide
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from cuda.bindings import runtime as real
@@ -35,7 +36,7 @@ class Pools(Machine):
         super().__init__(*arguments)
         self.pools = {}
 
-    @api(1)
+    @api(1, unsafe=True)
     def cudaMemPoolCreate(self, properties: real.cudaMemPoolProps) -> Any:
         kinds = real.cudaMemAllocationType, real.cudaMemLocationType
         place = properties.location
@@ -45,6 +46,8 @@ class Pools(Machine):
             raise Refusal(Status.cudaErrorInvalidValue)
         if not self.model(place.id).has_pools:
             raise Refusal(Status.cudaErrorNotSupported)
+        if any(x.thread == threading.get_ident() for x in self.captures):
+            raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
         handle = next(self.handles)
         self.pools[handle] = Pool(place.id)
         return real.cudaMemPool_t(handle)
@@ -56,7 +59,7 @@ class Pools(Machine):
             raise Refusal(Status.cudaErrorInvalidValue)
         return found
 
-    @api()
+    @api(unsafe=True)
     def cudaMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> None:
         value.getPtr()  # the bindings take a cuuint64_t, and no int
         if attribute != _ATTRIBUTES.cudaMemPoolAttrReleaseThreshold:
@@ -74,7 +77,7 @@ class Pools(Machine):
         if any(x.location.id == self._pool(pool).device for x in wanted):
             raise Refusal(Status.cudaErrorInvalidDevice)
 
-    @api()
+    @api(unsafe=True)
     def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:
         self._trim(self._pool(pool), nbytes)
 

@@ -184,8 +184,8 @@ class Runtime(Pools):
     @api(1)
     def cudaStreamIsCapturing(self, stream: Any) -> Any:
         found, names = self.stream(stream), real.cudaStreamCaptureStatus
-        if found.is_legacy:
-            self.check_capture(found)
+        if found.is_legacy and self.blocks(found):
+            raise Refusal(Status.cudaErrorStreamCaptureImplicit)  # the capture stays valid
         if found.capture is None:
             return names.cudaStreamCaptureStatusNone
         if found.capture.is_invalid:

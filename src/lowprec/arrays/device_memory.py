@@ -40,6 +40,9 @@ class DeviceMemory(Protocol):
     def order(self, before: int, after: int, device: Device) -> None:
         """Have later work of stream ``after`` wait for what stream ``before`` holds now."""
 
+    def check_captures(self, streams: Sequence[int], device: Device) -> None:
+        """Raise a BackendError if work that joins these streams would end the capture of a graph."""
+
     def synchronize(self, stream: int, device: Device) -> None:
         """Wait on the host for what a stream holds now."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import LEGACY_STREAM, provider
+from lowprec.arrays.device_memory import LEGACY_STREAM, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import NUMPY, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device
@@ -36,7 +36,10 @@ class DLPackLibrary(Library):
         if kind is DeviceArray:
             return self._own_view(array)
         device = device_of(array)
-        view = import_array(array, None if device is CPU else self.current_stream(device))
+        stream = None if device is CPU else self.current_stream(device)
+        if stream is not None and is_served(device):
+            provider(device).check_captures((stream,), device)
+        view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(
                 f"the array says that it is on {device}, and exports memory on {view.device}: it is not known which "

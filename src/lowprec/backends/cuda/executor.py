@@ -56,6 +56,8 @@ _WAYS: tuple[tuple[dict[str, bool], str], ...] = (
 _refused: dict[GemmPlan, tuple[int, str]] = {}
 _MOST_REFUSED = 4096
 
+_ITS_ALGORITHM = "an algorithm of cuBLASLt's"
+
 
 class GemmExecutor:
     """Executes a plan for a GPU whose result has elements; safe to call from several threads at once."""
@@ -174,6 +176,8 @@ class _LoweredPlan:
         self._terms: list[_Term] = []
         #: None where cuBLASLt reads and writes the caller's arrays.
         self._staging: Staging | None = None
+        #: Whether a staged product has run, which loads its kernels.
+        self._has_run = False
         self.last: Invocation | None = None
         #: Beside the staging, for a workspace.
         self._room = 0
@@ -210,6 +214,8 @@ class _LoweredPlan:
         staging = self._staging
         if staging is None:
             return self._multiply(device, arguments, _places(arguments), self._terms[0])
+        if runtime.is_capturing(arguments.stream):
+            self._check_warm(device, arguments)
         room, ran = self._room, None
         kept = staging.kept(arguments)
         nbytes = staging.nbytes_beside(kept)
@@ -219,7 +225,19 @@ class _LoweredPlan:
                 ran = self._multiply(device, arguments, places, term, (after, room))
                 self._room = max(self._room, ran.algorithm.workspace_bytes)
             staging.apply_epilogue(block, arguments, _alpha(arguments), kept)
+        self._has_run = True
         return ran
+
+    def _check_warm(self, device: int, arguments: Arguments) -> None:
+        """Refuse a product that would make something after its packing was queued on a stream that is captured."""
+        handles.handle(device, arguments.stream)
+        is_warm = self._has_run
+        for term in self._terms:
+            operands = self._operands(arguments, self._outside_places(arguments), term)
+            alignment = alignment_of(*operands[:4], self._offset_bits)
+            is_warm = is_warm and alignment in term.invocations
+        if not is_warm:
+            runtime.refuse_capture(arguments.stream, _ITS_ALGORITHM)
 
     def _multiply(
         self, device: int, arguments: Arguments, places: Places, term: _Term, room: Room = NO_ROOM
@@ -247,16 +265,18 @@ class _LoweredPlan:
         if invocation is None:
             return None
         self.last = invocation
-        handle = handles.handle(device)
+        handle = handles.handle(device, stream)
         invocation.queue(handle, stream, term.factor, term.kept, ((first, second, d, d),), room)
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return what would run for the first product of the schedule."""
+        return self._prepared(arguments, self._outside_places(arguments), self._terms[0])[-1]
+
+    def _outside_places(self, arguments: Arguments) -> Places:
+        """Return addresses of the alignment that the product will see: memory of lowprec's own is aligned."""
         call, (a, b, d) = self._terms[0].call, _places(arguments)
-        # What will lie in memory of lowprec's own is aligned.
-        places = (0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d)
-        return self._prepared(arguments, places, self._terms[0])[-1]
+        return 0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d
 
     def tune(
         self, arguments: Arguments, candidates: int, progress: Progress | None
@@ -300,11 +320,12 @@ class _LoweredPlan:
     ) -> tuple[int, Operands, Invocation]:
         """Return the handle, the operands, and the prepared call for pointers of their alignment."""
         plan, stream = self._plan, arguments.stream
-        handle = handles.handle(arguments.a.device.index)
+        handle = handles.handle(arguments.a.device.index, stream)
         operands = self._operands(arguments, places, term)
         alignment = alignment_of(*operands[:4], self._offset_bits)
         found = term.invocations.get(alignment)
         if found is None:
+            runtime.refuse_capture(stream, _ITS_ALGORITHM)
             # Threads that come at the same moment prepare one each, and use the first.
             made = Invocation(
                 term.call, alignment, plan.capabilities.workspace_bytes, operands,

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 
+from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.errors import DeviceMemoryError
 
@@ -43,16 +44,17 @@ class HandlePool:
         self._free: dict[int, list[int]] = defaultdict(list)
         self._local = _Local(self._free)
 
-    def handle(self, device: int) -> int:
-        """Return this thread's handle on the current device, which is ``device``."""
+    def handle(self, device: int, stream: int = LEGACY_STREAM) -> int:
+        """Return this thread's handle on the current device, ``device``; none is made while ``stream`` is captured."""
         handles = self._local.handles
         found = handles.get(device)
-        return found if found is not None else self._lease(device, handles)
+        return found if found is not None else self._lease(device, stream, handles)
 
-    def _lease(self, device: int, handles: _Lease) -> int:
+    def _lease(self, device: int, stream: int, handles: _Lease) -> int:
         try:
             found = self._free[device].pop()
         except IndexError:
+            runtime.refuse_capture(stream, "a handle of this thread")
             with runtime.relaxed_capture():
                 found = self._new()
             self.devices[found] = device

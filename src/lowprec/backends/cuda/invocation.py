@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import bindings, handles, memory
+from lowprec.backends.cuda import bindings, handles, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
@@ -192,7 +192,8 @@ class Invocation:
             schemes.append("INPLACE")
         wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
         try:
-            return bindings.heuristics(handle, self.descriptors, wanted, count)
+            with runtime.relaxed_capture():
+                return bindings.heuristics(handle, self.descriptors, wanted, count)
         finally:
             wanted.close()
 

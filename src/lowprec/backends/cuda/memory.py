@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowprec.arrays import Device
+from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
@@ -228,11 +229,13 @@ class _Pool:
 _pools: dict[tuple[Any, int], _Pool] = {}
 
 
-def _pool(device: int) -> _Pool:
+def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
+    """Return a device's pool; none is made while a stream is being captured."""
     key = (libraries().runtime, device)
     found = _pools.get(key)
     if found is None:
-        with runtime.on_device(device):
+        with runtime.on_device(device), runtime.relaxed_capture():
+            runtime.refuse_capture(stream, "lowprec's memory pool")
             found = _pools.setdefault(key, _Pool(device))
     return found
 
@@ -253,13 +256,13 @@ def temporary(nbytes: int, device: int, stream: int) -> Block:
     It is aligned to 256 bytes or more. While the stream is being captured, the graph allocates and frees it when it
     runs; where the device has no memory pools, that is a BackendError.
     """
-    return _pool(device).allocate(nbytes, stream, is_temporary=True)
+    return _pool(device, stream).allocate(nbytes, stream, is_temporary=True)
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
     """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
     with runtime.on_device(device.index):
-        return _pool(device.index).allocate(nbytes, stream, is_temporary=False)
+        return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
 def own_stream(device: Device) -> int:
@@ -278,7 +281,7 @@ def order(before: int, after: int, device: Device) -> None:
     if before == after:
         return
     with runtime.on_device(device.index):  # 1 means the default stream of the current device
-        pool = _pool(device.index)
+        pool = _pool(device.index, before)
         event = pool.recorded(before)
         try:
             call("cudaStreamWaitEvent", after, event, 0)
@@ -291,6 +294,21 @@ def synchronize(stream: int, device: Device) -> None:
     """Wait on the host for what a stream holds now."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
+
+
+def check_captures(streams: Sequence[int], device: Device) -> None:
+    """Raise a BackendError if work that joins these streams of a device would end a capture."""
+    with runtime.on_device(device.index):
+        captured = {x != LEGACY_STREAM and runtime.is_capturing(x) for x in streams}
+        ends = len(captured) > 1 or (
+            LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM)
+        )
+    if ends:
+        raise BackendError(
+            "the product would end the capture of a CUDA graph: it joins streams of several libraries, or the legacy "
+            "default stream, which are not all being captured; convert the arrays to the library of a before "
+            "capturing, as by torch.from_dlpack(array)"
+        )
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError, DeviceError, DeviceMemoryError
 
@@ -207,10 +208,24 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether the work of a stream is being captured into a graph."""
+    """Whether the work of a stream is being captured; for the legacy default stream, whether its work would end one."""
     runtime = libraries().runtime
-    idle = runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
-    return bool(call("cudaStreamIsCapturing", stream) != idle)
+    status, found = runtime.cudaStreamIsCapturing(stream)
+    if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
+        runtime.cudaGetLastError()
+        return True
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise _error("cudaStreamIsCapturing", status)
+    return bool(found != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
+
+
+def refuse_capture(stream: int, lacking: str) -> None:
+    """Raise a BackendError if a stream is being captured, where something must be made that a capture forbids."""
+    if stream != LEGACY_STREAM and is_capturing(stream):
+        raise BackendError(
+            f"the product cannot be captured into a CUDA graph yet: it needs {lacking}, which cannot be made during a "
+            "capture; run it once before capturing, in the same thread, with the same arguments and arrays like these"
+        )
 
 
 def create_event(*, timing: bool = False) -> Any:
