@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,22 @@ def test_another_stream_is_captured_along(gpu: Gpu) -> None:
     assert not runtime.is_capturing(gpu.second)
     memory.order(gpu.first, gpu.second, GPU)  # the event of the graph serves again
     gpu.runtime.drain()
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal"])
+def test_arrays_that_died_are_given_back_beside_another_threads_capture(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Waiting for the device by cudaDeviceSynchronize would end the capture."""
+    monkeypatch.setattr(memory._pool(GPU.index), "_limit", 3000)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(gpu.runtime.begin_capture, gpu.first, mode).result()
+        for _ in range(5):
+            memory.allocate(1000, GPU, gpu.second)
+        assert gpu.recorder.calls.count("runtime.cudaFree") == 1 + 4
+        memory.release()
+        assert gpu.recorder.calls.count("runtime.cudaFree") == 1 + 4 + 1 + 1
+        other.submit(gpu.runtime.end_capture, gpu.first).result()  # raises if it was invalidated
 
 
 def test_another_threads_capture_is_not_disturbed(gpu: Gpu) -> None:

@@ -338,8 +338,8 @@ def test_a_wait_that_fails_loses_no_bytes(
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
     for _ in range(4):
         memory.allocate(MIB, GPU, FIRST)
-    runtime.fails = {"cudaDeviceSynchronize"}
-    with pytest.raises(BackendError, match="cudaDeviceSynchronize failed"):
+    runtime.fails = {"cudaFree"}
+    with pytest.raises(BackendError, match="cudaFree failed"):
         memory.allocate(10, GPU, FIRST)
     runtime.fails = set()
     memory.allocate(10, GPU, FIRST)
@@ -351,11 +351,11 @@ def test_a_failed_capture_leaves_no_address_to_free(warm: Runtime) -> None:
     warm.fails = {"cudaFreeAsync"}
     with (
         pytest.raises(BackendError, match="cudaFreeAsync failed"),
-        memory.temporary(10, 0, CAPTURED),
+        memory.temporary(10, 0, CAPTURED) as address,
     ):
         pass
     memory.release()
-    assert warm.count("cudaFree") == 0
+    assert ("cudaFree", address) not in warm.log
 
 
 def test_memory_is_found_by_giving_back_what_is_unused(runtime: Runtime) -> None:
@@ -373,18 +373,28 @@ def test_arrays_that_died_wait_for_the_whole_device(
 ) -> None:
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
     addresses = {memory.allocate(MIB, GPU, FIRST).address for _ in range(4)}
-    assert runtime.count("cudaDeviceSynchronize") == 0
+    assert runtime.count("cudaMalloc") == 0
     assert runtime.allocated.keys() == addresses
     memory.allocate(10, GPU, SECOND)  # more than the limit: one wait for all four
     names = [entry[0] for entry in runtime.log]
-    assert names[4:] == ["cudaDeviceSynchronize", *["cudaFree"] * 4, "cudaMallocFromPoolAsync"]
+    assert names[4:] == ["cudaMalloc", *["cudaFree"] * 5, "cudaMallocFromPoolAsync"]
+    assert (
+        runtime.log[5][1] not in addresses
+    )  # memory of cudaMalloc, which the device finishes its work for
     assert not addresses & runtime.allocated.keys()
+
+
+def test_the_device_is_waited_for_where_not_a_byte_is_left(runtime: Runtime) -> None:
+    memory.allocate(16 * MIB, GPU, FIRST)
+    memory.allocate(10, GPU, FIRST)
+    assert runtime.count("cudaDeviceSynchronize") == 1
+    assert len(runtime.allocated) == 1
 
 
 def test_how_many_arrays_wait_is_bounded(runtime: Runtime) -> None:
     for _ in range(memory._MAX_DEAD + 3):
         memory.allocate(1, GPU, FIRST)
-    assert runtime.count("cudaDeviceSynchronize") == 1
+    assert runtime.count("cudaMalloc") == 1
     assert len(runtime.allocated) == 2
 
 
@@ -394,7 +404,8 @@ def test_arrays_that_died_are_given_back_when_memory_runs_out(runtime: Runtime) 
     names = [entry[0] for entry in runtime.log]
     assert names == [
         "cudaMallocFromPoolAsync",
-        "cudaDeviceSynchronize",
+        "cudaMalloc",
+        "cudaFree",
         "cudaFree",
         "cudaMemPoolTrimTo",
         "cudaDeviceGraphMemTrim",
@@ -418,9 +429,9 @@ def test_arrays_that_died_wait_while_capturing(
     blocks = [memory.allocate(MIB, GPU, FIRST) for _ in range(2)]
     blocks.clear()
     memory.allocate(10, GPU, CAPTURED)
-    assert runtime.count("cudaDeviceSynchronize") == 0
+    assert runtime.count("cudaFree") == 0
     memory.allocate(10, GPU, FIRST)
-    assert runtime.count("cudaDeviceSynchronize") == 1
+    assert runtime.count("cudaFree") == 1 + 3
 
 
 def test_an_array_is_no_part_of_a_graph(warm: Runtime) -> None:

@@ -46,10 +46,9 @@ def predicted(device: str) -> Capabilities:
 def release_memory() -> None:
     """Give back the memory that lowprec keeps for later products: buffers of the CPU, pools of each GPU.
 
-    What is in use stays. The GPUs that lowprec has used are waited for, with all work that anybody has queued there,
-    so this must not be called while a stream of theirs is being captured into a graph. Where an allocation fails
-    inside lowprec it does the same and tries once more. What libraries cache themselves is theirs to give back
-    (``torch.cuda.empty_cache()``, for example).
+    What is in use stays. The GPUs that lowprec has used are waited for, with all work that is queued there. Where an
+    allocation fails inside lowprec it does the same and tries once more. What libraries cache themselves is theirs to
+    give back (``torch.cuda.empty_cache()``, for example).
 
     Raises
     ------

@@ -142,8 +142,7 @@ class _Pool:
             # What dies from here on is not what is waited for.
             (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
             try:
-                with runtime.relaxed_capture():
-                    call("cudaDeviceSynchronize")
+                runtime.wait_for_device()
             except BaseException:
                 self._dead += dead
                 self._dead_bytes += nbytes

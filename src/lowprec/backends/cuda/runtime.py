@@ -198,6 +198,22 @@ def free(address: int) -> None:
         call("cudaFree", address)
 
 
+def wait_for_device() -> None:
+    """Wait for all work of the current device, of whatever stream, without ending any capture.
+
+    ``cudaDeviceSynchronize`` ends every capture on the device, in any mode. ``cudaFree`` of memory of ``cudaMalloc``
+    synchronises all streams as well, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory
+    Allocator*, and ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
+    """
+    try:
+        address = allocate(1)
+    except DeviceMemoryError:
+        with relaxed_capture():
+            call("cudaDeviceSynchronize")
+    else:
+        free(address)
+
+
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy bytes, wherever they lie, in the order of a stream."""
     kind = libraries().runtime.cudaMemcpyKind.cudaMemcpyDefault
