@@ -34,16 +34,18 @@ TRUE = oracles.product(A, B)
 
 ONE = {"cuCtxGetDevice": 1, "matmul": 1}
 BLOCK = {"cudaMallocFromPoolAsync": 1, "cudaFreeAsync": 1}
+#: What is staged asks before it queues anything.
+STAGED = ONE | BLOCK | {"cudaStreamIsCapturing": 1}
 
 #: By mode, or the type that all operands have. Their block has room for the workspace, too.
 CALLS: dict[str, dict[str, int]] = {
     "fp32": ONE | BLOCK,
     "tf32": ONE | BLOCK,
-    "bf16": ONE | BLOCK | {"cuLaunchKernel": 2},
+    "bf16": STAGED | {"cuLaunchKernel": 2},
     # a, the exponents of b's columns, b, and the result.
-    "fp16": ONE | BLOCK | {"cuLaunchKernel": 4, "cudaMemsetAsync": 1},
+    "fp16": STAGED | {"cuLaunchKernel": 4, "cudaMemsetAsync": 1},
     # b and the result, which has another number of columns.
-    "int8": ONE | BLOCK | {"cuLaunchKernel": 2},
+    "int8": STAGED | {"cuLaunchKernel": 2},
     "bfloat16": ONE | BLOCK,
 }
 

@@ -212,6 +212,24 @@ def test_arrays_of_another_library_are_not_captured(
         np.testing.assert_array_equal(get(found), true)
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_results_are_not_handed_to_a_capture(
+    software: SoftwareGpu, cupy: Cupy, non_blocking: bool
+) -> None:
+    """Nor multiplied again on the legacy default stream, where that would end the capture."""
+    runtime = software.software.runtime
+    result = lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B))
+    with cupy.cuda.Stream(non_blocking=non_blocking) as stream:
+        runtime.begin_capture(stream.ptr)
+        with pytest.raises(BackendError, match="end the capture of a CUDA graph"):
+            result.__dlpack__(stream=stream.ptr)
+        if not non_blocking:
+            with pytest.raises(BackendError, match="end the capture of a CUDA graph"):
+                lowprec.matmul(result, result)
+        assert runtime.end_capture(stream.ptr).labels == []
+    np.testing.assert_array_equal(read(runtime, result), TRUE)
+
+
 # -- what is told ---------------------------------------------------------------------------------
 
 

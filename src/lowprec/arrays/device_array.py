@@ -105,7 +105,9 @@ class DeviceArray(DLPackArray):
         if consumer == _NO_STREAM:
             provider(self._device).synchronize(self._stream, self._device)
         elif consumer != _NO_SYNCHRONISATION:
-            provider(self._device).order(self._stream, consumer, self._device)
+            memory = provider(self._device)
+            memory.check_captures((self._stream, consumer), self._device)
+            memory.order(self._stream, consumer, self._device)
 
     def _copy(self) -> DeviceArray:
         device, stream = self._device, self._stream

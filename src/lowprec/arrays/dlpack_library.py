@@ -33,12 +33,12 @@ class DLPackLibrary(Library):
         kind = type(array)
         if kind is DLPackArray:
             return host_view(array.memory)
-        if kind is DeviceArray:
-            return self._own_view(array)
         device = device_of(array)
         stream = None if device is CPU else self.current_stream(device)
         if stream is not None and is_served(device):
             provider(device).check_captures((stream,), device)
+        if kind is DeviceArray:
+            return self._own_view(array)
         view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(

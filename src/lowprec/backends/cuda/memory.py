@@ -304,7 +304,7 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
         )
     if ends:
         raise BackendError(
-            "the product would end the capture of a CUDA graph: it joins streams of several libraries, or the legacy "
+            "this would end the capture of a CUDA graph: it joins streams of several libraries, or the legacy "
             "default stream, which are not all being captured; convert the arrays to the library of a before "
             "capturing, as by torch.from_dlpack(array)"
         )
