@@ -160,7 +160,8 @@ def test_the_number_of_threads_of_numpy_changes_no_bit_of_a_stack() -> None:
         import numpy as np
         import lowprec
         rng = np.random.default_rng(5)
-        shapes = [((104, 83), (3, 83, 125)), ((3, 1, 74), (3, 74, 61)), ((4, 42, 235), (4, 235, 42)), ((2, 90, 80), (80, 1))]
+        shapes = [((104, 83), (3, 83, 125)), ((3, 1, 74), (3, 74, 61)),
+                  ((4, 42, 235), (4, 235, 42)), ((2, 90, 80), (80, 1))]
         for (a, b), dtype in itertools.product(shapes, ("float32", "float64", "complex64", "complex128")):
             x, y = ((rng.standard_normal(s) + 1j * rng.standard_normal(s)) for s in (a, b))
             x, y = (z.astype(dtype) if dtype[0] == "c" else z.real.astype(dtype) for z in (x, y))
@@ -192,7 +193,7 @@ def test_batches(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Operands by rows and by columns, repeated, into memory that holds NaN; each number of threads gives the same bits."""
+    """Repeated operands, into memory that holds NaN; each number of threads gives the same bits."""
     count, repeats, m, n, k = shape
     a, b = (
         random(rng, (count, 1, m, k), dtype),

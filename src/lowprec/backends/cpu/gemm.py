@@ -54,8 +54,8 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     first = [x.ctypes.data for x in arrays]
     stacks = stack_of(arrays[0]), stack_of(arrays[1]), stack_of(arrays[2])
     if batch:
-        table = batches.offsets_of((*stacks, None)) + [*first, 0]
-        loaded_openblas().batch(*stacks)(_columns(table))
+        offsets = batches.offsets_of((*stacks, None))
+        loaded_openblas().batch(*stacks)(_columns(offsets + np.array([*first, 0])))
     else:
         loaded_openblas().product(*stacks)(*first)
     if target is not out:
