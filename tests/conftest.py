@@ -38,10 +38,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lowprec import executors
-from lowprec.backends.cpu import costs
-
-# What was measured on a machine must not decide what a test sees there.
-costs.FILE = "cpu_costs_in_tests.json"
 
 # The same examples everywhere, so that a failure seen once can be seen again; no deadline, because
 # the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 
 import machine
 
@@ -33,7 +34,7 @@ def run(part: Part, options: Options) -> None:
     part.fact("versions", machine.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
-    for look in (_machine, _gpu, _runtime, _info, _torch):
+    for look in (_machine, _gpu, _runtime, _first_use, _info, _torch):
         try:
             look(part)
         except Exception as error:  # noqa: BLE001 - the report says what it was
@@ -69,6 +70,16 @@ def _runtime(part: Part) -> None:
         for name in ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
     }
     part.fact("runtime", answers)
+
+
+def _first_use(part: Part) -> None:
+    """Make a context and a handle: the first of a machine take longest, and the next parts have less time."""
+    from lowprec.backends.cuda import bindings, runtime
+
+    begin = time.monotonic()
+    runtime.call("cudaFree", 0)
+    bindings.create_handle()
+    part.fact("first_use_s", time.monotonic() - begin)
 
 
 def _info(part: Part) -> None:

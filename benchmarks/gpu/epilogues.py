@@ -79,12 +79,21 @@ def run(part: Part, options: Options) -> None:
     for pair, epilogue in product(PAIRS, EPILOGUES):
         for scales in [(), (0.5, 4.0)] if "float8" in pair.a else [()]:
             part.row(**ask(pair, epilogue, scales, options.seed))
+    for pair, epilogue in product(PAIRS[:5], ("RELU", "GELU")):
+        part.row(**ask(pair, epilogue, (), options.seed, nan=True))
 
 
-def ask(pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int) -> dict[str, Any]:
-    """Return what cuBLASLt says to one combination; `ok` is False where it takes it and computes something else."""
+def ask(
+    pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int, *, nan: bool = False
+) -> dict[str, Any]:
+    """Return what cuBLASLt says to one combination; `ok` is False where it takes it and computes something else.
+
+    With `nan`, the first row of a is NaN, and the question is whether that of the result is.
+    """
     a, b, bias = operands(pair, seed)
-    row = {**pair._asdict(), "epilogue": epilogue, "scales": list(scales)}
+    row = {**pair._asdict(), "epilogue": epilogue, "scales": list(scales), "nan": nan}
+    if nan:
+        a[0] = np.nan
     try:
         product = LtProduct(
             a, b, compute=pair.compute, out_dtype=pair.out, scale_dtype=pair.scale, epilogue=epilogue,
@@ -97,6 +106,9 @@ def ask(pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int) -> dict
         result = product.run(offered[0])
     except Exception as error:  # noqa: BLE001 - one that is refused is an answer
         return {**row, "ok": None, "taken": False, "error": short(error)}
+    if nan:
+        kept = bool(np.isnan(result[0].astype(np.float64)).all())
+        return {**row, "ok": None, "taken": True, "keeps_nan": kept, **told(offered[0])}
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     exact = wanted(a.astype(wide) @ b.astype(wide) * np.prod(scales), epilogue, bias)
     off = float(np.linalg.norm(result.astype(wide) - exact) / np.linalg.norm(exact))

@@ -23,18 +23,20 @@ TOTAL_S, GRACE = 470.0, 0.9
 INTERRUPTED = threading.Event()
 #: Seconds between two looks at it.
 _PATIENCE_S = 0.2
+#: Seconds for a killed process to end.
+_KILLED_S = 5.0
 #: Lines of a failing part's output that the report keeps; the log has all.
 _KEPT_LINES = 15
 
 #: By part: seconds after which it is stopped, and what it asks. Short ones that need cuBLASLt alone come first, then
 #: what the claims are about: if all before them take as long as they may, these still have a minute.
 MEASUREMENTS = {
-    "device": (60, "Which machine, which versions?"),
+    "device": (45, "Which machine, which versions?"),
     "rounding": (20, "How does FAST_TF32 round its operands?"),
     "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
-    "override": (10, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
-    "override-0": (10, "What with NVIDIA_TF32_OVERRIDE=0?"),
-    "override-1": (10, "What with NVIDIA_TF32_OVERRIDE=1?"),
+    "override": (15, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
+    "override-0": (15, "What with NVIDIA_TF32_OVERRIDE=0?"),
+    "override-1": (15, "What with NVIDIA_TF32_OVERRIDE=1?"),
     "extents": (15, "From which extents on does TF32 run on tensor cores, does int8 run at all? May C and D differ?"),
     "epilogues": (15, "Which epilogues does cuBLASLt take for which types?"),
     "accuracy": (55, "Is every error within the plan's bound?"),
@@ -183,7 +185,9 @@ def execute(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
-            process.wait()
+            # A process in a call of the driver that does not return cannot be killed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_S)
     result = {**not_run(""), "exit": status, "elapsed_s": round(time.monotonic() - begin, 2)}
     errors = []
     if status is None:

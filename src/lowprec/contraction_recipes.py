@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from lowprec.arrays.namespaces import namespace_of
+from lowprec.arrays.namespaces import dtype_label, namespace_of
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import ShapeError, UnsupportedError, quoted
 
@@ -24,14 +24,15 @@ class _Side(NamedTuple):
     terms: int | None  # how many elements each sum has; None where nothing is summed
     shape: tuple[int, ...]
 
-    def made_ready(self, x: Any, multiply: Any) -> Any:
+    def made_ready(self, x: Any, multiply: Any, dtype: str) -> Any:
+        """Return the operand arranged; where axes are summed, of this element type."""
         xp = namespace_of(x)
         for first, second in self.diagonals:
             x = xp.diagonal(x, first, second)
         if self.terms is None:
             return xp.arranged(x, self.order, self.shape)
         matrix = xp.arranged(x, self.order, (self.rows, self.terms))
-        return xp.reshaped(multiply(matrix, xp.ones(self.terms, like=x)), self.shape)
+        return xp.reshaped(multiply(matrix, xp.ones(self.terms, like=x), dtype), self.shape)
 
 
 class Step(NamedTuple):
@@ -43,21 +44,25 @@ class Step(NamedTuple):
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
-    def run(self, values: dict[int, Any], multiply: Any) -> Any:
-        """Return the product of the values that it takes, which are gone then."""
+    @property
+    def sums_an_operand(self) -> bool:
+        """Whether one operand alone is summed over an axis, before a product or instead of one."""
+        return any(side.terms is not None for side in self.sides)
+
+    def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
+        """Return the product, of type ``dtype``, of the values that it takes, which are gone then.
+
+        ``multiply`` takes two arrays and the type of the result; ``wide`` is the type of the sums of one operand.
+        """
         x, *others = [
-            side.made_ready(values.pop(i), multiply)
+            side.made_ready(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)
             for i, side in zip(self.takes, self.sides, strict=True)
         ]
         for y in others:
-            x = x * y if self.elementwise and _multiply_alike(x, y) else multiply(x, y)
+            alike = type(x) is type(y) and dtype_label(x.dtype) == dtype_label(y.dtype) == dtype
+            x = x * y if self.elementwise and alike else multiply(x, y, dtype)
         xp = namespace_of(x)
         return xp.permuted(xp.reshaped(x, self.shape), self.order)
-
-
-def _multiply_alike(x: Any, y: Any) -> bool:
-    """Whether the library's own product of elements is what a matrix product of one term would be."""
-    return type(x) is type(y) and x.dtype == y.dtype and "int" not in str(x.dtype)
 
 
 class _Term(NamedTuple):

@@ -14,13 +14,15 @@ from operator import index
 from typing import Any
 
 from lowprec.arrays import view_of_b
-from lowprec.arrays.namespaces import Namespace, namespace_of
+from lowprec.arrays.libraries import promoted
+from lowprec.arrays.namespaces import Namespace, dtype_label, namespace_of
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.contraction_recipes import Step, recipe
 from lowprec.dispatch import matmul
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
+from lowprec.formats import OPERAND_DTYPES, dtype_from_name, operand_names, promote
 from lowprec.modes import MathMode
-from lowprec.request import check_known_shape, name_argument
+from lowprec.request import check_known_shape, name_argument, parse_out_dtype
 
 
 def _namespace(name: str, x: Any) -> Namespace:
@@ -274,6 +276,7 @@ def einsum(
     /,
     *operands: Any,
     optimize: str | bool | Sequence[Sequence[int]] = "auto",
+    out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     rtol: float | None = None,
     bound: str | None = None,
@@ -293,6 +296,9 @@ def einsum(
         Of any libraries that :func:`~lowprec.matmul` takes together.
     optimize : str, bool or sequence of sequences of int
         How the order is found, as ``opt_einsum.contract_path`` takes it.
+    out_dtype
+        As :func:`~lowprec.matmul` takes it. The operands are first promoted to their common type, which intermediate
+        results have too; float32 for 16-bit operands makes them float32.
     math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them, for each product; ``rtol`` bounds each product by itself.
 
@@ -305,6 +311,8 @@ def einsum(
     ------
     ShapeError
         If the subscripts do not fit the shapes.
+    DTypeError
+        If the operands have no common type, or are int8 and need more than one product.
     UnsupportedError
         If opt_einsum is not installed.
 
@@ -318,8 +326,7 @@ def einsum(
         raise ShapeError(
             'einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)'
         )
-    for number, operand in enumerate(operands):
-        _namespace(f"operands[{number}]", operand)  # refuses what is no array
+    spaces = [_namespace(f"operands[{i}]", operand) for i, operand in enumerate(operands)]
     shapes = tuple([_sizes(operand) for operand in operands])
     try:
         order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
@@ -327,19 +334,73 @@ def einsum(
         raise ShapeError(
             f"einsum: optimize is a name of opt_einsum's, a bool or a sequence of pairs, got {quoted(optimize)}"
         ) from None
-    multiply = functools.partial(
-        matmul, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk
-    )
     steps = _steps(subscripts, shapes, order)
-    values = dict(enumerate(operands))
-    result = None
+    if len(operands) == 1 and out_dtype is None and not steps[0].sums_an_operand:
+        return steps[0].run({0: operands[0]}, matmul, "", "")  # a view, of any element type
+    operands = promoted(operands)
+    labels = tuple([dtype_label(operand.dtype) for operand in operands])
+    common, default, between, out, wide = _types(labels, out_dtype)
+    sums = len(operands) > 1 and any(step.sums_an_operand for step in steps)
+    if common in _8_BITS and (len(steps) > 1 or sums):
+        raise DTypeError(
+            f"einsum: subscripts {quoted(subscripts)} of {common} operands need more than one product, and the "
+            f"{default} result of the first is not multiplied by {common}; convert the operands to float32 or float64"
+        )
+
+    def multiply(x: Any, y: Any, dtype: str) -> Any:
+        plain = dtype_label(x.dtype) == dtype_label(y.dtype) == common
+        return matmul(
+            x, y,
+            out_dtype=None if plain and dtype == default else dtype,
+            # No mode acts on 16-bit operands, so none acts on float32 results between them.
+            math_mode=math_mode if plain or rtol is not None else "fp32",
+            rtol=rtol, bound=bound, k_chunk=k_chunk,
+        )  # fmt: skip
+
+    values = {
+        i: x if label == common or common in _8_BITS else xp.cast(x, common)
+        for i, (xp, x, label) in enumerate(zip(spaces, operands, labels, strict=True))
+    }
+    result: Any = None
     try:
         for number, step in enumerate(steps, len(operands)):
-            result = values[number] = step.run(values, multiply)
+            last = number == len(operands) + len(steps) - 1
+            result = values[number] = step.run(values, multiply, out if last else between, wide)
     except (ArrayError, DTypeError, DeviceError) as error:
         name_argument(error, {f"operands[{i}]": x for i, x in enumerate(operands)})
         raise
-    return result
+    return result if dtype_label(result.dtype) == out else namespace_of(result).cast(result, out)
+
+
+#: Pairs of these are multiplied as they are.
+_8_BITS = frozenset(d.label for d in OPERAND_DTYPES if d.bits == 8)
+
+
+def _types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str, str]:
+    """Return the operands' common type, its products' type, that between steps, that of the result and of sums."""
+    dtypes = []
+    for i, label in enumerate(labels):
+        try:
+            dtypes.append(dtype_from_name(label))
+            if not dtypes[i].results:
+                raise DTypeError(f"dtype {label} is not supported; supported: {operand_names()}")
+        except DTypeError as error:
+            error.argument = f"operands[{i}]"
+            raise
+    float8 = all(d.is_float8 for d in dtypes)
+    common = dtypes[0] if float8 else functools.reduce(promote, dtypes)
+    default = common.results[0]
+    out = default if out_dtype is None else parse_out_dtype(out_dtype)
+    if out not in common.results:
+        choices = " or ".join(map(str, common.results))
+        raise DTypeError(
+            f"out_dtype {out} is not possible for operands of {common}; it is {choices}"
+        )
+    between = out if out.bits > default.bits else default
+    return common.label, default.label, between.label, out.label, common.accumulator.label
+
+
+_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sizes(operand: Any) -> tuple[int, ...]:

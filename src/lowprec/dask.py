@@ -146,12 +146,12 @@ def _dask_array(x: Any, name: str) -> da.Array:
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):
         library_of(x._meta)  # refuses masks and the like here, not in the workers
+    check_known_shape(name, x)
     try:
         parse_dtype(x.dtype)
     except DTypeError as error:
         error.argument = name
         raise
-    check_known_shape(name, x)
     return x
 
 
@@ -192,8 +192,8 @@ def _product(
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
     a, b = (
-        # Else an empty chunk beside the one that holds it would stand for it.
-        x.rechunk({i: 1 for i, n in enumerate(x.shape[:-2]) if n == 1})
+        # An empty chunk of an axis of length 1 would be broadcast; those of empty axes would not be unified.
+        x.rechunk(tuple(tuple(n for n in axis if n) or (0,) for axis in x.chunks))
         for x in (a, b)
     )
     count = max(a.ndim, b.ndim) - 2

@@ -1,4 +1,4 @@
-"""What the backends keep from one process to the next: compiled kernels, measured choices and costs.
+"""What the backends keep from one process to the next: compiled kernels and measured choices.
 
 A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
 written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
@@ -38,8 +38,14 @@ def cache_directory() -> Path | None:
     found = _find_directory()
     if isinstance(found, Path):
         return found
-    _warn_once(f"lowprec has no cache on disk: {found}")
+    _warn_once(absence())
     return None
+
+
+def absence() -> str:
+    """Return why there is no cache on disk; empty if its folder is known. Gives no warning."""
+    found = _find_directory()
+    return "" if isinstance(found, Path) else f"lowprec has no cache on disk: {found}"
 
 
 def exists(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
+from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
@@ -112,12 +113,13 @@ def matmul(
     plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
     try:
         library = library_of(a)
+        if library.has_weak_types or type(b) is not type(a):
+            a, b, c, bias = promoted((a, b), c, bias)
         x = library.view(a)
         y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
-            request = bind(
-                out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk
-            )
+            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b,
+                           k_chunk)  # fmt: skip
     except ElsewhereError as elsewhere:
         return _elsewhere(elsewhere, a, b, _given(
             out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,

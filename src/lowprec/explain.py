@@ -8,6 +8,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
+from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
 from lowprec.errors import ArrayError, DTypeError, ShapeError
@@ -82,14 +83,14 @@ def plan(
     """
     refuse_prepared(a=a, out=out, c=c, bias=bias)
     try:
+        a, b, c, bias = promoted((a, b), c, bias)
         x, y = _described(a), _described(b)
         request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
                        describing=True)  # fmt: skip
     except (ArrayError, DTypeError, ShapeError) as error:
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
         raise
-    views = request.views(x, y)
-    check_devices(views)
+    check_devices(views := request.views(x, y))
     place = next((view.device for view in views.values() if not view.is_description), CPU)
     able = backend_of(place).capabilities(place) if device is None else predicted(device)
     staged = request.needs_staging(x, y)

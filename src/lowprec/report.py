@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lowprec import disk
 from lowprec._version import __version__
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import OPTIONAL
@@ -47,8 +48,7 @@ def info() -> dict[str, Any]:
         Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
         with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use,
         threads that a product may take) and, on x86-64, ``instruction_sets``, where ``used`` is None if the
-        libraries choose for themselves, ``units`` for 16 and 8 bits that are used, and ``costs`` of the kernels that
-        run (a flop, an element of an operand, in flops of FP32; which were ``measured`` here); of a GPU
+        libraries choose for themselves, and ``units`` for 16 and 8 bits that are used; of a GPU
         ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
         ``workspace_bytes``.
         ``gpu``: whether GPUs are used, why not, and the versions behind them. ``libraries`` with version and status
@@ -86,6 +86,7 @@ def info() -> dict[str, Any]:
             *disagreements(switches),
             *cpu["warnings"],
             *_unused_gpu(gpu),
+            *filter(None, [disk.absence()]),
         ],
     }
 
@@ -174,10 +175,11 @@ def _mode() -> dict[str, Any]:
 
 
 def _variable(row: environment.VariableRow) -> dict[str, Any]:
+    absent = row.name == "LOWPREC_CACHE_DIR" and disk.absence()
     return {
         "name": row.name,
         "value": row.value,
-        "effect": row.effective,
+        "effect": "no cache" if absent else row.effective,
         "meaning": row.meaning,
         "legal": row.legal,
         "problem": row.problem,

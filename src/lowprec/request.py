@@ -62,7 +62,7 @@ class ShapeDtype:
 
 
 def parse_dtype(dtype: Any) -> DType:
-    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a torch dtype.
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a dtype of the Array API.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def parse_dtype(dtype: Any) -> DType:
     if isinstance(dtype, str):
         return dtype_from_name(dtype)
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or quoted(dtype)
-    return dtype_from_name(str(name).removeprefix("torch."))
+    return dtype_from_name(str(name).rpartition(".")[2])
 
 
 def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
@@ -209,7 +209,7 @@ def bind(
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
         None if activation is None else _activation(activation),
-        None if out_dtype is None else _out_dtype(out_dtype),
+        None if out_dtype is None else parse_out_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),
         None if k_chunk is None else _length("k_chunk", k_chunk),
@@ -219,7 +219,8 @@ def bind(
     return request
 
 
-def _out_dtype(dtype: Any) -> DType:
+def parse_out_dtype(dtype: Any) -> DType:
+    """Return the element type that ``out_dtype=`` names; the error names the argument."""
     try:
         return parse_dtype(dtype)
     except DTypeError as error:
@@ -300,7 +301,12 @@ def check_devices(views: dict[str, ArrayView]) -> None:
 
 
 def check_known_shape(name: str, x: Any) -> None:
-    """Raise if an extent of an array is not known, which Dask tells by NaN."""
+    """Raise for a Dask array whose extents are not known, which are NaN, or whose chunks are PyTorch's tensors."""
+    if hasattr(x, "numblocks") and type(x._meta).__module__.partition(".")[0] == "torch":
+        raise ArrayError(
+            f"{name} is a Dask array of PyTorch tensors, which Dask cannot put together; make its chunks NumPy arrays, "
+            f"by {name}.map_blocks(numpy.asarray)"
+        )
     if any(type(n) is float for n in x.shape):
         raise ShapeError(
             f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"

@@ -12,7 +12,7 @@ from lowprec import policy, streams
 from lowprec.arrays import library_of
 from lowprec.backends import AlgorithmTiming, Arguments, backend_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
-from lowprec.executors import forget, look_up
+from lowprec.executors import look_up
 from lowprec.modes import MathMode
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
@@ -21,26 +21,6 @@ from lowprec.tables import Table, plain_text
 
 #: cuBLASLt seldom has more that differ.
 MOST_CANDIDATES = 256
-
-
-def measure_cpu(progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure what the CPU's kernels cost, keep it on disk, and plan by it from now on.
-
-    ``progress`` gets the kernel that was measured, :func:`cpu_steps` times. Returned are the costs by kernel, each with
-    ``per_flop`` and ``per_element``, in the time of a flop of a product in FP32.
-    """
-    from lowprec.backends.cpu import measuring
-
-    found = measuring.measure(progress)
-    forget()
-    return found
-
-
-def cpu_steps() -> int:
-    """Return how often :func:`measure_cpu` tells of its progress."""
-    from lowprec.backends.cpu import measuring
-
-    return measuring.steps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +89,8 @@ def autotune(
     """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
 
     The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
-    ``LOWPREC_CACHE_DIR``. It differs from the library's own first choice only where that was slower in two contests.
+    ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from
+    the library's own first choice only where that was slower in two contests.
     Nothing of the caller's is written: results go to temporary memory. On a CPU there is nothing to choose.
 
     Parameters

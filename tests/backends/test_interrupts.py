@@ -625,3 +625,19 @@ def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:
         print(at > 300)
     """
     assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
+
+
+def test_a_subinterpreter_is_refused() -> None:
+    code = """
+        try:
+            import _interpreters as interpreters
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+        script = "import warnings; warnings.simplefilter('ignore'); import lowprec"  # NumPy warns, too
+        try:
+            found = interpreters.run_string(interpreters.create(), script)
+        except RuntimeError as error:
+            found = error
+        print("cannot be imported in a subinterpreter" in str(found))
+    """
+    assert run_python(code) == "True"

@@ -70,6 +70,38 @@ def test_products_fall_back_with_one_warning(tmp_path: Path, failure: str) -> No
     assert " True " in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize(
+    "lost", ["compiler.compile_extra", "registry.cpu_target", "cgutils.alloca_once"]
+)
+def test_an_interface_that_numba_lacks_costs_a_warning_and_the_kernels(
+    lost: str, tmp_path: Path
+) -> None:
+    module, name = lost.split(".")
+    program = f"""
+import warnings
+import numba.core.{module} as module
+del module.{name}
+seen = []
+warnings.showwarning = lambda message, *rest, **more: seen.append(str(message))
+import numpy as np, lowprec
+a = np.ones((300, 300), np.float32)
+for mode in ("tf32", "bf16", "bf16"):
+    assert (lowprec.matmul(a, a, math_mode=mode) == 300).all()
+assert lowprec.plan(a, a, math_mode="bf16").kernel in ("openblas", "numpy")
+with lowprec.emulate("hopper"):
+    assert (lowprec.matmul(a[:8, :8], a[:8, :8], math_mode="fp16") == 8).all()
+(warning,) = seen
+assert "{name}" in warning, warning
+assert any("{name}" in x for x in lowprec.info()["warnings"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LOWPREC_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_handler_raises_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise TimeoutError("of a handler")

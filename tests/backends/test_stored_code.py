@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -142,6 +144,34 @@ def test_code_of_another_compiler_or_processor_is_not_read(
             patch.setattr(owner, name, value)
             assert (name, kept()) == (name, "compiled")
         assert kept() == "read"
+
+
+def test_a_change_of_any_source_changes_every_key(
+    kept: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowprec.backends.cpu.emulation import compiled
+    from lowprec.backends.cpu.packed import stored_code
+
+    package = tmp_path / "lowprec"
+    shutil.copytree(stored_code._PACKAGE, package)
+    digest = stored_code.sources_digest.__wrapped__
+    users = [
+        file
+        for file in package.rglob("*.py")
+        if re.search(r"^(from|import) (numba|llvmlite)", file.read_text(), re.MULTILINE)
+    ]
+    assert {"unscale_kernels.py", "compiled.py", "macro_kernel.py"} <= {x.name for x in users}
+    seen = {digest(package)}
+    for file in users:
+        file.write_text(file.read_text() + "#")
+        seen.add(digest(package))
+    assert len(seen) == 1 + len(users)
+    # And the digest is in the key of lowprec's cache, and in that of numba's.
+    assert [kept(), kept()] == ["compiled", "read"]
+    monkeypatch.setattr(stored_code, "sources_digest", lambda: "another")
+    assert kept() == "compiled"
+    closed_over = [cell.cell_contents for cell in compiled._run.py_func.__closure__]
+    assert digest(stored_code._PACKAGE) in closed_over
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "empty", "a few bytes", "another's"])

@@ -130,7 +130,7 @@ def test_an_error_above_the_bound_is_found(
         return c
 
     monkeypatch.setattr(comparison.dispatch, "matmul", wrong)
-    words = ("check", "--size", "16", "--rounds", "1", "--distribution", "normal")
+    words = ("check", "--sizes", "16", "--rounds", "1", "--distribution", "normal")
     done = command(*words)
     assert done.code == 1
     verdicts = {line.split()[0]: line for line in done.out.splitlines()[2:7]}
@@ -141,7 +141,7 @@ def test_an_error_above_the_bound_is_found(
 
 
 def test_wide_numbers_are_within_the_bound_of_every_mode(command: Command) -> None:
-    words = ("check", "--size", "64", "--rounds", "1", "--distribution", "wide", "--json")
+    words = ("check", "--sizes", "64", "--rounds", "1", "--distribution", "wide", "--json")
     done = command(*words)
     assert done.code == 0
     rows = {r["mode"]: r for r in json.loads(done.out)["cases"][0]["rows"]}
@@ -189,7 +189,7 @@ def test_distributions_are_what_their_words_say() -> None:
 
 def test_operands_follow_the_seed(command: Command) -> None:
     def errors(seed: int, distribution: str) -> dict[str, list[float]]:
-        words = ("check", "--size", 16, "--rounds", 1, "--seed", seed, "--json")
+        words = ("check", "--sizes", 16, "--rounds", 1, "--seed", seed, "--json")
         cases = json.loads(command(*words, "--distribution", distribution).out)["cases"]
         return {c["name"]: [r["error"] for r in c["rows"]] for c in cases}
 

@@ -213,9 +213,9 @@ def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.Monke
         assert words in out
 
 
-# -- check and bench ------------------------------------------------------------------------------
+# -- check ----------------------------------------------------------------------------------------
 
-CHECK = ("check", "--size", "24x40x16", "--rounds", "1")
+CHECK = ("check", "--sizes", "24x40x16", "--rounds", "1")
 ROW_KEYS = {
     "mode",
     "mode_in_force",
@@ -296,44 +296,18 @@ def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files
     assert found["cases"][0]["a"]["dtype"] == "float32"
 
 
-def test_bench_as_json(command: Command) -> None:
-    words = ("bench", "--sizes", "16,24", "--rounds", "1", "--modes", "fp32,bf16")
-    found = _json(command(*words, "--dtypes", "float32,int8,float64", "--json"))
-    assert set(found) == MACHINE_KEYS | {"seed", "results"}
-    kinds = [(r["n"], r["dtype"], r["mode"], r["baseline"]) for r in found["results"]]
-    single, double = "numpy.matmul float32", "numpy.matmul float64"
-    assert kinds == [
-        (n, dtype, mode, baseline)
-        for n in (16, 24)
-        for dtype, mode, baseline in (
-            ("float32", "fp32", single),
-            ("float32", "bf16", single),
-            ("int8", None, single),
-            ("float64", None, double),
-        )
-    ]
-    for r in found["results"]:
-        # 2 n^3 flops, by the median time.
-        assert r["gflops"] == pytest.approx(2 * r["n"] ** 3 / r["median_ms"] / 1e6)
-        assert r["speedup"] > 0
+def test_check_of_several_sizes(command: Command) -> None:
+    words = ("check", "--sizes", "16,8x4x2", "--rounds", "1", "--modes", "bf16", "--json")
+    cases = _json(command(*words))["cases"]
+    kinds = ("normal", "positive", "wide")
+    assert [case["name"] for case in cases] == [f"{k} {s}" for s in ("16", "8x4x2") for k in kinds]
+    assert [case["a"]["shape"] for case in cases] == [[16, 16]] * 3 + [[8, 4]] * 3
 
 
-def test_bench_as_text(command: Command) -> None:
-    done = command("bench", "--sizes", "16", "--rounds", "1", "--dtypes", "bfloat16")
-    assert (done.code, done.err) == (0, "")
-    numpy, own = (line.split() for line in done.out.splitlines()[2:4])
-    assert numpy[:4] == ["16", "float32", "numpy.matmul", "-"]
-    assert numpy[-1] == "1.00"
-    assert own[:3] == ["16", "bfloat16", "-"]
-
-
-@pytest.mark.parametrize("words", [CHECK, ("bench", "--sizes", "8", "--rounds", "1")])
-def test_a_busy_machine_is_told_of(
-    command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0), raising=False)
-    assert "the machine is busy (load average 99.0 on " in command(*words).err
-    assert json.loads(command(*words, "--json").out)["load_average"] == 99
+    assert "the machine is busy (load average 99.0 on " in command(*CHECK).err
+    assert json.loads(command(*CHECK, "--json").out)["load_average"] == 99
 
 
 @pytest.mark.parametrize("label", ["fp32_pedantic", "fp32_pedantic, ran tf32"])

@@ -38,11 +38,11 @@ def script(command: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]
 
 LINES = [
     ("ch", ["check"]),
-    ("", ["info", "plan", "matmul", "check", "bench", "autotune", "run", "completion"]),
+    ("", ["info", "plan", "matmul", "check", "autotune", "run", "completion"]),
     ("plan --mo", ["--mode"]),
     ("plan --mode tf", ["tf32", "tf32x3"]),
     ("check --modes fp3", ["fp32", "fp32_pedantic", "fp32_emulated"]),
-    ("bench --dtypes bf", ["bfloat16"]),
+    ("check --dtype bf", ["bfloat16"]),
     ("matmul --out-dtype c", ["complex64", "complex128"]),
     ("matmul tr", ["train.npy"]),
     ("matmul train.npy train.npy -o tr", ["train.npy"]),

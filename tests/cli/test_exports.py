@@ -15,17 +15,15 @@ from lowprec.modes import available_modes
 
 Command = Callable[..., Any]
 
-CHECK = ("check", "--size", "16", "--rounds", "3", "--modes", "tf32,fp16")
-BENCH = ("bench", "--sizes", "8,16", "--rounds", "1", "--dtypes", "float32,int8")
+CHECK = ("check", "--sizes", "16", "--rounds", "3", "--modes", "tf32,fp16")
+SIZES = ("check", "--sizes", "8,16", "--rounds", "1", "--dtype", "int8")
 
 
-@pytest.mark.parametrize("words", [CHECK, BENCH])
+@pytest.mark.parametrize("words", [CHECK, SIZES])
 def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
     done = command(*words, "--csv", tmp_path / "out.csv", "--json")
     found = json.loads(done.out)
-    rows = found.get("results") or [
-        {"case": case["name"], **row} for case in found["cases"] for row in case["rows"]
-    ]
+    rows = [{"case": case["name"], **row} for case in found["cases"] for row in case["rows"]]
     with (tmp_path / "out.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert len(read) == len(rows)
@@ -35,7 +33,7 @@ def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple
         }
 
 
-@pytest.mark.parametrize("words", [CHECK, BENCH, ("check", "--size", "8", "--dtype", "int8")])
+@pytest.mark.parametrize("words", [CHECK, SIZES])
 @pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("PNG", b"\x89PNG")])
 def test_plot(
     command: Command, tmp_path: Path, words: tuple[str, ...], suffix: str, begins: bytes
@@ -76,7 +74,7 @@ def test_every_mode_is_compared_and_drawn_apart(
 
     drawn: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
-    words = ("--size", "16", "--rounds", "1", "--distribution", "normal")
+    words = ("--sizes", "16", "--rounds", "1", "--distribution", "normal")
     done = command("check", *words, "--plot", tmp_path / "out.svg", "--json")
     (case,) = json.loads(done.out)["cases"]
     assert [row["mode"] for row in case["rows"]] == [*available_modes()]
@@ -89,26 +87,6 @@ def test_every_mode_is_compared_and_drawn_apart(
     assert panel.get_xscale() == "log"
 
 
-def test_the_plot_of_bench_has_every_time(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
-    done = command(*BENCH, "--plot", tmp_path / "out.svg", "--json")
-    (panel,) = drawn[0].axes
-    points = {(x, y) for line in panel.lines for x, y in line.get_xydata().tolist()}
-    for row in json.loads(done.out)["results"]:
-        assert (row["n"], row["median_ms"]) in points
-        assert (row["n"], row["baseline_ms"]) in points
-    legend = [text.get_text() for text in panel.get_legend().get_texts()]
-    assert legend[0] == "numpy.matmul float32"
-    assert {"float32 fp32", "int8"} <= set(legend)
-
-
-@pytest.mark.parametrize("name", ["check", "bench"])
 @pytest.mark.parametrize(
     ("option", "path", "says"),
     [
@@ -119,9 +97,9 @@ def test_the_plot_of_bench_has_every_time(
     ],
 )
 def test_refused_before_anything_is_measured(
-    refused: Callable[..., str], name: str, option: str, path: str, says: str
+    refused: Callable[..., str], option: str, path: str, says: str
 ) -> None:
-    assert says in refused(name, option, path)
+    assert says in refused("check", option, path)
 
 
 def test_a_missing_matplotlib_is_named(

@@ -1,4 +1,4 @@
-"""The clockwork of ``check`` and ``bench``, on a clock that the test winds."""
+"""The timing of ``check``, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_the_whole_command_without_rich() -> None:
         "sys.modules['rich'] = None\n"
         "import os; os.getloadavg = lambda: (0.0, 0.0, 0.0)\n"
         "from lowprec.cli import main\n"
-        "sys.exit(main(['check', '--size', '16', '--rounds', '1']))"
+        "sys.exit(main(['check', '--sizes', '16', '--rounds', '1']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -25,7 +25,7 @@ WORDS = [
 LAUNCHES = [words for words in WORDS if words[0] == "run"]
 COMMANDS = [words for words in WORDS if words[0] != "run"]
 #: Timed less often than on the page, and smaller.
-QUICK = {"check": ["--rounds", "1"], "bench": ["--rounds", "1", "--sizes", "64"]}
+QUICK = {"check": ["--rounds", "1"]}
 
 
 @pytest.fixture
@@ -65,7 +65,6 @@ def test_the_commands_run(command: Callable[..., Any]) -> None:
         "plan",
         "matmul",
         "check",
-        "bench",
         "autotune",
     }
     codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
@@ -85,8 +84,7 @@ def test_the_mistakes_say_what_the_page_says(command: Callable[..., Any]) -> Non
     [
         ("info", ["info"], None),
         ("matmul", ["matmul", "A.npy", "B.npy", "-o", "C.npy"], None),
-        ("check", ["check", "--size", "8", "--rounds", "1"], "cases"),
-        ("bench", ["bench", "--sizes", "8", "--rounds", "1"], "results"),
+        ("check", ["check", "--sizes", "8", "--rounds", "1"], "cases"),
         ("autotune", ["autotune", "--shapes", "8x8", "8x8"], "results"),
     ],
 )
@@ -95,8 +93,6 @@ def test_the_keys_are_listed(
 ) -> None:
     found = json.loads(command(*words, "--json").out)
     keys = set(found)
-    if heading == "bench":  # the conditions are those of check
-        keys = {"results"}
     for item in found[inner] if inner else []:
         keys |= set(item)
         for row in item.get("rows", []):

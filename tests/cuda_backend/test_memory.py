@@ -69,6 +69,7 @@ class Runtime:
     cudaMemAllocationType = types.SimpleNamespace(cudaMemAllocationTypePinned=1)
     cudaMemLocationType = types.SimpleNamespace(cudaMemLocationTypeDevice=1)
     cudaMemPoolAttr = types.SimpleNamespace(cudaMemPoolAttrReleaseThreshold=4)
+    cudaMemAccessFlags = types.SimpleNamespace(cudaMemAccessFlagsProtReadWrite=3)
     cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDefault=4)
     cudaEventDefault = 0
     cudaEventDisableTiming = 2
@@ -88,6 +89,8 @@ class Runtime:
         self.pools: list[int] = []
         self.keeps: dict[int, int] = {}
         self.has_pools = True
+        self.peers: set[tuple[int, int]] = set()
+        self.access: dict[int, list[int]] = {}
         self.lock = threading.RLock()
 
     def driver(self) -> DeviceDriver:
@@ -148,6 +151,20 @@ class Runtime:
         self.keeps[self.pools[pool - 1]] = value
         return (Status.cudaSuccess,)
 
+    def cudaDeviceCanAccessPeer(self, device: int, peer: int) -> tuple[Status, int]:
+        assert device != peer
+        return Status.cudaSuccess, int((device, peer) in self.peers)
+
+    @staticmethod
+    def cudaMemAccessDesc() -> Any:
+        return types.SimpleNamespace(location=types.SimpleNamespace())
+
+    def cudaMemPoolSetAccess(self, pool: int, wanted: list[Any], count: int) -> tuple[Status]:
+        assert {(x.location.type, x.flags) for x in wanted} == {(1, 3)}
+        assert count == len(wanted)
+        self.access[self.pools[pool - 1]] = [x.location.id for x in wanted]
+        return (Status.cudaSuccess,)
+
     def cudaMemPoolTrimTo(self, pool: int, nbytes: int) -> tuple[Status]:
         return self._status("cudaMemPoolTrimTo", self.pools[pool - 1], nbytes)
 
@@ -188,6 +205,7 @@ class Runtime:
         return self._status("cudaFree", address)
 
     def cudaDeviceSynchronize(self) -> tuple[Status]:
+        assert self.mode is CaptureMode.cudaStreamCaptureModeRelaxed
         return self._status("cudaDeviceSynchronize")
 
     def cudaStreamIsCapturing(self, stream: int) -> tuple[Status, CaptureStatus]:
@@ -217,6 +235,7 @@ class Runtime:
         return (Status.cudaSuccess if event.done else Status.cudaErrorNotReady,)
 
     def cudaEventSynchronize(self, event: Event) -> tuple[Status]:
+        assert self.mode is CaptureMode.cudaStreamCaptureModeRelaxed
         event.done = True
         return self._status("cudaEventSynchronize", event.stream)
 
@@ -289,7 +308,40 @@ def test_what_a_pool_keeps_is_bounded(runtime: Runtime) -> None:
     memory.allocate(10, GPU, FIRST)
     runtime.memory_bytes = 64 << 30
     memory.allocate(10, OTHER_GPU, FIRST)
-    assert runtime.keeps == {0: 128 * MIB, 1: 2 << 30}
+    assert runtime.keeps == {0: 128 * MIB, 1: 4 << 30}
+
+
+def test_a_pool_is_open_to_the_devices_that_reach_it(runtime: Runtime) -> None:
+    runtime.peers = {(1, 0)}  # device 1 reaches memory on device 0, and not the reverse
+    for device in (GPU, OTHER_GPU):
+        memory.allocate(10, device, FIRST)
+    assert runtime.access == {0: [1]}
+
+
+def test_a_wait_that_fails_loses_no_bytes(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
+    for _ in range(4):
+        memory.allocate(MIB, GPU, FIRST)
+    runtime.fails = {"cudaDeviceSynchronize"}
+    with pytest.raises(BackendError, match="cudaDeviceSynchronize failed"):
+        memory.allocate(10, GPU, FIRST)
+    runtime.fails = set()
+    memory.allocate(10, GPU, FIRST)
+    memory.allocate(10, GPU, FIRST)  # notes the one before: the limit is still exceeded
+    assert len(runtime.allocated) < 4
+
+
+def test_a_failed_capture_leaves_no_address_to_free(runtime: Runtime) -> None:
+    runtime.fails = {"cudaFreeAsync"}
+    with (
+        pytest.raises(BackendError, match="cudaFreeAsync failed"),
+        memory.temporary(10, 0, CAPTURED),
+    ):
+        pass
+    memory.release()
+    assert runtime.count("cudaFree") == 0
 
 
 def test_memory_is_found_by_giving_back_what_is_unused(runtime: Runtime) -> None:

@@ -32,6 +32,11 @@ class CaptureStatus(IntEnum):
     cudaStreamCaptureStatusActive = 1
 
 
+class CaptureMode(IntEnum):
+    cudaStreamCaptureModeGlobal = 0
+    cudaStreamCaptureModeRelaxed = 2
+
+
 class Event:
     """An event: the device it belongs to, and when it was recorded and waited for."""
 
@@ -47,6 +52,7 @@ class Runtime:
 
     cudaError_t = Status
     cudaStreamCaptureStatus = CaptureStatus
+    cudaStreamCaptureMode = CaptureMode
     cudaEventDefault = 0
     cudaEventDisableTiming = 2
 
@@ -55,6 +61,7 @@ class Runtime:
         self.clock_ms = 0.0
         self.alive: list[Event] = []
         self.created = 0
+        self.mode = CaptureMode.cudaStreamCaptureModeGlobal
 
     def cudaGetErrorString(self, status: Status) -> tuple[Status, bytes]:
         return Status.cudaSuccess, b"in words"
@@ -91,7 +98,12 @@ class Runtime:
         event.recorded_at, event.done = self.clock_ms, False
         return (Status.cudaSuccess,)
 
+    def cudaThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> tuple[Status, CaptureMode]:
+        before, self.mode = self.mode, mode
+        return Status.cudaSuccess, before
+
     def cudaEventSynchronize(self, event: Event) -> tuple[Status]:
+        assert self.mode is CaptureMode.cudaStreamCaptureModeRelaxed
         assert event in self.alive
         event.done = True
         return (Status.cudaSuccess,)

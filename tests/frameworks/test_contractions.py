@@ -5,6 +5,7 @@ The numbers are small integers: each product and each sum is exact in every mode
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,8 @@ from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec import contraction_recipes, contractions
 from lowprec.arrays import namespaces
+from lowprec.formats import promote
+from lowprec.request import parse_dtype
 
 with_namespace = pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
 
@@ -361,3 +364,74 @@ def test_bound_and_k_chunk_reach_the_products(
         contract(x, y, rtol=1e-3, bound="likely")
     with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
         contract(x, y, k_chunk=0)
+
+
+# -- mixed element types --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "subscripts", ["ij,k->k", "ij,jk->k", "ij,jk,kl->il", "ij,ij->ij", "ij->j"]
+)
+def test_mixed_types_are_promoted_first(subscripts: str, seed: int) -> None:
+    """Within the roundings of the common type, of each step's result to it, relative to the sum of magnitudes."""
+    rng = np.random.default_rng(seed)
+    kinds = [ml_dtypes.bfloat16, np.float16, np.float32, np.float64, np.complex64]
+    chosen = [kinds[i] for i in rng.integers(0, len(kinds), subscripts.count(",") + 1)]
+    operands = [
+        rng.random((20,) * len(text)).astype(kind)
+        for text, kind in zip(subscripts.partition("->")[0].split(","), chosen, strict=True)
+    ]
+    common = functools.reduce(promote, [parse_dtype(kind) for kind in chosen]).label
+    found = lowprec.einsum(subscripts, *operands, math_mode="fp32")
+    wide = [x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in operands]
+    true = np.einsum(subscripts, *wide)
+    assert found.dtype.name == common
+    # At most three roundings to the type, and sums of up to 400 terms, in FP32 or wider (complex: twice).
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(common, 0)
+    summed = 2.0**-53 if common in ("float64", "complex128") else 2.0**-24
+    error = 3 * unit + 2 * 400 * summed
+    assert (np.abs(found.astype(true.dtype) - true) <= 2 * error * np.abs(true)).all()
+
+
+def test_intermediates_neither_overflow_nor_take_a_mode() -> None:
+    half = np.full((300, 300), 300, np.float16)
+    assert (lowprec.einsum("ij,k->k", half, np.ones(2)) == 2.7e7).all()
+    small = np.full(2, 2.0**-10, np.float16)
+    # The sum, 2.7e7, is beyond float16, the result is not.
+    assert (lowprec.einsum("ij,k->k", half, small) == np.float16(2.7e7 * 2.0**-10)).all()
+    x = np.full((2, 2), 1 + 2.0**-10, np.float16)  # 1 in bfloat16
+    with lowprec.math_mode("bf16"):
+        np.testing.assert_array_equal(
+            lowprec.einsum("ij,k->k", x, x[0]), (4 * x[0].astype(float) ** 2).astype(np.float16)
+        )
+    wide = np.full((2, 2), 1 + 2.0**-20, np.float32)
+    found = lowprec.einsum("ij,jk->k", wide, np.ones((2, 2)), math_mode="bf16")
+    assert (found == 4 * (1 + 2.0**-20)).all()
+
+
+@pytest.mark.parametrize(
+    "subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"]
+)
+@with_namespace
+def test_einsum_out_dtype(xp: ArrayNamespace, subscripts: str) -> None:
+    plain = operands_of(subscripts, np.float16)
+    found = lowprec.einsum(subscripts, *map(xp.asarray, plain), out_dtype="float32")
+    found = xp.to_numpy(found)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.einsum(subscripts, *(x.astype("f4") for x in plain)))
+    with pytest.raises(lowprec.DTypeError, match="out_dtype float64 is not possible"):
+        lowprec.einsum(subscripts, *map(xp.asarray, plain), out_dtype="float64")
+
+
+def test_int8_is_not_multiplied_twice() -> None:
+    x = np.ones((2, 2), np.int8)
+    for subscripts, count in (("ij,jk,kl->il", 3), ("ij,jk->k", 2)):
+        with pytest.raises(lowprec.DTypeError, match="of int8 operands need more than one product"):
+            lowprec.einsum(subscripts, *[x] * count)
+
+
+def test_einsum_names_the_operand_of_an_unsupported_type() -> None:
+    with pytest.raises(lowprec.DTypeError, match=r"operands\[1\]: dtype 'int64'"):
+        lowprec.einsum("ij,jk->ik", np.ones((2, 2)), np.ones((2, 2), np.int64))
+    assert lowprec.einsum("ij->ji", np.ones((2, 3), np.int64)).shape == (3, 2)

@@ -347,3 +347,42 @@ def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a: Any, b: Any) -> Non
         products = (len(v) for k, v in found.dask.layers.items() if k.startswith("lowprec-matmul"))
         assert sum(products) == 4 * found.npartitions
         np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_contractions_of_empty_axes_and_chunks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    def lazy(x: Any) -> Any:
+        chunks = []
+        for n in x.shape:
+            cuts = np.sort(rng.integers(0, n + 1, rng.integers(0, 4)))
+            chunks.append(tuple(np.diff([0, *cuts, n]).tolist()))
+        return da.from_array(x, chunks=tuple(chunks))
+
+    i, j, k = (int(n) for n in rng.integers(0, 4, 3))
+    x, y, z = draw(0, i, j, k), draw(1, k, j), draw(2, i, j, k)
+    with np.errstate(all="ignore"):
+        pairs = [
+            (lambda m, *a: m.tensordot(*a[:2], axes=((2, 1), (0, 1))), np),
+            (lambda m, *a: m.tensordot(*a[:2], axes=((2,), (0,))), np),
+            (lambda m, *a: m.vecdot(a[0], a[2]), np),
+            (lambda m, *a: m.einsum("ijk,kl->il", *a[:2]), np),
+            (lambda m, *a: m.einsum("ijk,ijk->ij", a[0], a[2]), np),
+            (lambda m, *a: m.matmul(a[0], a[1]), np),
+        ]
+        for contract, plain in pairs:
+            true = contract(plain, x, y, z)
+            found = contract(lowprec, *map(lazy, (x, y, z)))
+            assert (found.shape, found.dtype) == (true.shape, true.dtype)
+            np.testing.assert_array_equal(found.compute(scheduler="sync"), true)
+
+
+def test_chunks_of_torch_are_refused_by_type() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = da.ones((4, 4), chunks=2, dtype="float32").map_blocks(torch.from_numpy)
+    y = da.ones((4, 4), chunks=2, dtype="float32")
+    for refuse in (lowprec.matmul, lowprec.vecdot, lowprec.tensordot):
+        for a, b in ((x, y), (y, x)):
+            with pytest.raises(lowprec.ArrayError, match="Dask array of PyTorch tensors"):
+                refuse(a, b)

@@ -861,3 +861,37 @@ def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: An
         pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"),
     ):
         f.mode()
+
+
+# -- weak types -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [2, 2.0, 2j])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64"])
+def test_weak_types_follow_jax(jax: Any, dtype: str, value: Any) -> None:
+    strong, weak = jax.numpy.ones((3, 4), dtype), jax.numpy.full((4, 5), value)
+    common = jax.numpy.result_type(strong, weak)  # jnp.matmul itself fails for a weak complex128
+    true = jax.numpy.matmul(strong.astype(common), weak.astype(common))
+    for multiply in (lowprec.matmul, jax.jit(lowprec.matmul), lowprec.jax.matmul):
+        for found in (multiply(strong, weak), multiply(weak.T, strong.T).T):
+            assert found.dtype == true.dtype
+            np.testing.assert_array_equal(found, true)
+    assert lowprec.einsum("ij,jk->ik", strong, weak).dtype == true.dtype
+    assert lowprec.plan(strong, weak).out_dtype.label == true.dtype.name
+    assert lowprec.matmul(np.asarray(strong), weak).dtype == true.dtype
+    addend = jax.numpy.full((5,), 1.0)
+    for multiply in (lowprec.matmul, lowprec.jax.matmul):
+        assert multiply(strong, weak, bias=addend).dtype == true.dtype
+
+
+def test_jet(jax: Any) -> None:
+    """The Taylor coefficients are those of jax.numpy's product, in exact arithmetic of small integers."""
+    from jax.experimental import jet
+
+    x, y, u, v = (np.arange(4.0).reshape(2, 2) + i for i in range(4))
+    for mine, true in zip(
+        jax.tree.leaves(jet.jet(lambda a, b: lowprec.matmul(a, b) @ b, (x, y), ([u, v], [v, u]))),
+        jax.tree.leaves(jet.jet(lambda a, b: a @ b @ b, (x, y), ([u, v], [v, u]))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mine, true)

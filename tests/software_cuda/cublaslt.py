@@ -51,6 +51,8 @@ class CublasLt(Objects):
     ----------
     times : dict
         Simulated time of an algorithm relative to the others, by its id and the name of its tile (``"64x64"``).
+    first_launch_ms : float
+        How long the host loads the kernel of an algorithm at its first product.
     workspaces_race : bool
         Whether a product that has a workspace is two pieces of work, between which others may run.
     """
@@ -59,6 +61,8 @@ class CublasLt(Objects):
         super().__init__(recorder, runtime, version)
         self.times: dict[tuple[int, str], float] = {}
         self.workspaces_race = True
+        self.first_launch_ms = 0.0
+        self._launched: set[bytes] = set()
 
     # -- algorithms -------------------------------------------------------------------------------
 
@@ -251,6 +255,9 @@ class CublasLt(Objects):
         try:
             found = runtime.stream(stream, current=True)
             time_ms = self._time_ms(call)
+            if call.algorithm.pack() not in self._launched:
+                self._launched.add(call.algorithm.pack())
+                runtime.scheduler.clock_ms += self.first_launch_ms
             if not call.algorithm.workspace or not self.workspaces_race:
                 runtime.enqueue(found, "matmul", _whole(call, runtime.memory), time_ms)
                 return

@@ -78,6 +78,7 @@ def api(
             plan = self.recorder.called(self.part, name)
             with self.lock:
                 self.scheduler.clock_ms += _HOST_CALL_MS
+                self.scheduler.keep_up()
                 try:
                     if plan is not None:
                         if gives_back(name):

@@ -63,6 +63,17 @@ class Pools(Machine):
             raise Refusal(Status.cudaErrorInvalidValue)
         self._pool(pool).threshold = int(value)
 
+    @api(1, always=True)
+    def cudaDeviceCanAccessPeer(self, device: int, peer: int) -> int:
+        self.model(device), self.model(peer)
+        return int(device != peer)
+
+    @api()
+    def cudaMemPoolSetAccess(self, pool: Any, wanted: list[Any], count: int) -> None:
+        assert len(wanted) == count
+        if any(x.location.id == self._pool(pool).device for x in wanted):
+            raise Refusal(Status.cudaErrorInvalidDevice)
+
     @api()
     def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:
         self._trim(self._pool(pool), nbytes)

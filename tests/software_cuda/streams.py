@@ -14,9 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-#: Who runs when: "lazy" runs nothing but what is waited for; "all" runs everything, streams by turns; a number seeds
+#: Who runs when: "lazy" runs nothing but what is waited for; "eager" what is over by the simulated time, too;
+#: "all" runs everything, streams by turns; a number seeds
 #: a random order of everything.
-Policy = Literal["lazy", "all"] | int
+Policy = Literal["lazy", "eager", "all"] | int
 
 
 def nothing() -> None:
@@ -126,6 +127,10 @@ class Capture:
         return all(tail is None or tail in seen for tail in self.tails.values())
 
 
+def _start_ms(op: Op) -> float:
+    return max([op.enqueued_ms, *(x.finish_ms for x in op.after)])
+
+
 def _closure(op: Op) -> set[Op]:
     """Return an operation and all that must come before it and is not done."""
     found, todo = {op}, [op]
@@ -189,7 +194,7 @@ class Scheduler:
             self._run(None)
             return
         wanted = [x for x in targets if not x.done]
-        if self.policy != "lazy" and wanted:
+        if self.policy not in ("lazy", "eager") and wanted:
             self._run(None)
         for target in wanted:
             if not target.done:
@@ -197,7 +202,17 @@ class Scheduler:
 
     def advance(self, target: Op) -> None:
         """Run one piece of what a target waits for."""
-        self._step(_closure(target))
+        if self.policy != "eager":
+            self._step(_closure(target))
+
+    def keep_up(self) -> None:
+        """Run what a device has finished by now, where it waits for nobody."""
+        while self.policy == "eager":
+            ready = [x.queue[0] for x in self.streams if x.queue and x.queue[0].is_ready]
+            over = [x for x in ready if _start_ms(x) + x.cost_ms <= self.clock_ms]
+            if not over:
+                return
+            self._execute(over[0])
 
     def _run(self, among: set[Op] | None) -> None:
         while self._step(among):
@@ -223,8 +238,7 @@ class Scheduler:
         stream = op.stream
         assert stream.queue.popleft() is op
         stream.last_turn = next(self._turn)
-        start_ms = max([op.enqueued_ms, *(x.finish_ms for x in op.after)])
-        op.finish_ms = start_ms + op.cost_ms
+        op.finish_ms = _start_ms(op) + op.cost_ms
         op.done, op.after = True, ()
         run, op.run = op.run, nothing  # which lets go of what it holds
         run()

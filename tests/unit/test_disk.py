@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import lowprec
 from lowprec import disk
 from lowprec.errors import LowprecWarning
 
@@ -192,6 +193,10 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(
     disk.write_json("x.json", {})
     disk.set_aside("x.json", "it is damaged")
     assert not Path("~").exists()
+    found = lowprec.info()
+    assert disk.absence() in found["warnings"]
+    (effect,) = (x["effect"] for x in found["environment"] if x["name"] == "LOWPREC_CACHE_DIR")
+    assert effect == "no cache"
 
 
 def test_the_real_platformdirs_without_a_home(

@@ -903,6 +903,7 @@ def test_the_products_alone_are_those_of_the_plan(load: Load, torch: Any) -> Non
         ((1e-7, 3e-7), 0.0, False),
         ((3e-7, 1e-7), 0.0, False),
         ((1e-7,), 0.0, False),
+        ((None, 1e-7), 0.0, False),  # NaN
         ((), None, None),
     ],
 )

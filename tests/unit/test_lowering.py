@@ -248,6 +248,17 @@ def test_a_column_major_result_swaps_nothing() -> None:
     assert not call.staged
 
 
+@pytest.mark.parametrize("k", [1, 64])
+def test_one_column_is_a_column_of_the_call(k: int) -> None:
+    """Row-major it would have a leading dimension of 1, and no pointer would count as aligned."""
+    a, b = contiguous((32, k), DType.FLOAT16, 0).spec, contiguous((k, 1), DType.FLOAT16, 1).spec
+    call = plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32).call
+    assert call is not None
+    assert not call.swapped
+    assert (call.d.rows, call.d.cols, call.d.leading_dimension) == (32, 1, 32)
+    assert (call.second.rows, call.second.leading_dimension) == (k, k)
+
+
 def test_a_batch_without_one_step_is_walked_by_several_calls() -> None:
     a = Memory((2, 3, 4, 5), (5, 40, 10, 1), DType.FLOAT32, 0)
     b = contiguous((2, 3, 5, 6), DType.FLOAT32, 1)

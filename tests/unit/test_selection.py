@@ -18,6 +18,7 @@ from lowprec.planning import (
     plan_gemm,
     select_mode,
 )
+from lowprec.planning.costs import expected_cost
 from machines import AMX, BARE, ROWS, gpu
 
 
@@ -189,3 +190,21 @@ def test_recovery_is_taken_where_it_pays():
 def test_bound_must_be_known(bound):
     with pytest.raises(ModeError, match="bound must be 'guaranteed' or 'probable', got"):
         check_bound(bound)
+
+
+@pytest.mark.parametrize("per_flop", [0.011, 0.09, 0.4, 1.0, 3.0])
+@pytest.mark.parametrize("per_element", [0.0, 40.0, 500.0])
+@pytest.mark.parametrize("n", [4, 64, 1024])
+def test_fp32_emulated_costs_no_more_than_fp32(per_flop, per_element, n):
+    rows = tuple(
+        row._replace(cost_per_flop=per_flop, cost_per_element=per_element)
+        if row.name in ("avx512_bf16", "amx_bf16")
+        else row
+        for row in AMX.kernels
+    )
+    machine = dataclasses.replace(AMX, kernels=rows)
+    emulated, fp32 = (
+        plan_gemm(square(DType.FLOAT32, n), machine, mode)
+        for mode in (MathMode.FP32_EMULATED, MathMode.FP32)
+    )
+    assert expected_cost(emulated) <= expected_cost(fp32)

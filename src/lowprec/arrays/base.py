@@ -29,6 +29,9 @@ class Library(ABC):
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
         """Raise an ArrayError, which names the way out, for what passes for an array here and has no memory to read."""
 
+    #: Whether an array's element type may yield to that of its partner in a product.
+    has_weak_types: bool = False
+
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array that will be read.

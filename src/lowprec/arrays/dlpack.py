@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device, HostView
-from lowprec.errors import ArrayError, LowprecError
+from lowprec.errors import ArrayError, BackendError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
 from lowprec.strides import contiguous_strides, reach
 
@@ -67,6 +67,16 @@ class _Versioned(ctypes.Structure):
         ("tensor", _Tensor),
     )
 
+
+# Calls of the C API through PyGILState wait for ever in a subinterpreter. An object of ``ctypes.pythonapi`` is asked
+# by subscript, so that its prototype is not shared.
+_current, _main = (ctypes.pythonapi[f"PyInterpreterState_{name}"] for name in ("Get", "Main"))
+_current.restype = _main.restype = ctypes.c_void_p
+if _current() != _main():
+    raise BackendError(
+        "lowprec cannot be imported in a subinterpreter; import it in the main one (with mod_wsgi, "
+        "WSGIApplicationGroup %{GLOBAL})"
+    )
 
 _CAPSULE = type(np.empty(0).__dlpack__())
 _TENSOR_OFFSET: int = _Versioned.tensor.offset

@@ -32,6 +32,7 @@ class JaxLibrary(Library):
 
     name = "jax"
     keeps_owners = True
+    has_weak_types = True
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax

@@ -11,6 +11,7 @@ import sys
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.base import Library
@@ -123,6 +124,31 @@ def _find(array: Any) -> Library:
             f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
+
+
+def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
+    """Return operands of a product and addends, those that JAX types weakly as arrays of the type it gives them.
+
+    A weakly typed operand takes the result type of all operands, an addend that of the operands and itself.
+    """
+    if not any(_is_weak(x) for x in (*operands, *addends)):
+        return (*operands, *addends)
+    kinds = [_kind(x) for x in operands]
+    result_type = sys.modules["jax"].numpy.result_type
+    return (
+        *(x.astype(result_type(*kinds)) if _is_weak(x) else x for x in operands),
+        *(x.astype(result_type(*kinds, x)) if _is_weak(x) else x for x in addends),
+    )
+
+
+def _is_weak(x: Any) -> bool:
+    return getattr(x, "weak_type", False) is True and hasattr(x, "astype")
+
+
+def _kind(x: Any) -> Any:
+    """Return what JAX promotes: a weakly typed array, else an element type."""
+    label = str(getattr(x, "dtype", None)).rpartition(".")[2]
+    return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
 
 
 def deferred_module(array: Any) -> str | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
+import numpy as np
+
 from lowprec.arrays.libraries import deferred_module, library_name
+from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
+from lowprec.formats import dtype_from_name
 
 #: Where the libraries that are known by name keep these functions.
 _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
@@ -53,6 +58,25 @@ def namespace_of(array: Any) -> Namespace:
     )
 
 
+#: NumPy makes the name of a type anew for each call.
+_numpy_name = functools.cache(lambda dtype: dtype.name)
+
+
+def dtype_label(dtype: Any) -> str:
+    """Return the name of a library's element type: ``"float32"`` of ``torch.float32``.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> dtype_label(numpy.dtype(">f4"))
+    'float32'
+    """
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it
+
+
 class Namespace:
     """What contractions need of one library."""
 
@@ -71,7 +95,13 @@ class Namespace:
 
     def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
         """Return ``x`` in another shape."""
-        return x if tuple(x.shape) == shape else self._xp.reshape(x, shape)
+        if tuple(x.shape) == shape:
+            return x
+        if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
+            if 0 in x.shape:
+                return self._xp.zeros_like(x, shape=shape, chunks=shape)
+            x = x.rechunk(tuple(tuple(n for n in axis if n) for axis in x.chunks))
+        return self._xp.reshape(x, shape)
 
     def last(self, x: Any, axis: int) -> Any:
         """Return ``x`` with this axis last."""
@@ -91,6 +121,17 @@ class Namespace:
         if hasattr(like, "new_ones"):
             return like.new_ones(n)
         return self._xp.ones((n,), dtype=like.dtype)
+
+    def cast(self, x: Any, label: str) -> Any:
+        """Return ``x`` in the element type of this name; unchanged where JAX has 64-bit types off."""
+        jax = sys.modules.get("jax")
+        wide = label in ("float64", "complex128")
+        if wide and jax and isinstance(x, jax.Array) and not jax.config.jax_enable_x64:
+            return x
+        if hasattr(x, "astype"):
+            return x.astype(NUMPY_DTYPES[dtype_from_name(label)])
+        dtype = getattr(self._xp, label)
+        return x.to(dtype) if hasattr(x, "to") else self._xp.astype(x, dtype)
 
     def conjugated(self, x: Any) -> Any:
         """Return the complex conjugate; what is real stays as it is."""

@@ -9,10 +9,9 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec.checking import Comparison
-from lowprec.checking.measure import Timing
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
 
@@ -118,38 +117,4 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
     bound = lines.Line2D([], [], color="grey", marker="_", markersize=14, linestyle=":")
     bound.set_label("guaranteed bound")
     _legend(panels[-1], [*handles, bound])
-    return figure
-
-
-class Line(NamedTuple):
-    """Times of one kind of product."""
-
-    name: str
-    sizes: tuple[int, ...]
-    timings: tuple[Timing, ...]
-    baseline: bool
-
-
-def time_by_size(found: Sequence[Line]) -> Any:
-    """Return a figure of times over sizes, with the spread of each."""
-    figure, (panel,) = _panels(1, 5.0)
-    panel.set_xscale("log", base=2)
-    handles = []
-    for number, line in enumerate(found):
-        medians = [t.median * 1e3 for t in line.timings]
-        spreads = [m * (t.spread or 0) for m, t in zip(medians, line.timings, strict=True)]
-        style = {**_style(number), "linewidth": 1, "linestyle": "--" if line.baseline else "-"}
-        # On this scale nothing reaches down to nothing.
-        low = [min(s, 0.9 * m) for s, m in zip(spreads, medians, strict=True)]
-        handles.append(
-            panel.errorbar(
-                line.sizes, medians, (low, spreads), label=line.name, elinewidth=0.8, **style
-            )
-        )
-    sizes = sorted({size for line in found for size in line.sizes})
-    panel.set_xticks(sizes, [str(size) for size in sizes])
-    panel.minorticks_off()
-    panel.set_xlabel("n, of square matrices")
-    panel.set_ylabel("time of one product, ms")
-    _legend(panel, handles)
     return figure

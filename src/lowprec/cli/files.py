@@ -2,18 +2,17 @@
 
 Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing.
 
-The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so whoever reads
-them has to say what they are. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
+The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so the reader
+passes their dtype. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import stat
-import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.atomic import write_file
@@ -56,71 +56,34 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
     """
     source = "/dev/stdin" if path == "-" else path
     try:
-        # NumPy warns of what Python 2 wrote, and reads it all the same.
-        with warnings.catch_warnings():
+        # NumPy warns of files that Python 2 wrote, and reads them.
+        with warnings.catch_warnings(), Path(source).open("rb") as file:
             warnings.simplefilter("ignore")
-            with Path(source).open("rb") as file:
-                piped = None if file.seekable() else io.BytesIO(file.read())
-                shape = _check_header(path, piped or file)
-            if piped is not None:
-                piped.seek(0)
-            # NumPy cannot map what has no bytes.
-            mapped = mapped and piped is None and 0 not in shape
-            array: Array = np.load(
-                piped or source, mmap_mode="r" if mapped else None, allow_pickle=False
-            )
+            readable = file if file.seekable() else io.BytesIO(file.read())
+            magic = readable.read(len(MAGIC_PREFIX))
+            readable.seek(0)
+            if magic.startswith(_ARCHIVE):
+                raise CommandError(
+                    f"{path} is an archive of arrays (.npz); save each array to an .npy file of its own"
+                )
+            if magic != MAGIC_PREFIX:
+                raise CommandError(f"{path} is not an .npy file; numpy.save writes one")
+            if mapped and readable is file:
+                array: Array = np.load(source, mmap_mode="r", allow_pickle=False)
+            else:
+                array = np.load(readable, allow_pickle=False)
+    except (CommandError, MemoryError):
+        raise
     except OSError as error:
         raise CommandError(f"cannot read {_named(path)}: {_reason(error)}") from None
-    except ValueError as error:
-        raise CommandError(f"cannot read {path}: it is damaged: {error}") from None
+    except Exception as error:  # noqa: BLE001 - NumPy evaluates the header with Python's parser
+        reason = textwrap.shorten(str(error) or type(error).__name__, 120)
+        raise CommandError(f"cannot read {path}: {reason}") from None
+    if array.dtype.fields is not None:
+        raise CommandError(f"{path} holds records ({array.dtype}), not a matrix of numbers")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return _as_dtype(path, array, dtype)
-
-
-def _check_header(path: str, file: BinaryIO) -> tuple[int, ...]:
-    """Return the shape that the header gives, after everything that can be wrong with it."""
-    if file.read(len(_ARCHIVE)) == _ARCHIVE:
-        raise CommandError(
-            f"{path} is an archive of arrays (.npz); save each array to an .npy file of its own"
-        )
-    file.seek(0)
-    try:
-        version = np.lib.format.read_magic(file)
-    except ValueError:
-        raise CommandError(f"{path} is not an .npy file; numpy.save writes one") from None
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    if version not in readers:
-        raise CommandError(
-            f"{path} holds records, not a matrix of numbers (.npy version {version})"
-        )
-    try:
-        shape, _, dtype = readers[version](file)
-    except OSError:
-        raise
-    except Exception:  # noqa: BLE001 - whatever Python's own parser, to which NumPy leaves it, makes of other bytes
-        shape, dtype = (-1,), np.dtype(np.void)
-    # A bool is an int to NumPy, and -1 stands for whatever fits.
-    if not all(type(extent) is int and 0 <= extent <= sys.maxsize for extent in shape):
-        raise CommandError(f"cannot read {path}: its header is damaged")
-    if dtype.hasobject:
-        raise CommandError(
-            f"{path} holds Python objects, which only unpickling could read, and that may run any code; "
-            "save an array of numbers"
-        )
-    if dtype.fields is not None or dtype.subdtype is not None:
-        raise CommandError(f"{path} holds records ({dtype}), not a matrix of numbers")
-    promised = math.prod(shape) * dtype.itemsize
-    begin = file.tell()
-    present = file.seek(0, os.SEEK_END) - begin
-    if present < promised:
-        raise CommandError(
-            f"{path} is cut short: its header promises {promised} bytes of data, the file has {present}"
-        )
-    return tuple(shape)
 
 
 def _as_dtype(path: str, array: Array, dtype: DType | None) -> Array:

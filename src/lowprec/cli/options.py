@@ -25,7 +25,7 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
     Examples
     --------
-    >>> did_you_mean("chek", ["check", "bench"])
+    >>> did_you_mean("chek", ["check", "plan"])
     "; did you mean 'check'?"
     """
     similar = difflib.get_close_matches(text.lower(), names, n=1)
@@ -69,6 +69,22 @@ def shape(text: str) -> tuple[int, ...]:
     """
     words = text.lower().split("x")
     return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
+
+
+def extents(text: str) -> tuple[int, ...]:
+    """Read the extents of a product: N, or MxKxN.
+
+    Examples
+    --------
+    >>> extents("1024"), extents("512x4096x512")
+    ((1024,), (512, 4096, 512))
+    """
+    found = shape(text)
+    if len(found) not in (1, 3):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one extent (1024) or three (MxKxN, as 512x4096x512)"
+        )
+    return found
 
 
 def count(text: str) -> int:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, NoReturn, Protocol
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, bench, check, completion, info, matmul, plan, run
+from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.errors import USAGE, CommandError
 from lowprec.cli.options import did_you_mean
 from lowprec.cli.output import note, print_text
@@ -48,7 +48,6 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "matmul": matmul,
     "check": check,
-    "bench": bench,
     "autotune": autotune,
     "run": run,
     "completion": completion,

@@ -8,6 +8,7 @@ Its dimensions are those of ``lax.dot_general``, so that every product that come
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any, cast
 
 import jax
@@ -199,6 +200,13 @@ def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
 
 
 ad.defbilinear(_product_p, _gradient_of_a, _gradient_of_b)
+
+
+# By JAX's own rule for bilinear primitives; jet is experimental, and its rules have no public names.
+with suppress(ImportError, AttributeError):
+    from jax.experimental import jet
+
+    jet.jet_rules[_product_p] = functools.partial(jet._bilinear_taylor_rule, _product_p)
 
 
 # -- vmap -----------------------------------------------------------------------------------------

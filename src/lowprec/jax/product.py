@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowprec.arrays import CPU
+from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
@@ -87,6 +88,9 @@ def matmul(
     chosen = _kernels(kernels)
     arrays = {"a": a, "b": b, "c": c, "bias": bias}
     arrays = {n: _array(n, x) for n, x in arrays.items() if x is not None or n in ("a", "b")}
+    a, b, c, bias = promoted((arrays["a"], arrays["b"]), arrays.get("c"), arrays.get("bias"))
+    given = {"a": a, "b": b, "c": c, "bias": bias}
+    arrays = {name: x for name, x in given.items() if x is not None}
     plan = _checked(arrays, alpha, beta, activation, out_dtype)
     x, y = (arrays[name].astype(plan.compute_dtype.label) for name in "ab")
     plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0

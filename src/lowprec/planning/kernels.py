@@ -104,7 +104,6 @@ class Capabilities:
     workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
     bytes_per_second: float = 0.0  # of its memory, where it is known
-    measured: frozenset[str] = frozenset()  # kernels whose costs were measured on the device itself
     source: str = ""  # of the figures, where the device was not asked and its plans are predictions
 
     @property
@@ -200,20 +199,6 @@ def choose_kernel(
     )
 
 
-def _measured_ratio(row: KernelRow, capabilities: Capabilities, layout: GemmLayout) -> float:
-    """Return the measured time of a kernel over that of the kernel for any numbers; 0 if it was not measured."""
-    if row.name not in capabilities.measured or row.formats is None or 0 in (layout.m, layout.n):
-        return 0.0
-    general = next(
-        x for x in capabilities.kernels
-        if x.formats is None and (x.requires is None or x.requires in capabilities.features)
-    )  # fmt: skip
-    # An element of `a` takes part in 2 n flops, one of `b` in 2 m.
-    per_flop = 1 / (2 * layout.n) + 1 / (2 * layout.m)
-    times = [x.cost_per_flop + x.cost_per_element * per_flop for x in (row, general)]
-    return times[0] / times[1]
-
-
 def _elements(layout: GemmLayout) -> int:
     """Return the elements of a, b and the result, of one product of a batch."""
     m, n, k = layout.m, layout.n, layout.k
@@ -236,9 +221,6 @@ def _unsupported_reason(
     elements = _elements(layout)
     if row.requires is not None and row.requires not in capabilities.features:
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
-    slower = _measured_ratio(row, capabilities, layout)
-    if slower > 1:
-        return Reason.of(Why.MEASURED_SLOWER, kernel=row.name, ratio=slower)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
     if is_chunked and row.shares_sums:

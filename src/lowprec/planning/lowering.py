@@ -9,7 +9,7 @@ requirements of the int8 and FP8 kernels).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lowprec.formats import DType
@@ -77,7 +77,18 @@ class _Terms:
 
     @property
     def layout(self) -> GemmLayout:
-        return self.plan.layout
+        """The plan's layout, in which matrices of one contiguous column are column-major.
+
+        As row-major ones they have a leading dimension of 1 and a cuBLASLt product of one row, for which no algorithm
+        reads 16 bytes at once.
+        """
+        layout, problem = self.plan.layout, self.problem
+        if self.k_contiguous or self.as_real or problem.bias is not None:
+            return layout
+        c = _addend(self.plan)
+        if problem.has_beta and (c is None or _by_column(c).order != "col"):
+            return layout
+        return replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
 
     @property
     def out_dtype(self) -> DType:
@@ -122,7 +133,9 @@ def lower(
     terms = _Terms(plan, aligned, pad_rows)
     problem, layout = terms.problem, terms.layout
     a, b = _operand(terms, "a"), _operand(terms, "b")
-    addend = _addend(terms)
+    addend = _addend(plan)
+    if addend is not None and layout.out.order == "col":
+        addend = _by_column(addend)
     staged = tuple(_reasons_to_stage(terms, a, b, addend))
     if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
         staged = (Reason.of(Why.NO_FUSED_ALGORITHM),)
@@ -247,9 +260,16 @@ def _pack(
 # -- result and addend ----------------------------------------------------------------------------
 
 
-def _addend(terms: _Terms) -> MatrixStack | None:
+def _by_column(stack: MatrixStack) -> MatrixStack:
+    """Return matrices of one contiguous column as column-major, all others as they are."""
+    if stack.cols == 1 and stack.rows > 1 and stack.leading_dimension == 1:
+        return replace(stack, order="col", leading_dimension=stack.rows)
+    return stack
+
+
+def _addend(plan: GemmPlan) -> MatrixStack | None:
     """Return the addend as the call itself could read it, None where there is none or BLAS cannot express it."""
-    problem, layout = terms.problem, terms.layout
+    problem, layout = plan.problem, plan.layout
     if not problem.has_beta or problem.c is None:
         return None
     c = addend_layout(problem.c, problem.a, problem.b, layout)

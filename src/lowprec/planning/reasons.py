@@ -12,7 +12,6 @@ class Why(Enum):
 
     # Why a kernel was passed over.
     REQUIREMENT_NOT_MET = "{missing}"
-    MEASURED_SLOWER = "{kernel} was measured to take {ratio:.2f} times as long here"
     SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
     OWN_CHUNKS = "{kernel} cuts k itself, k_chunk= asks for other pieces"
     TOO_FEW_ELEMENTS = (

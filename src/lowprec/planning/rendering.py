@@ -84,18 +84,10 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     if plan.roofline:
         yield "roofline", _roofline(plan.roofline, plan.capabilities)
     yield from _bound_rows(plan)
-    if plan.candidates and plan.capabilities.compute_capability is None:
-        yield "costs", _costs(plan.capabilities)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
     for advice in plan.advice:
         yield "advice", str(advice)
-
-
-def _costs(able: Capabilities) -> str:
-    if able.measured:
-        return "measured on this machine"
-    return "built in, from machines like this one; lowprec autotune measures this one"
 
 
 def _roofline(found: Roofline, able: Capabilities) -> str:

@@ -58,6 +58,8 @@ _MODELS: dict[str, tuple[_Model, ...]] = {
     "int8": (((7, 2), None),),
 }
 
+#: Only data-centre GPUs have FP64 tensor cores; 8.6, 8.9 and 12.x have none.
+_FLOAT64_TENSOR_CORES = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 
 #: FP64 in units of FP32, by capability: data sheets of V100, A100, H100 and B200. Other GPUs have next to no FP64.
 _FLOAT64_COSTS = {(6, 0): 2.0, (7, 0): 2.0, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 2.0}
@@ -85,7 +87,11 @@ def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
     --------
     >>> tensor_cores_multiply("bfloat16", (7, 0)), tensor_cores_multiply("bfloat16", (9, 0))
     (False, True)
+    >>> tensor_cores_multiply("float64", (8, 0)), tensor_cores_multiply("float64", (8, 9))
+    (True, False)
     """
+    if fmt == "float64":
+        return capability in _FLOAT64_TENSOR_CORES
     first = first_capability(fmt)
     return capability is not None and first is not None and capability >= first
 

@@ -164,7 +164,7 @@ LIBRARIES = {
 AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
     "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
-    "the cache, too, and what was measured of the CPU.",
+    "the cache, too.",
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
@@ -179,7 +179,7 @@ JAX_KERNELS = Variable(
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled kernels, measured choices and costs.",
+    "The folder in which lowprec keeps compiled kernels and measured choices.",
     "a folder; it is made where there is none",
     "the system's folder for a user's caches",
     str,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lowprec.planning import GemmPlan
 from lowprec.planning.kernels import Summation, format_name
-from lowprec.planning.tensor_cores import first_capability
+from lowprec.planning.tensor_cores import first_capability, tensor_cores_multiply
 
 _EMPTY = "the product is empty"
 
@@ -37,7 +37,7 @@ def units_of(plan: GemmPlan, used: bool | None) -> Units:
         reason = "tensor cores"
     elif since is None:
         reason = f"tensor cores do not multiply {fmt} numbers"
-    elif capability < since:
+    elif not tensor_cores_multiply(fmt, capability):
         major, minor = capability
         reason = f"tensor cores of compute capability {major}.{minor} do not multiply {fmt} numbers"
     elif used is None:

@@ -12,9 +12,6 @@ import platform
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.policy import environment
 
-#: What ``/proc/cpuinfo`` says of a processor's generation: on x86, and on AArch64.
-_GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
-
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
@@ -33,15 +30,6 @@ def _cpuinfo() -> dict[str, str]:
 def cpu_name() -> str:
     """Return the processor's name as the operating system gives it."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
-
-
-def cpu_identity() -> str:
-    """Return the name with what tells generations of one name apart, where the system tells.
-
-    A virtual machine's processor may be called "AMD EPYC" whether it is a Zen 4 or a Zen 5.
-    """
-    found = (f"{key} {_cpuinfo()[key]}" for key in _GENERATION if key in _cpuinfo())
-    return ", ".join((cpu_name(), *found))
 
 
 def cpu_family() -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
-from lowprec.backends.cpu import casting, costs
+from lowprec.backends.cpu import casting
 from lowprec.backends.cpu.cpuinfo import cpu_flags, cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
@@ -27,13 +27,11 @@ def capabilities(device: Device) -> Capabilities:
 
 @functools.cache
 def _capabilities() -> Capabilities:
-    found = features()
-    kernels, measured = costs.applied(KERNELS, costs.stored())
-    return Capabilities("cpu", cpu_name(), kernels, found, measured=measured)
+    return Capabilities("cpu", cpu_name(), KERNELS, features())
 
 
 def forget() -> None:
-    """Look up anew what the CPU can do, and what that costs."""
+    """Clear the cached capabilities of the CPU."""
     _capabilities.cache_clear()
     _emulating.cache_clear()
 

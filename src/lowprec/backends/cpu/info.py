@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays import CPU
-from lowprec.backends.cpu import cpuinfo, openblas, threads
-from lowprec.backends.cpu.device import capabilities, features
+from lowprec.backends.cpu import cpuinfo, numba_import, openblas, threads
+from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import (
     AMX_BF16,
@@ -36,11 +35,10 @@ def info() -> dict[str, Any]:
             **_device(),
             "instruction_sets": [],
             "units": [],
-            "costs": {"measured": [], "kernels": {}},
         }
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
-    warnings = []
+    warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
         modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
@@ -60,7 +58,6 @@ def info() -> dict[str, Any]:
                 **_device(),
                 "instruction_sets": _instruction_set_rows(hidden),
                 "units": _units(),
-                "costs": _costs(),
             }
         ],
         "versions": {"scipy_openblas64": None if library is None else library.version},
@@ -81,17 +78,6 @@ def _device() -> dict[str, Any]:
         "affinity": affinity,
         "threads": threads.num_threads(),
     }
-
-
-def _costs() -> dict[str, Any]:
-    """Return whether the kernels' costs were measured on this machine, and those of the kernels that run here."""
-    able = capabilities(CPU)
-    rows = (row for row in able.kernels if row.requires is None or row.requires in able.features)
-    kernels = {
-        row.name: {"per_flop": row.cost_per_flop, "per_element": row.cost_per_element}
-        for row in rows
-    }
-    return {"measured": sorted(able.measured), "kernels": kernels}
 
 
 def _units() -> list[str]:

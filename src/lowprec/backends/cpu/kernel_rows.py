@@ -1,9 +1,9 @@
 """The CPU's kernels, as data: what each needs, costs and multiplies. The most welcome first.
 
-Costs hold until ``lowprec autotune`` has measured the machine itself. Those of AMX are ratios that
+Costs are in units of an FP32 flop. Those of AMX are ratios that
 ``benchmarks/bench_gemm.py`` measured on two threads of a Xeon, matrices of 2048 x 2048, less the packing: there
 ``numpy.matmul`` on float32 does 3.7e11 flops a second, tile kernels round and pack 2.8e9 elements a second (a row times
-a matrix), and NumPy rounds 1.3e9. Those of vector units are what ``lowprec autotune`` found on two threads of a Zen 5.
+a matrix), and NumPy rounds 1.3e9. Those of vector units were measured on two threads of a Zen 5.
 """
 
 from __future__ import annotations

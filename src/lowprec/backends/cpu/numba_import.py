@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import warnings
 
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import LowprecWarning
+
+#: The module that uses most of numba's interfaces.
+_NATIVE = "lowprec.backends.cpu.packed.native"
 
 #: Why it failed; at most one entry.
 _failure: list[str] = []
@@ -38,15 +42,17 @@ def fails() -> bool:
     if _failure:
         return True
     try:
-        importlib.import_module("llvmlite.binding")
-        importlib.import_module("numba")
-    except (ImportError, OSError) as error:
-        # A handler's exception is none of an import's; LLVM's library that cannot be opened is.
-        if not isinstance(error, ImportError) and not raised_in(
-            error, "ctypes", "llvmlite.binding.ffi"
+        for name in ("llvmlite.binding", "numba", _NATIVE):
+            importlib.import_module(name)
+        sys.modules[_NATIVE].try_compiler()
+    except Exception as error:
+        # A signal handler's exception is none of numba's, whose interfaces may be missing in any version.
+        if not isinstance(error, (ImportError, AttributeError)) and not raised_in(
+            error, "ctypes", "llvmlite", "numba", "lowprec.backends.cpu.packed"
         ):
             raise
-        _failure[:] = [f"numba is installed but cannot be imported ({error})"]
+        did = "cannot be imported" if name != _NATIVE else "cannot compile lowprec's kernels"
+        _failure[:] = [f"numba is installed but {did} ({error})"]
         warnings.warn(
             f"{_failure[0]}; products run without lowprec's own kernels, more slowly: repair or uninstall it",
             LowprecWarning,

@@ -1,8 +1,8 @@
 """A contest of cuBLASLt's algorithms for one product, by the time that the device needs.
 
 Two things would be measured instead. A short product waits for the host, which queues one in some microseconds: each
-measurement is queued behind a kernel that spins, and made again behind a longer one where the spinning was over too
-early. And a product whose operands were just used finds them in the L2 cache: each has other copies of them, together
+measurement is queued behind a kernel that spins for twice the time that the host took before, and made again where that
+was too short. And a product whose operands were just used finds them in the L2 cache: each has other copies of them, together
 larger than the cache.
 """
 
@@ -13,6 +13,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import memory, runtime
@@ -30,8 +31,13 @@ _MAX_REPEATS = 200
 #: What must be gained to give the first choice up.
 _MARGIN = 0.01
 
-#: Cycles to spin for each product that is queued, at first and at most: some 10 us, and 1 ms.
-_CYCLES, _MOST_CYCLES = 20_000, 2_000_000
+#: Milliseconds of the host for one product, as long as none is measured; times by which spinning is longer than the
+#: host needs, one per attempt; and the longest spin of a measurement.
+_HOST_MS = 0.01
+_LONGER = (2, 4, 8)
+_MOST_SPIN_MS = 20.0
+#: Where the driver does not report the clock.
+_CLOCK_KHZ = 2_000_000
 #: Copies of the operands are together so many times as large as the L2 cache.
 _CACHES = 2
 
@@ -66,7 +72,8 @@ class Contest:
         self._turns = turns
         self._device = runtime.current_device()
         self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), 1, ())
-        self._cycles = _CYCLES
+        self._clock_khz = runtime.properties(self._device).clock_khz or _CLOCK_KHZ
+        self._host_ms = _HOST_MS
 
     def results(
         self, found: tuple[Algorithm, ...], progress: Progress | None
@@ -81,7 +88,8 @@ class Contest:
         for rank, algorithm in enumerate(found):
             candidate = Measured(rank, algorithm)
             try:
-                self._measure(candidate)  # loads the kernel
+                self._attempt(candidate, 0)  # loads the kernel, and waits for it
+                self._host_ms = _HOST_MS
                 once = self._measure(candidate)
             except LowprecError as error:
                 errors.append(error)
@@ -111,19 +119,25 @@ class Contest:
 
     def _measure(self, candidate: Measured) -> float:
         """Return the milliseconds of one product."""
+        for longer in _LONGER:
+            spin_ms = min(longer * self._host_ms * candidate.repeats, _MOST_SPIN_MS)
+            elapsed_ms, waited_for_the_host = self._attempt(candidate, spin_ms)
+            if not waited_for_the_host or spin_ms == _MOST_SPIN_MS:
+                break
+        return elapsed_ms / candidate.repeats
+
+    def _attempt(self, candidate: Measured, spin_ms: float) -> tuple[float, bool]:
+        """Return the milliseconds of all repeats, and whether the device waited for the host; the work is done then."""
         self._invocation.use(candidate.algorithm)
-        repeats = candidate.repeats
-        while True:
-            self._spin(self._stream, self._cycles * repeats)
-            watch = EventStopwatch(self._device, self._stream)
-            for operands in itertools.islice(self._turns, repeats):
-                self._invocation.run(self._handle, self._stream, operands)
-            watch.stop()
-            waited_for_the_host = watch.has_begun
-            elapsed_ms = watch.elapsed_ms() or 0.0
-            if not waited_for_the_host or self._cycles >= _MOST_CYCLES:
-                return elapsed_ms / repeats
-            self._cycles *= 4
+        begin = perf_counter()
+        self._spin(self._stream, int(spin_ms * self._clock_khz))
+        watch = EventStopwatch(self._device, self._stream)
+        for operands in itertools.islice(self._turns, candidate.repeats):
+            self._invocation.run(self._handle, self._stream, operands)
+        watch.stop()
+        waited_for_the_host = watch.has_begun
+        self._host_ms = (perf_counter() - begin) * 1e3 / candidate.repeats
+        return watch.elapsed_ms() or 0.0, waited_for_the_host
 
 
 # -- operands -------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
 #: What a device's pool may keep unused, and as much again of results that died: the larger of bytes and share.
 _LIMIT_BYTES = 128 << 20
-_LIMIT_SHARE = 32
+_LIMIT_SHARE = 16
 
 #: How many results that died may wait, however small they are.
 _MAX_DEAD = 4096
@@ -63,9 +63,17 @@ class Block:
         try:
             call("cudaFreeAsync", address, self._stream)
         except BackendError:
-            self.address = address
+            if not self._was_captured():
+                self.address = address
             if kind is None:
                 raise
+
+    def _was_captured(self) -> bool:
+        """Whether a graph owns the memory: its address may be another allocation's once the capture has failed."""
+        try:
+            return runtime.is_capturing(self._stream or 0)
+        except BackendError:
+            return False
 
     def __del__(self) -> None:
         # Runs in any thread, inside any other call, and while the interpreter ends: appending is all it does.
@@ -131,12 +139,13 @@ class _Pool:
             if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
                 return
             # What dies from here on is not what is waited for.
-            dead, self._dead, self._dead_bytes = self._dead, [], 0
+            (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
             try:
                 with runtime.relaxed_capture():
                     call("cudaDeviceSynchronize")
             except BaseException:
                 self._dead += dead
+                self._dead_bytes += nbytes
                 raise
             while dead:
                 # What is wrong with a lost device the next call tells.
@@ -171,7 +180,7 @@ class _Pool:
             first = queue[0][0] if len(queue) > _MAX_KEPT else None
         self.held.pop(id(owners), None)
         if first is not None:
-            call("cudaEventSynchronize", first)
+            runtime.wait_for_event(first)
         self.release_finished()
 
     def _is_keeping(self) -> bool:
@@ -199,7 +208,7 @@ class _Pool:
         """Wait for all work that needs something alive, and let go of it."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
-                call("cudaEventSynchronize", event)
+                runtime.wait_for_event(event)
         self.release_finished()
 
     def release(self) -> None:

@@ -150,7 +150,21 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
     pool = call("cudaMemPoolCreate", wanted)
     threshold = runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
     call("cudaMemPoolSetAttribute", pool, threshold, libraries().driver.cuuint64_t(keeps_bytes))
+    peers = [i for i in range(call("cudaGetDeviceCount")) if i != device]
+    allowed = [_access(i) for i in peers if call("cudaDeviceCanAccessPeer", i, device)]
+    if allowed:  # memory of a pool is its own device's alone by default, unlike that of cudaMalloc
+        call("cudaMemPoolSetAccess", pool, allowed, len(allowed))
     return pool
+
+
+def _access(device: int) -> Any:
+    """Return the permission of a device to read and write a pool."""
+    runtime = libraries().runtime
+    wanted = runtime.cudaMemAccessDesc()
+    wanted.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    wanted.location.id = device
+    wanted.flags = runtime.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
+    return wanted
 
 
 def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
@@ -204,6 +218,12 @@ def create_event(*, timing: bool = False) -> Any:
     runtime = libraries().runtime
     flags = runtime.cudaEventDefault if timing else runtime.cudaEventDisableTiming
     return call("cudaEventCreateWithFlags", flags)
+
+
+def wait_for_event(event: Any) -> None:
+    """Wait for the work before an event, which no other thread's capture forbids."""
+    with relaxed_capture():
+        call("cudaEventSynchronize", event)
 
 
 def event_is_done(event: Any) -> bool:

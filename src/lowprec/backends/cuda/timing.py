@@ -60,14 +60,15 @@ class EventStopwatch:
     @property
     def has_begun(self) -> bool:
         """Whether the device has reached the product."""
-        return runtime.event_is_done(self._events[0])
+        with runtime.relaxed_capture():
+            return runtime.event_is_done(self._events[0])
 
     def elapsed_ms(self) -> float | None:
         """Wait for the product and return its time; None if there is none."""
         if not self._stopped or not self._events:
             return None
         start, end = self._events
-        call("cudaEventSynchronize", end)
+        runtime.wait_for_event(end)
         return float(call("cudaEventElapsedTime", start, end))
 
     def __del__(self) -> None:

@@ -1,11 +1,8 @@
-"""Measure the CPU's kernels, or cuBLASLt's algorithms for products on the GPU, for this and later processes.
+"""Measure cuBLASLt's algorithms for products on the GPU, for this and later processes.
 
-Without shapes, it is the CPU whose kernels are measured, next to a product in FP32: rtol=, fp32_emulated and the choice
-of kernels go by what they cost on this machine. That takes some seconds.
-
-With shapes, operands are random arrays of the shapes given, made by PyTorch, else by CuPy. What is chosen goes to the
-cache on disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a
-GPU there is nothing to tune for them: the command says so and ends well, so that one script serves all machines.
+Operands are random arrays of the shapes given, made by PyTorch, else by CuPy. The choice is written to the cache on
+disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a GPU there
+is nothing to tune: the command reports it and exits with 0, so that one script serves all machines.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from lowprec.tuning import AutotuneResult
 
 EXAMPLES = """\
 examples:
-  lowprec autotune
   lowprec autotune --shapes 4096x4096 4096x4096 --dtype bfloat16
   lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
   LOWPREC_CACHE_DIR=choices lowprec autotune --shapes 4096x4096 4096x4096 --json
@@ -51,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",
         nargs="+",
+        required=True,
         type=shape,
         metavar="MxK KxN",
         help="shapes of the operands on the GPU, pair after pair; leading dimensions are a batch",
@@ -89,8 +86,6 @@ class _Result(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     environment.autotune()  # a bad value of LOWPREC_AUTOTUNE is a mistake on every machine
-    if options.shapes is None:
-        return _measure_cpu(options)
     pairs = _pairs(options.shapes)
     modes = [_mode(a, b, options) for a, b in pairs]
     gpu = info()["gpu"]
@@ -108,25 +103,6 @@ def run(options: argparse.Namespace) -> int:
         print_json({"device": device, "reason": None, "results": results})
     else:
         print_table(_table(device, found, options.dtype))
-    return 0
-
-
-def _measure_cpu(options: argparse.Namespace) -> int:
-    """Measure what the CPU's kernels cost."""
-    with progress("autotune", tuning.cpu_steps()) as step:
-        found = tuning.measure_cpu(step)
-    cpu = info()["devices"][0]
-    device = f"cpu: {cpu['name']}"
-    if options.json:
-        costs = {name: cost._asdict() for name, cost in found.items()}
-        print_json({"device": device, "reason": None, "results": [], "costs": costs})
-        return 0
-    rows = [
-        (name, f"{cost.per_flop:.3f}", f"{1 / cost.per_flop:.2f}x", f"{cost.per_element:.1f}")
-        for name, cost in found.items()
-    ]
-    columns = ("kernel", ">flop / fp32's", ">speed-up", ">rounding an element, in flops")
-    print_table(Table(f"kernels on {device}, {cpu['threads']} threads", columns, rows))
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from lowprec.cli.exports import add_exports, check_exports, errors_by_speed, exp
 from lowprec.cli.files import read_array
 from lowprec.cli.machine import conditions, describe
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
-from lowprec.cli.options import add_operands, add_sampling, add_shared, listed, mode, shape
+from lowprec.cli.options import add_operands, add_sampling, add_shared, extents, listed, mode
 from lowprec.cli.output import note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import available_modes
@@ -31,8 +32,8 @@ EXAMPLES = """\
 examples:
   lowprec check
   lowprec check A.npy B.npy
-  lowprec check --size 2048 --distribution normal --modes tf32,bf16
-  lowprec check --size 512x4096x512 --seed 7 --json
+  lowprec check --sizes 256,1024,4096 --distribution normal --modes tf32,bf16
+  lowprec check --sizes 512x4096x512 --seed 7 --json
   lowprec check --plot check.svg --csv check.csv
 
 reading the table:
@@ -56,9 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_operands(parser, required=False)
     parser.add_argument(
-        "--size",
-        type=shape,
-        metavar="N|MxKxN",
+        "--sizes",
+        type=listed(extents),
+        metavar="N|MxKxN,...",
         help=f"extents of the random operands (default: {_SIZE})",
     )
     add_shared(parser, "--seed")
@@ -130,7 +131,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         return
     if options.b is None:
         raise CommandError("check: give two .npy files, or none")
-    for name in ("size", "distribution"):
+    for name in ("sizes", "distribution"):
         if getattr(options, name) is not None:
             raise CommandError(f"check: --{name} is about random operands; leave it out with files")
     names = options.a, options.b
@@ -141,21 +142,18 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
-    extents = options.size or (_SIZE,)
-    if len(extents) not in (1, 3):
-        raise CommandError(
-            "check: --size takes one extent (1024) or three (MxKxN, as 512x4096x512)"
-        )
+    sizes = options.sizes or ((_SIZE,),)
     dtype = options.dtype or DType.FLOAT32
     _refuse_double("check", str(dtype))
     chosen = "normal" if dtype is DType.INT8 else options.distribution
-    for number, (name, distribution) in enumerate(DISTRIBUTIONS.items()):
+    for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
         if chosen not in (None, "all", name):
             continue
-        # A generator of its own, so that a distribution is the same whichever others are checked.
+        # A generator per case: its operands do not depend on which others are checked.
         rng = np.random.default_rng([options.seed, number])
         words = "all its values" if dtype is DType.INT8 else distribution.words
-        yield Case(name, words, pairs(rng, extents, dtype, name))
+        label = name if len(sizes) == 1 else f"{name} {'x'.join(map(str, size))}"
+        yield Case(label, words, pairs(rng, size, dtype, name))
 
 
 def _refuse_double(name: str, dtype: str) -> None:

@@ -82,17 +82,9 @@ def _cpu(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
         ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
         ("threads", f"up to {device['threads']} per product"),
         *((s["name"], _use(s)) for s in device["instruction_sets"]),
-        ("costs", _costs(device["costs"])),
         ("GPU", _gpu(gpu)),
     ]
     return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
-
-
-def _costs(costs: dict[str, Any]) -> str:
-    if not costs["measured"]:
-        return "built in, from machines like this one; lowprec autotune measures this one"
-    figures = (f"{name} {costs['kernels'][name]['per_flop']:.2f}" for name in costs["measured"])
-    return f"measured here; a flop, where one of fp32 is 1: {', '.join(figures)}"
 
 
 def _gpu(gpu: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.backends.cpu.emulation.operands import NOWHERE, Operand
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's target, safely
+from lowprec.backends.cpu.packed.stored_code import sources_digest
 
 # numba compiles constants of a module into the code.
 _LEAST = np.int32(-126)  # of a float32, normal or not
@@ -70,43 +71,50 @@ def _note_special(a_row, b, first, last, start, special):
                 special[j] += product
 
 
-def _block(
-    a, a_exponents, a_raw, b, b_exponents, b_raw, c,
-    top, bottom, left, right, is_finite, group, fraction_bits, least,
-):  # fmt: skip
-    n = right - left
-    largest = np.empty(n, np.int32)
-    scale_bits, unscale_bits = np.empty(n, np.int64), np.empty(n, np.int64)
-    scale, unscale = scale_bits.view(np.float64), unscale_bits.view(np.float64)
-    sums, total, special = np.empty(n), np.empty(n), np.empty(n)
-    for row in range(top, bottom):
-        for j in range(n):
-            value = np.float64(c[row, left + j])
-            special[j] = 0.0 if np.isfinite(value) else value
-            total[j] = value if np.isfinite(value) else 0.0
-        for first in range(0, a.shape[1], group):
-            last = min(first + group, a.shape[1])
-            largest[:] = _NOWHERE
-            for i in range(first, last):
-                exponent, exponents = a_exponents[row, i], b_exponents[i, left:right]
-                for j in range(n):
-                    largest[j] = max(largest[j], exponent + exponents[j])
-            _align(total, largest, scale_bits, unscale_bits, fraction_bits, least)
+def _block_function() -> Any:
+    """Return the function to compile; numba's key of its cache includes the digest that it closes over."""
+    sources = sources_digest()
+
+    def block(
+        a, a_exponents, a_raw, b, b_exponents, b_raw, c,
+        top, bottom, left, right, is_finite, group, fraction_bits, least,
+    ):  # fmt: skip
+        _ = sources
+        n = right - left
+        largest = np.empty(n, np.int32)
+        scale_bits, unscale_bits = np.empty(n, np.int64), np.empty(n, np.int64)
+        scale, unscale = scale_bits.view(np.float64), unscale_bits.view(np.float64)
+        sums, total, special = np.empty(n), np.empty(n), np.empty(n)
+        for row in range(top, bottom):
             for j in range(n):
-                sums[j] = np.float64(np.int32(total[j] * scale[j]))
-            for i in range(first, last):
-                factor, factors = a[row, i], b[i, left:right]
+                value = np.float64(c[row, left + j])
+                special[j] = 0.0 if np.isfinite(value) else value
+                total[j] = value if np.isfinite(value) else 0.0
+            for first in range(0, a.shape[1], group):
+                last = min(first + group, a.shape[1])
+                largest[:] = _NOWHERE
+                for i in range(first, last):
+                    exponent, exponents = a_exponents[row, i], b_exponents[i, left:right]
+                    for j in range(n):
+                        largest[j] = max(largest[j], exponent + exponents[j])
+                _align(total, largest, scale_bits, unscale_bits, fraction_bits, least)
                 for j in range(n):
-                    sums[j] += np.float64(np.int32(factor * factors[j] * scale[j]))
-            if not is_finite:
-                _note_special(a_raw[row], b_raw, first, last, left, special)
-            _round(sums, unscale, total, special)
-        for j in range(n):
-            c[row, left + j] = total[j] if special[j] == 0 else special[j]
+                    sums[j] = np.float64(np.int32(total[j] * scale[j]))
+                for i in range(first, last):
+                    factor, factors = a[row, i], b[i, left:right]
+                    for j in range(n):
+                        sums[j] += np.float64(np.int32(factor * factors[j] * scale[j]))
+                if not is_finite:
+                    _note_special(a_raw[row], b_raw, first, last, left, special)
+                _round(sums, unscale, total, special)
+            for j in range(n):
+                c[row, left + j] = total[j] if special[j] == 0 else special[j]
+
+    return block
 
 
 def _compiled(function: Any) -> Any:
-    """Compile ``_block`` now; numba keeps the machine code on disk where it can write."""
+    """Compile a block's function now; numba keeps the machine code on disk where it can write."""
     values, exponents, raw = (x[:, ::1] for x in (types.float64, types.int32, types.float32))
     operand, index = (values, exponents, raw), types.intp
     block = (index,) * 4
@@ -122,7 +130,7 @@ def _compiled(function: Any) -> Any:
         return numba.njit(signature, **options)(function)
 
 
-_run = _compiled(_block)
+_run = _compiled(_block_function())
 
 
 def accumulate(

@@ -14,7 +14,6 @@ from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
 from lowprec.backends.cpu.emulation.operands import NAN, Operand
 from lowprec.backends.execution import Executor
-from lowprec.errors import BackendError
 from lowprec.planning import GemmPlan
 from lowprec.policy import environment
 
@@ -96,12 +95,8 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
 @functools.cache
 def _twin() -> _Accumulate:
     """Return the compiled twin, or NumPy's where there is no numba."""
-    if not numba_import.is_installed() or environment.numba_is_off():
+    if not numba_import.is_installed() or environment.numba_is_off() or numba_import.fails():
         return arrays.accumulate
-    try:
-        from lowprec.backends.cpu.emulation import compiled
-    except ImportError as error:
-        raise BackendError(
-            f"numba is installed but does not work ({error}); repair or uninstall it"
-        ) from error
+    from lowprec.backends.cpu.emulation import compiled
+
     return compiled.accumulate

@@ -306,6 +306,19 @@ def compile_kernel(function: Callable[..., Any], arity: int) -> int:
         )
 
 
+def try_compiler() -> None:
+    """Compile a function with another inlined, so that numba's interfaces that kernels need are known to work."""
+
+    @helper(types.intp)
+    def same(x):
+        return x
+
+    def probe(x):
+        return lesser(same(x), 1)
+
+    compile_kernel(probe, 1)
+
+
 def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
     """Return an object file with the symbol `stored_code.SYMBOL`, which calls the function and nothing of Python."""
     result = compiler.compile_extra(

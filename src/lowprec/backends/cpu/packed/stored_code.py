@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -42,6 +43,22 @@ def address(name: str, compile_: Callable[[], bytes]) -> int:
     return _loaded[name][1]
 
 
+_PACKAGE = Path(__file__).parents[3]
+
+#: Sources outside ``backends/cpu`` that kernels are compiled from, or take constants from.
+_OTHER_SOURCES = ("amp/unscale_kernels.py", "formats.py", "modes.py", "planning/bounds.py")
+
+
+@functools.cache
+def sources_digest(package: Path = _PACKAGE) -> str:
+    """Return a digest of all sources that kernels are compiled from, part of the key of each cached function."""
+    files = sorted((package / "backends" / "cpu").rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in (*files, *(package / name for name in _OTHER_SOURCES)):
+        digest.update(b"%s %d\n" % (file.name.encode(), file.stat().st_size) + file.read_bytes())
+    return digest.hexdigest()
+
+
 @functools.cache
 def _maker() -> str:
     """Return all that decides what becomes of a function."""
@@ -51,7 +68,7 @@ def _maker() -> str:
     if features is None:
         features = binding.get_host_cpu_features().flatten()
     versions = (numba.__version__, llvmlite.__version__, sys.version_info[:2], config.OPT)
-    return f"{versions} {sys.platform} {cpu} {features}"
+    return f"{versions} {sys.platform} {cpu} {features} {sources_digest()}"
 
 
 def _digest(made_of: bytes, code: bytes) -> bytes:
