@@ -2,8 +2,8 @@
 
 Two things would be measured instead. A short product waits for the host, which queues one in some microseconds: each
 measurement is queued behind a kernel that spins for twice the time that the host took before, and made again where that
-was too short. And a product whose operands were just used finds them in the L2 cache: each has other copies of them, together
-larger than the cache.
+was too short. And a product whose operands were just used finds them in the L2 cache: each has other copies of them,
+together larger than the cache.
 """
 
 from __future__ import annotations
