@@ -186,7 +186,10 @@ def _followed(
     out: Any, arrays: dict[str, Any], alpha: Any, beta: Any, activation: Activation | None
 ) -> Any:
     """Return ``activation(alpha * out + beta * c + bias)``."""
-    out = out if type(alpha) is float and alpha == 1.0 else (alpha * out).astype(out.dtype)
+    if type(alpha) is float and alpha == 0.0:
+        out = jnp.zeros_like(out)  # as BLAS specifies, whatever the product is
+    elif type(alpha) is not float or alpha != 1.0:
+        out = (alpha * out).astype(out.dtype)
     if "c" in arrays and not (isinstance(beta, (int, float, complex)) and beta == 0):
         c = _aligned(arrays["c"], out)
         out = out + (beta * c).astype(out.dtype)
