@@ -131,8 +131,33 @@ def test_growth_stops_at_the_end_of_float32() -> None:
     rule = ScaleRule(growth_interval=1)
     assert rule.next(2.0**127, 0, False) == (2.0**127, 0)
     assert rule.next(2.0**126, 0, False) == (2.0**127, 0)
-    # Below the smallest float32 a scale of zero is what PyTorch gives, too.
-    assert rule.next(2.0**-149, 0, True) == (0.0, 0)
+    assert rule.next(2.0**-126, 0, True) == (2.0**-126, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)]
+)
+def test_overflow_without_end_stops_at_a_floor(arguments: dict[str, float], floor: float) -> None:
+    """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
+    torch = load_or_skip(Backend.TORCH).torch
+    ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu")
+    state, rule = functional.init(np), ScaleRule(**arguments)
+    optimizer = Optimizer(torch)
+    theirs.scale(torch.ones(()))
+    for _ in range(200):
+        ours.unscale(np.float32([np.inf]))
+        ours.update()
+        state = functional.update(state, np.bool_(True), rule)
+        optimizer.parameter.grad = torch.full((2,), np.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.get_scale() == max(theirs.get_scale(), floor) == state.scale
+    assert theirs.get_scale() == 0.0
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == floor
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == floor
+    assert (ours.unscale(np.float32([floor])) == 1).all()
 
 
 # -- the rules of others, by parameters -----------------------------------------------------------
@@ -543,6 +568,7 @@ def test_jax_has_no_out() -> None:
         ({"init_scale": 0.0}, "init_scale is a positive number that float32 holds, got 0.0"),
         ({"init_scale": 1e39}, "init_scale is a positive number"),
         ({"init_scale": "big"}, "init_scale is a positive number that float32 holds, got 'big'"),
+        ({"min_scale": 2.0**-128}, "min_scale is at least 2\\^-127, whose inverse float32 holds"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
     ],
 )
@@ -556,7 +582,8 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": -1.0}, "scale is a positive number"),
+        ({"scale": -1.0}, "scale is a number from 0 on that float32 holds"),
+        ({"scale": float("nan")}, "scale is a number from 0 on that float32 holds, got nan"),
         ({"_growth_tracker": -1}, "_growth_tracker is an integer from 0 on"),
         ({"_growth_tracker": 1.5}, "_growth_tracker is an integer from 0 on, got 1.5"),
         ({"growth_factor": 0.5}, "growth_factor is above 1"),

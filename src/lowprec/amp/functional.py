@@ -35,7 +35,7 @@ def init(xp: Any, init_scale: float = 2.0**16) -> ScalerState:
     >>> init(np, 1024.0)
     ScalerState(scale=array(1024., dtype=float32), growth_tracker=array(0, dtype=int32))
     """
-    scale = check_scale("init_scale", init_scale)
+    scale = _DEFAULT.limited(check_scale("init_scale", init_scale))
     return ScalerState(xp.asarray(scale, dtype=xp.float32), xp.asarray(0, dtype=xp.int32))
 
 

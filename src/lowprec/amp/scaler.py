@@ -34,8 +34,8 @@ class _Optimizer:
 class LossScaler:
     """Scale a loss so that its gradients survive float16, and skip the steps in which they overflow.
 
-    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``; arrays may be of any
-    library, in nested lists, tuples and dicts. One scaler belongs to one thread.
+    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``, whose scale may fall
+    to 0; arrays may be of any library, in nested lists, tuples and dicts. One scaler belongs to one thread.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ class LossScaler:
     dynamic : bool
         False keeps the scale; steps with Inf or NaN are skipped nevertheless.
     min_scale, max_scale : float, optional
-        Floor and cap of the scale. They are no part of the state dictionary.
+        Floor (2^-126, the smallest normal float32, by default) and cap of the scale. They are no part of the state
+        dictionary.
     reduce : callable, optional
         For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
         called once for each optimizer and update.
@@ -297,7 +298,7 @@ class LossScaler:
         names = ("growth_factor", "backoff_factor", "growth_interval")
         rule = replace(self._rule, **{name: state_dict[name] for name in names})
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], 0)
-        scale = rule.limited(check_scale("scale", state_dict["scale"]))
+        scale = rule.limited(check_scale("scale", state_dict["scale"], zero=True))
         self._rule, self._state = rule, (scale, tracker, self._optimizers)
 
 
