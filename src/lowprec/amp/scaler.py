@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from lowprec.amp.casts import cast, dtype_name
+from lowprec.amp.casts import scaled_loss
 from lowprec.amp.containers import mapped
 from lowprec.amp.errors import ScalerStateError, SettingError
 from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
@@ -143,7 +143,8 @@ class LossScaler:
         Parameters
         ----------
         loss : array, number or container of arrays
-            Elements keep their type; a product with a 16-bit number is rounded once.
+            Elements keep their type, and a product with a 16-bit number is rounded once; as in PyTorch, a 16-bit loss
+            of no dimensions becomes float32, which holds what is beyond float16.
         """
         if not self._enabled:
             return loss
@@ -152,9 +153,7 @@ class LossScaler:
     def _scaled(self, x: Any) -> Any:
         if isinstance(x, int | float):  # float64 of NumPy's is one, too
             return x * self._scale
-        if dtype_name(x) in ("float16", "bfloat16"):  # the scale itself may be beyond float16
-            return cast(cast(x, "float32") * self._scale, dtype_name(x))
-        return x * self._scale
+        return scaled_loss(x, self._scale)
 
     def unscale(self, grads: Any, *, out: Any = None, optimizer: Hashable = None) -> Any:
         """Return gradients divided by the scale; whether they are finite is found out in the same pass.
@@ -162,7 +161,8 @@ class LossScaler:
         Parameters
         ----------
         grads : container of arrays
-            float32, float64 or bfloat16; None may stand for a gradient that is not there.
+            float32, float64 or bfloat16; None may stand for a gradient that is not there. Of PyTorch's sparse tensors
+            (COO) the values are divided, as ``GradScaler`` does.
         out : container of arrays, optional
             Receives the results: ``grads`` itself for a division in place. What comes twice, as the gradient of tied
             weights does, is divided once; other overlaps are not looked for. An exception from outside (a signal
