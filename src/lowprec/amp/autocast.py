@@ -248,7 +248,8 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
 
     ``matmul``, ``tensordot``, ``vecdot`` and PyTorch's ``nn.functional.linear`` go through lowprec. Where a library has
     no 16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions
-    of the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is traced.
+    of the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is
+    traced.
 
     Parameters
     ----------

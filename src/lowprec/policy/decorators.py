@@ -58,6 +58,7 @@ class Wrapped:
         self._lowprec_wrapped = scope, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function inside the scope."""
         scope, function = self._lowprec_wrapped
         with scope:
             return function(*args, **kwargs)
@@ -67,10 +68,11 @@ class Wrapped:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         try:
-            named = attrgetter(self.__qualname__)(sys.modules[self.__module__])
+            name: str = self.__dict__["__qualname__"]
+            named = attrgetter(name)(sys.modules[self.__module__])
         except (AttributeError, KeyError):
             named = None
-        return self.__qualname__ if named is self else (Wrapped, self._lowprec_wrapped)
+        return name if named is self else (Wrapped, self._lowprec_wrapped)
 
 
 def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
