@@ -120,6 +120,7 @@ def matmul(
         y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
             request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
+            x, y = (x, y) if request.alpha else without_terms(x, y)
     except ElsewhereError as elsewhere:
         return _elsewhere(elsewhere, a, b, _given(
             out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
@@ -131,9 +132,6 @@ def matmul(
         resolved = policy.resolve(math_mode)
     else:
         resolved = _resolve_within(rtol, math_mode, bound, x, y, request)
-    x, y = (
-        (x, y) if request.alpha else without_terms(x, y)
-    )  # alpha = 0 reads no operand, as in BLAS
     found = look_up(resolved, x, y, request)
     execute, target = found.execute, request.out
     if target is None:
