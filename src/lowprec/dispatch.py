@@ -14,6 +14,7 @@ from lowprec import policy, streams
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays.view import without_terms
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ArrayError, DTypeError, ElsewhereError, UnsupportedError
@@ -118,8 +119,8 @@ def matmul(
         x = library.view(a)
         y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
-            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b,
-                           k_chunk)  # fmt: skip
+            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
+            x, y = (x, y) if request.alpha else without_terms(x, y)
     except ElsewhereError as elsewhere:
         return _elsewhere(elsewhere, a, b, _given(
             out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,

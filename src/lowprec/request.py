@@ -143,6 +143,7 @@ class Request(NamedTuple):
             None if c is None else (c.device, c.dtype, c.shape, c.strides),
             None if bias is None else (bias.device, bias.dtype, bias.shape, bias.strides),
             alpha != 1, beta != 0, type(alpha) is complex or type(beta) is complex,
+            _exceeds_float32(alpha), _exceeds_float32(beta),
             activation, out_dtype, type(scale_a), type(scale_b), k_chunk,
         )  # fmt: skip
 
@@ -178,6 +179,8 @@ class Request(NamedTuple):
             return False
         return may_overlap(out, c)
 
+
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 
 #: A product with nothing around it.
 PLAIN = Request()
@@ -277,6 +280,11 @@ def _scalar(name: str, value: Any) -> complex:
     return number
 
 
+def _exceeds_float32(value: complex) -> bool:
+    """Whether a factor is finite and beyond the range of float32."""
+    return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
+
+
 def check_scalars(request: Request, compute_dtype: DType) -> None:
     """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
     for name, scale in (("scale_a", request.scale_a), ("scale_b", request.scale_b)):
@@ -287,6 +295,10 @@ def check_scalars(request: Request, compute_dtype: DType) -> None:
     for name, value in (("alpha", request.alpha), ("beta", request.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
+        if compute_dtype.itemsize <= compute_dtype.is_complex * 4 + 4 and _exceeds_float32(value):
+            raise UnsupportedError(
+                f"{name} is {value}, which float32 cannot represent; scale the operands instead, or make them float64"
+            )
 
 
 def check_devices(views: dict[str, ArrayView]) -> None:

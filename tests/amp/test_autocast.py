@@ -219,6 +219,27 @@ def test_torch_says_dims() -> None:
     assert xp.tensordot(a, a.mT, 1).shape == (3, 3)
 
 
+def test_functions_of_torch_nn() -> None:
+    """``nn.functional`` casts by the lists; classes and what is no function are PyTorch's own."""
+    torch = namespace("torch")
+    xp, x = autocast(torch, "O1,compute=bfloat16"), torch.ones(2, 3)
+    w, bias = torch.ones(4, 3, requires_grad=True), torch.ones(4)
+    found = xp.nn.functional.linear(x, w, bias)
+    assert (found.dtype, found.tolist()) == (torch.bfloat16, [[4.0] * 4] * 2)
+    assert xp.nn.functional.softmax(found, dim=-1).dtype == torch.float32
+    assert xp.nn.functional.relu(found).dtype == torch.bfloat16, "on no list"
+    assert xp.nn.functional.layer_norm(found, (4,)).dtype == torch.float32
+    xp.nn.functional.mse_loss(found, torch.zeros(2, 4)).backward()
+    assert w.grad.dtype == torch.float32
+    assert xp.nn.Linear is torch.nn.Linear
+    assert xp.nn.init is torch.nn.init
+    with fp32_guard():
+        assert xp.nn.functional.linear(x, w).dtype == torch.float32
+    rows = {row.function: (row.list, row.cast) for row in xp.report().rows}
+    assert rows["linear"] == ("allow", 1)
+    assert rows["relu"] == ("-", 0)
+
+
 def test_gradients_pass() -> None:
     torch = namespace("torch")
     xp = autocast(torch, "O1")

@@ -146,3 +146,17 @@ def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(UnsupportedError, match=r"lowprec\[plot\]"):
         gradient_report(np.float32([1.0])).plot(tmp_path / "x.svg")
+
+
+@pytest.mark.parametrize(
+    ("values", "title"),
+    [
+        ([0.0, -0.0], "2 gradients: 2 zero, 0 Inf or NaN; suggested scale 1"),
+        ([np.inf, 0.0], "2 gradients: 1 zero, 1 Inf or NaN; suggested scale 1"),
+        ([], "0 gradients: 0 zero, 0 Inf or NaN; suggested scale 1"),
+    ],
+)
+def test_a_report_without_magnitudes_names_no_range(values: list[float], title: str) -> None:
+    report = gradient_report(np.array(values, np.float32))
+    assert str(report).splitlines()[0] == title
+    assert "nan" not in str(report) + report._repr_html_()

@@ -122,8 +122,8 @@ def test_a_damaged_checkpoint_changes_nothing() -> None:
         weights.load_state_dict(weights.state_dict(), scaler)
     with pytest.raises(ShapeError, match=r"cannot become one of \(3,\)"):
         weights.load_state_dict({**state, "masters": [np.ones(3, np.float32)]})
-    changed = {"masters": [np.zeros(2, np.float32)], "scaler": {**state["scaler"], "scale": 0}}
-    with pytest.raises(SettingError, match="scale is a positive number"):
+    changed = {"masters": [np.zeros(2, np.float32)], "scaler": {**state["scaler"], "scale": -1}}
+    with pytest.raises(SettingError, match="scale is a number from 0 on"):
         weights.load_state_dict({**state, **changed}, scaler)
     assert (weights.masters[0] == 1).all()
 

@@ -12,8 +12,8 @@ import pytest
 
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
-from lowprec import EnvironmentVariableError, LowprecError, LowprecWarning, fp32_guard
-from lowprec.amp import Policy, SettingError
+from lowprec import ArrayError, EnvironmentVariableError, LowprecError, LowprecWarning, fp32_guard
+from lowprec.amp import MasterWeights, Policy, SettingError
 
 #: apex's table: cast of the model, functions patched, norms in float32, masters, loss scale.
 LEVELS = {
@@ -55,6 +55,7 @@ def test_another_narrow_type() -> None:
         ("O0", {"loss_scale": "dynamic"}, "of no use: float32 has float32's exponents"),
         ("O1", {"loss_scale": 1.0}, "loses gradients below 6e-8"),
         ("O1", {"params": "float16"}, "lose updates below 1/4096 of a weight"),
+        ("O2", {"masters": False}, "lose updates below 1/4096 of a weight"),
     ],
 )
 def test_overrides_that_do_not_fit_warn(level: str, overrides: Any, message: str) -> None:
@@ -66,7 +67,7 @@ def test_overrides_that_do_not_fit_warn(level: str, overrides: Any, message: str
 def test_sound_overrides_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Policy.preset("O2", masters=False, norms_float32=False, loss_scale=128.0)
+        Policy.preset("O2", norms_float32=False, loss_scale=128.0)
         Policy.preset("O1", loss_scale=1024.0, output="float16")
         for level in LEVELS:
             Policy.preset(level)
@@ -101,8 +102,39 @@ def test_the_text_of_the_plain_form() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "params", "compute", "output"),
+    [
+        ("p=f32,c=f16,o=f32", "float32", "float16", "float32"),
+        ("p=f32, c=bf16, o=full", "float32", "bfloat16", "float32"),
+        ("c=f16", "float32", "float16", "float16"),
+        ("p=half", "float16", "float16", "float16"),
+        ("p=f16,c=float32", "float16", "float32", "float32"),
+        ("o=bfloat16", "float32", "float32", "bfloat16"),
+        *[(text, *["float32"] * 3) for text in ("full", "f32", "float32")],
+        *[(text, *["float16"] * 3) for text in ("half", "f16", "float16")],
+        *[(text, *["bfloat16"] * 3) for text in ("bf16", "bfloat16")],
+    ],
+)
+def test_the_texts_of_jmp(text: str, params: str, compute: str, output: str) -> None:
+    """The types are those of ``jmp.get_policy``; functions cast where weights are of another type than products."""
+    found = Policy.parse(text)
+    assert (found.params, found.compute, found.output) == (params, compute, output)
+    assert found.functions is (params != compute)
+    assert Policy.parse(str(found)) == found
+
+
+def test_the_texts_of_jmp_beside_others() -> None:
+    assert Policy.parse("O1,c=bf16") == Policy.preset("O1", half="bfloat16")
+    assert Policy.parse("half,loss_scale=128").loss_scale == 128.0
+    assert Policy.parse("compute=bf16") == Policy(compute="bfloat16"), "the output stays float32"
+    assert Policy.parse("c=tf32").output == "float32"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("p=f64", "params is one of float32, bfloat16, float16, got 'f64'"),
+        ("q=f16", "'q=f16' is no part of a policy; write name=value"),
         ("O4", "a level is one of O0, O1, O2, O3, got 'O4'"),
         ("compute=float8", "compute is one of float32, tf32, bfloat16, float16, got 'float8'"),
         ("params=float64", "params is one of float32, bfloat16, float16"),
@@ -184,6 +216,73 @@ def test_weights_are_cast_and_norms_stay() -> None:
     assert cast["layers"][1]["w"].dtype == np.float16
     everything = Policy.preset("O3").cast_params(params)
     assert everything["layers"][1]["bn1"].dtype == np.float16
+
+
+def network(torch: Any) -> Any:
+    """Norms that a name gives away, in a sequence and of the user's; and a name that promises too much."""
+
+    class ScaleNorm(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.ones(1))
+
+    nn = torch.nn
+    return nn.ModuleDict(
+        {
+            "stack": nn.Sequential(
+                nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.LayerNorm(4),
+                nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+                nn.RMSNorm(4), nn.PReLU(4), ScaleNorm(),
+            ),
+            "normal_head": nn.Linear(4, 4).double(),
+            "subnet": nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        }
+    )  # fmt: skip
+
+
+def test_module_types_decide_which_weights_are_norms() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    model = network(torch)
+    kept = {1, 3, 4, 5, 6, 8}
+    for policy, half in ((Policy.preset("O2"), "float16"), (Policy.preset("O3"), "float16")):
+        for found in (policy.cast_params(model), policy.cast_params(model.state_dict(), model)):
+            assert found.keys() == model.state_dict().keys()
+            for name, x in found.items():
+                is_norm = name.startswith("stack") and int(name.split(".")[1]) in kept
+                wanted = "float32" if is_norm and policy.norms_float32 else half
+                if name.startswith("normal_head"):
+                    wanted = "float64"
+                elif name.endswith("num_batches_tracked"):
+                    wanted = "int64"
+                assert str(x.dtype) == f"torch.{wanted}", name
+    x = torch.ones(2, 4)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    weights = MasterWeights(layers, "O2")
+    copies = weights.update(lambda w, g: {n: x - g[n] for n, x in w.items()}, weights.masters)
+    for held in (weights.params, copies):
+        types = {name: str(x.dtype).removeprefix("torch.") for name, x in held.items()}
+        assert types == {
+            "0.weight": "float16", "0.bias": "float16", "1.weight": "float32", "1.bias": "float32",
+        }  # fmt: skip
+    assert all((x == 0).all() for x in copies.values())
+    assert layers(x).dtype == torch.float32, "the model itself stays as it is"
+
+
+def test_statistics_give_a_norm_away() -> None:
+    """Without the model, weights beside running statistics stay float32, whatever their names."""
+    torch = load_or_skip(Backend.TORCH).torch
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    found = Policy.preset("O2").cast_params(model.state_dict())
+    types = {name: str(x.dtype).removeprefix("torch.") for name, x in found.items()}
+    assert types == {
+        "0.weight": "float16", "0.bias": "float16", "1.weight": "float32", "1.bias": "float32",
+        "1.running_mean": "float32", "1.running_var": "float32", "1.num_batches_tracked": "int64",
+    }  # fmt: skip
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(ArrayError, match=r"model is a torch\.nn\.Module, got 3"):
+        Policy.preset("O2").cast_params({"w": np.ones(2, np.float32)}, 3)
 
 
 def test_inputs_and_outputs() -> None:

@@ -23,6 +23,7 @@ from interrupting import Interrupt, Late
 from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
 from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
 from lowprec.amp import scaler as scaler_module
+from lowprec.amp.casts import dtype_name
 from lowprec.amp.rules import ScaleRule
 from lowprec.errors import ArrayError
 
@@ -131,8 +132,33 @@ def test_growth_stops_at_the_end_of_float32() -> None:
     rule = ScaleRule(growth_interval=1)
     assert rule.next(2.0**127, 0, False) == (2.0**127, 0)
     assert rule.next(2.0**126, 0, False) == (2.0**127, 0)
-    # Below the smallest float32 a scale of zero is what PyTorch gives, too.
-    assert rule.next(2.0**-149, 0, True) == (0.0, 0)
+    assert rule.next(2.0**-126, 0, True) == (2.0**-126, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)]
+)
+def test_overflow_without_end_stops_at_a_floor(arguments: dict[str, float], floor: float) -> None:
+    """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
+    torch = load_or_skip(Backend.TORCH).torch
+    ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu")
+    state, rule = functional.init(np), ScaleRule(**arguments)
+    optimizer = Optimizer(torch)
+    theirs.scale(torch.ones(()))
+    for _ in range(200):
+        ours.unscale(np.float32([np.inf]))
+        ours.update()
+        state = functional.update(state, np.bool_(True), rule)
+        optimizer.parameter.grad = torch.full((2,), np.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.get_scale() == max(theirs.get_scale(), floor) == state.scale
+    assert theirs.get_scale() == 0.0
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == floor
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == floor
+    assert (ours.unscale(np.float32([floor])) == 1).all()
 
 
 # -- the rules of others, by parameters -----------------------------------------------------------
@@ -423,17 +449,28 @@ def test_tensors_in_place_and_apart() -> None:
     assert (x == 2).all()
 
 
-def test_a_loss_keeps_its_type(xp: ArrayNamespace) -> None:
-    scaler = LossScaler()
-    for dtype in (np.float32, np.float16, np.dtype(ml_dtypes.bfloat16)):
-        loss = xp.asarray(np.array(0.5, dtype))
-        found = scaler.scale({"loss": loss})["loss"]
-        assert found.dtype == loss.dtype
-        # 65536 itself is beyond float16.
-        assert float(found) == 2.0**15
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_losses_have_pytorchs_types(xp: ArrayNamespace, dtype: Any) -> None:
+    """A loss of no dimensions is scaled in float32 at least, beyond float16's range; others keep their type."""
+    if xp.name == "jax" and dtype is np.float64:
+        pytest.skip("JAX has float64 only where it is switched on")
+    torch = load_or_skip(Backend.TORCH).torch
+    theirs, scaler = torch.amp.GradScaler("cpu"), LossScaler()
+    for values in (1.5, [2.0**-10, 0.25]):
+        loss = np.array(values, dtype)
+        name = getattr(torch, np.dtype(dtype).name)
+        expected = theirs.scale(torch.tensor(values, dtype=name))
+        for found in (
+            scaler.scale({"loss": xp.asarray(loss)})["loss"],
+            functional.scale(xp.asarray(loss), functional.ScalerState(np.float32(2.0**16), 0)),
+        ):
+            assert dtype_name(found) == dtype_name(expected)
+            np.testing.assert_array_equal(
+                xp.to_numpy(found).astype(float), expected.double().numpy()
+            )
     assert scaler.scale(0.5) == 2.0**15
-    found = scaler.scale(np.float16(0.5))
-    assert (found, found.dtype) == (2.0**15, np.float16)
+    found = scaler.scale(np.float16(1.5))
+    assert (found, found.dtype) == (1.5 * 2.0**16, np.float32)
 
 
 # -- order, several optimizers, several processes -------------------------------------------------
@@ -459,15 +496,54 @@ def test_mistakes_in_the_order_are_refused() -> None:
         scaler.step(print, optimizer="b")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize(
-    ("layout", "remedy"), [("coo", r"coalesce\(\).values"), ("csr", "values"), ("csc", "values")]
-)
-def test_sparse_gradients_are_refused(layout: str, remedy: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("where", ["new", "in place", "out"])
+def test_sparse_gradients_are_divided_as_by_pytorch(dtype: str, where: str) -> None:
     torch = load_or_skip(Backend.TORCH).torch
-    grad = torch.eye(3).to_sparse(layout=getattr(torch, f"sparse_{layout}"))
-    with pytest.raises(ArrayError, match=rf"a sparse gradient: pass grad\.{remedy}"):
-        LossScaler().unscale([grad])
+    for bad in (1.0, float("inf"), float("nan")):
+        values = torch.tensor([3.0, 5.0, bad], dtype=getattr(torch, dtype))
+        # The first place comes twice: what is not coalesced stays so.
+        grad = torch.sparse_coo_tensor([[0, 0, 2]], values.clone(), (4,), check_invariants=True)
+        empty = torch.sparse_coo_tensor(size=(4,), dtype=grad.dtype, check_invariants=True)
+        theirs, optimizer = torch.amp.GradScaler("cpu", 4.0), Optimizer(torch)
+        optimizer.parameter = torch.zeros(4, dtype=grad.dtype, requires_grad=True)
+        optimizer.param_groups = [{"params": [optimizer.parameter]}]
+        optimizer.parameter.grad = grad.clone()
+        theirs.scale(torch.ones(()))
+        theirs.unscale_(optimizer)
+        expected = optimizer.parameter.grad
+        ours, grads = LossScaler(4.0), {"w": grad, "tied": grad, "x": empty, "y": empty.clone()}
+        outs = {name: empty.clone() for name in grads}
+        found = ours.unscale(grads, out={"new": None, "in place": grads, "out": outs}[where])
+        for name in ("w", "tied"):
+            assert (found[name] is grad) is (where == "in place")
+            assert found[name].is_coalesced() is False
+            torch.testing.assert_close(
+                found[name].coalesce(), expected.coalesce(), rtol=0, atol=0, equal_nan=True
+            )
+        assert (grad._values()[0] == 3) is not (where == "in place")
+        assert found["x"]._nnz() == found["y"]._nnz() == 0
+        assert ours.found_inf is (bad != 1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_other_sparse_gradients_are_refused() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    eye = torch.eye(3)
+    for layout in ("csr", "csc"):
+        grad = eye.to_sparse(layout=getattr(torch, f"sparse_{layout}"))
+        with pytest.raises(ArrayError, match=r"a sparse gradient: pass grad\.values"):
+            LossScaler().unscale([grad])
+    coo = eye.to_sparse()
+    with pytest.raises(ArrayError, match=r"a sparse gradient: pass grad\.coalesce\(\)\.values"):
+        functional.unscale(coo, functional.init(torch))
+    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
+        LossScaler().unscale([coo.half()])
+    for grads, out in ((coo, eye), (eye, coo)):
+        with pytest.raises(
+            ArrayError, match="out is a sparse tensor if and only if the gradient is"
+        ):
+            LossScaler().unscale(grads, out=out)
 
 
 def test_refused_gradients_leave_the_scaler_ready() -> None:
@@ -543,6 +619,7 @@ def test_jax_has_no_out() -> None:
         ({"init_scale": 0.0}, "init_scale is a positive number that float32 holds, got 0.0"),
         ({"init_scale": 1e39}, "init_scale is a positive number"),
         ({"init_scale": "big"}, "init_scale is a positive number that float32 holds, got 'big'"),
+        ({"min_scale": 2.0**-128}, "min_scale is at least 2\\^-127, whose inverse float32 holds"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
     ],
 )
@@ -556,7 +633,8 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": -1.0}, "scale is a positive number"),
+        ({"scale": -1.0}, "scale is a number from 0 on that float32 holds"),
+        ({"scale": float("nan")}, "scale is a number from 0 on that float32 holds, got nan"),
         ({"_growth_tracker": -1}, "_growth_tracker is an integer from 0 on"),
         ({"_growth_tracker": 1.5}, "_growth_tracker is an integer from 0 on, got 1.5"),
         ({"growth_factor": 0.5}, "growth_factor is above 1"),

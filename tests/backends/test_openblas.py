@@ -160,7 +160,8 @@ def test_the_number_of_threads_of_numpy_changes_no_bit_of_a_stack() -> None:
         import numpy as np
         import lowprec
         rng = np.random.default_rng(5)
-        shapes = [((104, 83), (3, 83, 125)), ((3, 1, 74), (3, 74, 61)), ((4, 42, 235), (4, 235, 42)), ((2, 90, 80), (80, 1))]
+        shapes = [((104, 83), (3, 83, 125)), ((3, 1, 74), (3, 74, 61)),
+                  ((4, 42, 235), (4, 235, 42)), ((2, 90, 80), (80, 1))]
         for (a, b), dtype in itertools.product(shapes, ("float32", "float64", "complex64", "complex128")):
             x, y = ((rng.standard_normal(s) + 1j * rng.standard_normal(s)) for s in (a, b))
             x, y = (z.astype(dtype) if dtype[0] == "c" else z.real.astype(dtype) for z in (x, y))
@@ -181,17 +182,32 @@ def test_the_number_of_threads_of_numpy_changes_no_bit_of_a_stack() -> None:
 
 @needs_openblas
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 3, 5, 7, 4), (1, 9, 1, 30, 40), (3, 2, 20, 1, 30), (40, 1, 64, 48, 50)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 7, 4), (1, 9, 1, 30, 40), (3, 2, 20, 1, 30), (40, 1, 64, 48, 50)]
+)
 @pytest.mark.parametrize("out_order", ["rows", "columns", "gaps"])
 def test_batches(
-    dtype: str, shape: tuple[int, ...], out_order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    shape: tuple[int, ...],
+    out_order: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Operands by rows and by columns, repeated, into memory that holds NaN; each number of threads gives the same bits."""
+    """Repeated operands, into memory that holds NaN; each number of threads gives the same bits."""
     count, repeats, m, n, k = shape
-    a, b = random(rng, (count, 1, m, k), dtype), random(rng, (repeats, n, k), dtype).swapaxes(-1, -2)
+    a, b = (
+        random(rng, (count, 1, m, k), dtype),
+        random(rng, (repeats, n, k), dtype).swapaxes(-1, -2),
+    )
     memory = np.full((repeats, count, n + 1, m + 2), np.nan, dtype)
-    inner = memory[..., 1:, 1:-1] if out_order == "gaps" else np.ascontiguousarray(memory[..., 1:, 2:])
-    out = inner.transpose(1, 0, 3, 2) if out_order != "rows" else np.full((count, repeats, m, n), np.nan, dtype)
+    inner = (
+        memory[..., 1:, 1:-1] if out_order == "gaps" else np.ascontiguousarray(memory[..., 1:, 2:])
+    )
+    out = (
+        inner.transpose(1, 0, 3, 2)
+        if out_order != "rows"
+        else np.full((count, repeats, m, n), np.nan, dtype)
+    )
     results = []
     for workers in (1, 2, 7):
         monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)

@@ -270,7 +270,9 @@ def test_torch_tensors_without_plain_memory_are_refused(
 
 def test_torch_subclasses_and_transforms_are_refused(torch: Any) -> None:
     class Tagged(torch.Tensor):
-        pass
+        @classmethod
+        def __torch_function__(cls, func: Any, *rest: Any, **kwargs: Any) -> Any:
+            return super().__torch_function__(func, *rest, **kwargs)
 
     with pytest.raises(ArrayError, match=r"Tagged is not accepted: .*as_subclass\(torch.Tensor\)"):
         library_of(torch.ones(2).as_subclass(Tagged))

@@ -142,6 +142,12 @@ def late(*_):
     fired = True
     raise Late
 
+# A function, since Python 3.13 may leave the jump back of a loop out of the try statement around it.
+def run(scope):
+    while not fired:
+        with scope:
+            pass
+
 def read():
     get = torch._C._get_fp32_precision_getter
     return [torch.get_float32_matmul_precision(), *(get(*pair) for pair in {pairs})]
@@ -156,12 +162,10 @@ with mode:  # whether the switch has an effect is asked once
     pass
 lost = wrong = refused = 0
 for turn in range({turns}):
-    fired, arrived, scope = False, False, guard if turn % 2 else mode
+    fired, arrived = False, False
     try:
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 3e-4))
-        while not fired:
-            with scope:
-                pass
+        run(guard if turn % 2 else mode)
     except Late:
         arrived = True
     lost += not arrived

@@ -169,11 +169,9 @@ def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
-@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.sampled(2)
-def test_transformed(jax: Any, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_JAX_KERNELS", kernels)
+def test_transformed(jax: Any, name: str) -> None:
     x, _ = operands((4, 4), (1,))
 
     def cubic(multiply: Any) -> Any:
@@ -303,7 +301,6 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize(
     ("cell", "mode", "dtype"),
     [
@@ -313,9 +310,9 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
         ("in_grad", "bf16x3", "complex64"),
     ],
 )
-def test_modes(jax: Any, cell: str, mode: str, dtype: str, kernels: str) -> None:
+def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
     a, b = operands((9, 33), (33, 7), dtype)
-    multiply = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    multiply = functools.partial(lowprec.jax.matmul, math_mode=mode)
     for found, x, y in CELLS[cell](jax, multiply, a, b):
         within_bound(found, x, y, mode)
 
@@ -467,14 +464,13 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
         assert np.isnan(mine[1][0, :3]).all()
 
 
-@pytest.mark.parametrize("kernels", ["xla", "lowprec"])
 @pytest.mark.parametrize("mode", ["bf16x3", "fp16_karatsuba"])
-def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str, kernels: str) -> None:
+def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str) -> None:
     values = np.array([1, 0, -0.0, -2, np.inf, -np.inf, np.nan], np.float32)
     a, b = np.repeat(values, 7).reshape(49, 1), np.tile(values, 7).reshape(49, 1)
     with np.errstate(invalid="ignore"):
         true = a * b
-    one = functools.partial(lowprec.jax.matmul, math_mode=mode, kernels=kernels)
+    one = functools.partial(lowprec.jax.matmul, math_mode=mode)
     found = np.asarray(jax.jit(jax.vmap(one))(a[..., None], b[..., None]))[:, 0]
     np.testing.assert_array_equal(found, true)
     x, y = operands((4, 5), (5, 3), "float32")

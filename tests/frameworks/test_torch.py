@@ -638,3 +638,131 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
         lowprec.matmul(x, x, out=torch.ones(2, 2))
     with pytest.raises(lowprec.DTypeError, match="int64"):
         lowprec.matmul(x, torch.ones(2, 2, dtype=torch.int64))
+
+
+# -- gradients by batches, and what is kept for them ----------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_batched_gradients(torch: Any, a: Any, b: Any, dtype: str) -> None:
+    x, y = operands(torch, a, b, getattr(torch, dtype))
+    torch.autograd.gradcheck(lowprec.matmul, (x, y), check_batched_grad=True)
+    out = lowprec.matmul(x, y)
+    gradients = torch.randn(5, *out.shape, dtype=out.dtype)
+    found, true = (
+        torch.autograd.grad(f(x, y), (x, y), gradients, is_grads_batched=True)
+        for f in (lowprec.matmul, torch.matmul)
+    )
+    close(torch, found, true)
+
+
+def test_vectorised_derivatives(torch: Any) -> None:
+    x, w = operands(torch, (2, 3, 4), (4, 2))
+    functional = torch.autograd.functional
+    for strategy in ("reverse-mode", "forward-mode"):
+        found, true = (
+            functional.jacobian(lambda x, f=f: f(x, w), x, vectorize=True, strategy=strategy)
+            for f in (lowprec.matmul, torch.matmul)
+        )
+        close(torch, found, true)
+    found, true = (
+        functional.hessian(lambda x, f=f: f(x, w).square().sum(), x, vectorize=True)
+        for f in (lowprec.matmul, torch.matmul)
+    )
+    close(torch, found, true)
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
+def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -> None:
+    """A weight may be updated between two backward passes; frozen weights keep no activations."""
+    x, w = (
+        t.requires_grad_(n)
+        for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True)
+    )
+    out = lowprec.matmul(x, w)
+    saved = [t is not None for t in out.grad_fn.saved_tensors]
+    assert saved == [needed[1], needed[0]]
+    with torch.no_grad():
+        for t, n in ((x, needed[1]), (w, needed[0])):
+            if not n:
+                t.add_(1)
+    out.sum().backward()
+
+
+def test_a_weight_may_change_between_two_backward_passes(torch: Any) -> None:
+    layer = lowprec.torch.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    x = torch.ones(4, 3)
+    first, second = layer(x).sum(), layer(x).sum()
+    first.backward()
+    optimizer.step()
+    second.backward()
+    close(torch, layer.weight.grad, torch.full((2, 3), 8.0))
+
+
+# -- tensors without elements of their own --------------------------------------------------------
+
+
+def test_meta_tensors_give_meta_results(torch: Any) -> None:
+    x = torch.ones(5, 3, device="meta", dtype=torch.bfloat16)
+    layer = lowprec.torch.Linear(3, 4, device="meta")
+    for found, shape, dtype in (
+        (lowprec.matmul(x, torch.ones(2, 3, 4, device="meta")), (2, 5, 4), torch.float32),
+        (lowprec.matmul(x, x.mT, out_dtype="float32"), (5, 5), torch.float32),
+        (layer(x.float().requires_grad_()), (5, 4), torch.float32),
+    ):
+        assert (found.is_meta, tuple(found.shape), found.dtype) == (True, shape, dtype)
+    found.sum().backward()
+    assert layer.weight.grad.is_meta
+    for a, b in ((x, torch.ones(3, 3)), (torch.ones(3, 5), x)):
+        with pytest.raises(lowprec.DeviceError, match="move one of them"):
+            lowprec.matmul(a, b)
+
+
+def test_subclasses_that_only_add_attributes_are_accepted(torch: Any) -> None:
+    class Tagged(torch.nn.Parameter):
+        pass
+
+    class Named(torch.Tensor):
+        pass
+
+    x, w = operands(torch, (3, 4), (4, 2), grad=False)
+    tagged = Tagged(w)
+    close(torch, lowprec.matmul(x.as_subclass(Named), w).as_subclass(torch.Tensor), x @ w)
+    out = lowprec.matmul(x, tagged)
+    close(torch, out.detach(), x @ w)
+    out.sum().backward()
+    close(torch, tagged.grad, x.sum(0)[:, None].expand(4, 2))
+
+
+def test_fake_tensors_are_refused_as_others_are(torch: Any) -> None:
+    with torch._subclasses.FakeTensorMode():
+        x, integers = torch.ones(2, 3), torch.ones(3, 3, dtype=torch.int32)
+        for a, b, error, match in (
+            (integers, integers, lowprec.DTypeError, "a has dtype int32; supported: "),
+            (x, x, lowprec.ShapeError, "inner dimensions differ"),
+            (torch.ones(2, 2, 3), torch.ones(3, 3, 3), lowprec.ShapeError, "do not broadcast"),
+        ):
+            with pytest.raises(error, match=match):
+                lowprec.matmul(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_jagged_tensors_are_refused(torch: Any) -> None:
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.raises(lowprec.ArrayError, match=r"a is nested; .*unbind"):
+        lowprec.matmul(jagged, torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_product_times_zero_is_not_read(torch: Any, alpha: Any, grad: bool) -> None:
+    c = torch.ones(3, 3)
+    nan = torch.full((3, 3), torch.nan).requires_grad_(grad)
+    found = lowprec.torch.matmul(nan, c, c=c, alpha=alpha, beta=2.0)
+    assert torch.equal(found.detach(), 2 * c)
+    if grad:
+        found.sum().backward()
+        assert torch.equal(nan.grad, torch.zeros(3, 3))

@@ -172,6 +172,75 @@ def test_wrong_shapes_are_told_by_torch(torch: Any, intercept: Any) -> None:
         intercept("bf17")
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ["pinv", "lstsq"])
+def test_complex_solvers_conjugate_inside_the_block(
+    torch: Any, intercept: Any, name: str, inference: bool
+) -> None:
+    """PyTorch's kernels conjugate lazily, which it excludes below a mode."""
+    leaves = [draw(torch, 3, n, dtype=torch.complex64, seed=n).requires_grad_() for n in (3, 2)]
+
+    def call() -> Any:
+        x = [leaf.detach() for leaf in leaves] if inference else leaves
+        if name == "pinv":
+            found = torch.linalg.pinv(x[0]) @ x[1]
+        else:
+            found = torch.linalg.lstsq(*x).solution
+        if inference:
+            return [found]
+        return [found.detach(), *torch.autograd.grad(found.abs().sum(), leaves)]
+
+    with torch.inference_mode(inference):
+        true = call()
+        with intercept("fp32"):
+            found = call()
+    # The same kernels but for the order of sums of three products; the condition number is below 2^5.
+    torch.testing.assert_close(found, true, rtol=2.0**-12, atol=2.0**-12)
+
+
+ADDED: dict[str, Callable[..., Any]] = {
+    "addmm": lambda t, c, a, b, **k: t.addmm(c, a, b, **k),
+    "addmm_": lambda t, c, a, b, **k: c.clone().addmm_(a, b, **k),
+    "addmv": lambda t, c, a, b, **k: t.addmv(c[0], a, b[0], **k),
+    "addbmm": lambda t, c, a, b, **k: t.addbmm(c, a[None], b[None], **k),
+}
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("name", ADDED)
+def test_alpha_of_zero_reads_no_product(torch: Any, intercept: Any, name: str, beta: float) -> None:
+    call, c, nan = ADDED[name], draw(torch, 3, 3), torch.full((3, 3), torch.nan)
+    with intercept("fp32"):
+        found = call(torch, c, nan, nan, alpha=0, beta=beta)
+    assert torch.equal(found, beta * (c[0] if found.ndim == 1 else c))
+
+
+def test_a_function_is_decorated(torch: Any, intercept: Any) -> None:
+    seen = intercept("bf16")
+    x = torch.full((4, 4), 1 + 2.0**-9)
+
+    @seen
+    def product(n: int) -> float:
+        """Multiply."""
+        if n:
+            product(n - 1)
+        return float((x @ x)[0, 0])
+
+    @seen
+    def products() -> Any:
+        yield float((x @ x)[0, 0])
+
+    assert product.__doc__ == "Multiply."
+    assert product(1) == next(products()) == 4
+    assert float((x @ x)[0, 0]) > 4
+    assert counts(seen.report()) == {"mm": 3}
+
+    async def task() -> None: ...
+
+    with pytest.raises(TypeError, match="got an async one"):
+        seen(task)
+
+
 #: What PyTorch refuses, and lowprec would take.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bmm broadcasts": (

@@ -35,7 +35,6 @@ def test_the_table_lists_what_this_version_uses() -> None:
     assert [v.name for v in environment.VARIABLES] == [
         *READ_ONCE,
         "LOWPREC_AUTOTUNE",
-        "LOWPREC_JAX_KERNELS",
         "LOWPREC_CACHE_DIR",
         ISA,
         "LOWPREC_AMP_ALLOWLIST_ADD",

@@ -200,3 +200,31 @@ def test_what_came_is_cut_for_a_message() -> None:
     assert quoted("y" * 1000) == "'" + "y" * 79 + "..."
     assert quoted(Unshowable()) == "<Unshowable>"
     assert quoted(10**5000) == "<int>"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_factor_beyond_float32(name: str, dtype: str) -> None:
+    x = X.astype(dtype)
+    given = {"c": x} if name == "beta" else {}
+    lowprec.matmul(x, x, **given, **{name: 2.0})  # with the same plan but for the factor
+    for factor in (1e39, -1e300):
+        with pytest.raises(lowprec.UnsupportedError, match=f"{name} is .*, which float32 cannot"):
+            lowprec.matmul(x, x, **given, **{name: factor})
+    # What the caller writes as infinity is meant.
+    assert not np.isfinite(lowprec.matmul(x, x, **given, **{name: math.inf})).any()
+    assert lowprec.matmul(X.astype(np.float64), X, alpha=1e300)[0, 0] == 3e300
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,))])
+def test_a_product_times_zero_is_not_read(mode: str, shapes: tuple[Any, Any]) -> None:
+    """As BLAS specifies: with alpha = 0, NaN in the operands has no effect."""
+    a, b = (np.full(shape, np.nan, np.float32) for shape in shapes)
+    shape = np.matmul(a, b).shape
+    np.testing.assert_array_equal(lowprec.matmul(a, b, alpha=0, math_mode=mode), np.zeros(shape))
+    c = np.ones(shape, np.float32)
+    found = lowprec.matmul(a, b, alpha=0, beta=2, c=c, math_mode=mode)
+    np.testing.assert_array_equal(found, 2 * c)
+    with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
+        lowprec.matmul(a, b[1:], alpha=0)

@@ -28,7 +28,11 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
     "matmul": dispatch.matmul,
     "tensordot": contractions.tensordot,
     "vecdot": contractions.vecdot,
+    "linear": contractions.linear,
 }
+
+#: Namespaces within a namespace.
+_PARTS = ("linalg", "fft", "nn", "functional")
 
 #: Of operands; products of others (integers, booleans) are the library's own.
 _DTYPES = frozenset(dtype.label for dtype in OPERAND_DTYPES)
@@ -175,7 +179,7 @@ class AutocastNamespace:
         if name.startswith("__") and name != "__array_namespace_info__":
             raise AttributeError(name)
         value = self._found(name)
-        if isinstance(value, ModuleType) and name in ("linalg", "fft"):
+        if isinstance(value, ModuleType) and name in _PARTS:
             value = AutocastNamespace(value, self._policy, self._record, self._whole)
         elif callable(value) and not isinstance(value, type | ModuleType) and name[0] != "_":
             value = self._wrapped(name, value)
@@ -205,7 +209,7 @@ class AutocastNamespace:
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
             with operands.scope():
-                by_lowprec = product is not None and _are_multiplied(operands)
+                by_lowprec = product is not None and _are_multiplied(name, operands)
                 if by_lowprec:
                     result = _multiplied(whole, name, operands)
                 else:
@@ -218,8 +222,10 @@ class AutocastNamespace:
         )
 
 
-def _are_multiplied(operands: Operands) -> bool:
+def _are_multiplied(name: str, operands: Operands) -> bool:
     """Whether lowprec multiplies arrays of these types, or has the words to refuse what is no array."""
+    if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
+        return False  # PyTorch takes its own keywords, and a vector
     return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
 
 
@@ -240,9 +246,10 @@ def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
 def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     """Return a namespace of the Array API whose functions cast by a policy.
 
-    ``matmul``, ``tensordot`` and ``vecdot``, also those of ``linalg``, go through lowprec. Where a library has no
-    16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions of
-    the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is traced.
+    ``matmul``, ``tensordot``, ``vecdot`` and PyTorch's ``nn.functional.linear`` go through lowprec. Where a library has
+    no 16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions
+    of the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is
+    traced.
 
     Parameters
     ----------

@@ -81,6 +81,20 @@ def cast(array: Any, name: str) -> Any:
     )
 
 
+def times(x: Any, factor: Any) -> Any:
+    """Return a product in the type of the array, rounded once: 16-bit numbers are multiplied in float32."""
+    name = dtype_name(x)
+    wide = cast(x, "float32") if name in FLOATS[2:] else x
+    product = wide * factor
+    return product if dtype_name(product) == name else cast(product, name)
+
+
+def scaled_loss(x: Any, scale: Any) -> Any:
+    """Return a loss times a scale: in float32 where it has 16 bits and no dimensions, else in its own type."""
+    is_narrow = not shape_of(x) and dtype_name(x) in FLOATS[2:]
+    return times(cast(x, "float32") if is_narrow else x, scale)
+
+
 def has_type(xp: Any, name: str) -> bool:
     """Whether a namespace has an element type: by its name, or with NumPy's help, as NumPy has bfloat16."""
     module = getattr(xp, "__name__", "").split(".")[0]

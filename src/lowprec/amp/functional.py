@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from lowprec.amp.casts import cast, dtype_name
+from lowprec.amp.casts import scaled_loss, times
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import ScaleRule, check_scale
 from lowprec.amp.unscaling import check_gradient
@@ -35,13 +35,13 @@ def init(xp: Any, init_scale: float = 2.0**16) -> ScalerState:
     >>> init(np, 1024.0)
     ScalerState(scale=array(1024., dtype=float32), growth_tracker=array(0, dtype=int32))
     """
-    scale = check_scale("init_scale", init_scale)
+    scale = _DEFAULT.limited(check_scale("init_scale", init_scale))
     return ScalerState(xp.asarray(scale, dtype=xp.float32), xp.asarray(0, dtype=xp.int32))
 
 
 def scale(loss: Any, state: ScalerState) -> Any:
-    """Return a loss, or a container of losses, multiplied by the scale; elements keep their type."""
-    return mapped(lambda x: _times(x, state.scale), loss)
+    """Return a loss, or a container of losses, multiplied by the scale, as :meth:`LossScaler.scale` has it."""
+    return mapped(lambda x: scaled_loss(x, state.scale), loss)
 
 
 def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
     xp = array_module(arrays[0])
     found = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
     inverse = 1 / state.scale
-    return mapped(lambda x: _times(x, inverse), grads), found
+    return mapped(lambda x: times(x, inverse), grads), found
 
 
 def update(state: ScalerState, found_inf: Any, rule: ScaleRule = _DEFAULT) -> ScalerState:
@@ -90,11 +90,3 @@ def select(found_inf: Any, skipped: Any, stepped: Any) -> Any:
         Of the same structure.
     """
     return mapped(lambda x, y: array_module(x).where(found_inf, x, y), skipped, stepped)
-
-
-def _times(x: Any, factor: Any) -> Any:
-    """Return a product in the type of the array, rounded once: 16-bit numbers are multiplied in float32."""
-    name = dtype_name(x)
-    wide = cast(x, "float32") if name in ("float16", "bfloat16") else x
-    product = wide * factor
-    return product if dtype_name(product) == name else cast(product, name)

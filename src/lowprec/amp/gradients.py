@@ -83,9 +83,12 @@ class GradientReport:
     shares: tuple[FormatShares, ...]
 
     def _table(self) -> Table:
+        others = "" if math.isnan(self.largest) else (
+            f", others from {self.smallest:.3g} to {self.largest:.3g}"
+        )  # fmt: skip
         title = (
-            f"{self.elements} gradients: {self.zeros} zero, {self.nonfinite} Inf or NaN, others from "
-            f"{self.smallest:.3g} to {self.largest:.3g}; suggested scale {self.suggested_scale:g}"
+            f"{self.elements} gradients: {self.zeros} zero, {self.nonfinite} Inf or NaN{others}; "
+            f"suggested scale {self.suggested_scale:g}"
         )
         rows = [
             [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"]

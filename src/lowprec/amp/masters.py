@@ -11,6 +11,7 @@ from typing import Any
 
 from lowprec.amp.casts import cast, dtype_name, is_float, shape_of
 from lowprec.amp.containers import mapped
+from lowprec.amp.norms import is_module, norms_of
 from lowprec.amp.policy import Policy
 from lowprec.amp.rules import check_entries
 from lowprec.amp.scaler import LossScaler
@@ -23,8 +24,9 @@ class MasterWeights:
 
     Parameters
     ----------
-    params : container of arrays
-        Of any library; what is float64, and what is no float, keeps its type. They are copied.
+    params : container of arrays or torch.nn.Module
+        Of any library; what is float64, and what is no float, keeps its type. They are copied. Of a module, the
+        parameters by their names, and its modules' types decide which are of normalizations.
     policy : Policy or str
         Of the copies: its ``params``, and float32 for normalizations where it says so.
 
@@ -47,11 +49,14 @@ class MasterWeights:
 
     def __init__(self, params: Any, policy: Policy | str = "O2") -> None:
         self._policy = Policy.parse(policy)
+        self._norms = norms_of(params) if is_module(params) else None
+        if self._norms is not None:
+            params = dict(params.named_parameters())
         # One tuple, so that an interrupt never finds masters and copies of different steps.
         self._held = self._with_copies(mapped(_own, params))
 
     def _with_copies(self, masters: Any) -> tuple[Any, Any]:
-        return masters, self._policy.cast_params(masters)
+        return masters, self._policy._cast_params(masters, self._norms)
 
     @property
     def masters(self) -> Any:

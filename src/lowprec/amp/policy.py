@@ -16,8 +16,9 @@ from typing import Any
 
 from lowprec.amp.arguments import by_list
 from lowprec.amp.casts import cast, is_float
-from lowprec.amp.containers import leaves, mapped, paths
+from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.errors import SettingError
+from lowprec.amp.norms import is_module, names, norms_by_name, norms_of
 from lowprec.amp.rules import check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.errors import LowprecWarning, quoted
@@ -43,6 +44,12 @@ DEFAULT_LISTS = {
 _STORAGE = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "tf32", "bfloat16", "float16")
 _WORDS = {"true": True, "false": False}
+
+#: jmp's names of what a policy has, and of element types.
+_KEYS = {"p": "params", "c": "compute", "o": "output"}
+_TYPES = {
+    "full": "float32", "f32": "float32", "half": "float16", "f16": "float16", "bf16": "bfloat16",
+}  # fmt: skip
 
 
 def _list_table(moves: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
@@ -76,7 +83,7 @@ class Policy:
     functions : bool
         Whether each function casts its operands, by the lists.
     norms_float32 : bool
-        Whether weights of normalizations stay float32: those with "norm" or "bn" in one of their names.
+        Whether weights and statistics of normalizations stay float32; :meth:`cast_params` describes which these are.
     masters : bool
         Whether an optimizer should keep float32 weights beside those in ``params``.
     loss_scale : float or "dynamic", optional
@@ -200,6 +207,8 @@ class Policy:
         """Return the policy of a text: a level, ``name=value`` pairs, or a level and pairs, between commas.
 
         A policy is returned as it is. Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
+        Texts of jmp have its meaning, ``"half"`` as well as ``"c=f16"``: ``c`` is ``p`` and ``o`` is ``c`` if not
+        given, and functions cast where ``c`` is not ``p``.
 
         Raises
         ------
@@ -210,6 +219,8 @@ class Policy:
         --------
         >>> Policy.parse("O1,compute=bfloat16,deny=tanh").list_of("tanh")
         'deny'
+        >>> str(Policy.parse("p=f32,c=bf16,o=f32"))
+        'params=float32,compute=bfloat16,output=float32'
         """
         if isinstance(text, cls):
             return text
@@ -218,10 +229,15 @@ class Policy:
         level, *rest = (part.strip() for part in text.split(","))
         if "=" in level:
             level, rest = "", [level, *rest]
+        elif _TYPES.get(level, level) in _STORAGE:
+            level, rest = "", [f"p={level}", *rest]
         values: dict[str, Any] = {}
         moves: dict[str, str] = {}
+        is_jmps = False
         for part in rest:
             name, equals, value = (x.strip() for x in part.partition("="))
+            is_jmps |= name in _KEYS
+            name = _KEYS.get(name, name)
             if name in (*LISTS, "none") and equals:
                 moves.update(dict.fromkeys(value.split("+"), name))
             elif equals and name in {f.name for f in fields(cls) if f.init} - {"moves"}:
@@ -230,6 +246,10 @@ class Policy:
                 raise SettingError(f"{quoted(part)} is no part of a policy; write name=value")
         if moves:
             values["moves"] = tuple(moves.items())
+        if is_jmps and not level:
+            compute = values.setdefault("compute", values.setdefault("params", "float32"))
+            values.setdefault("output", compute if compute in _STORAGE else "float32")
+            values.setdefault("functions", compute != values.get("params", "float32"))
         if values and not level:
             return cls(**values)
         half = values.get("compute", "float16")
@@ -282,13 +302,34 @@ class Policy:
 
     # -- containers ---------------------------------------------------------------------------
 
-    def cast_params(self, params: Any) -> Any:
-        """Return weights in ``params``; those of normalizations in float32 where ``norms_float32`` says so."""
-        following = iter(paths(params))
+    def cast_params(self, params: Any, model: Any = None) -> Any:
+        """Return weights in ``params``; those of normalizations in float32 with ``norms_float32``.
+
+        Parameters
+        ----------
+        params : container of arrays or torch.nn.Module
+            Of a module the state dictionary is cast and returned; the module itself is not changed.
+        model : torch.nn.Module, optional
+            The module with these names. Its modules' types decide which weights are of normalizations: those of
+            classes whose name ends on "Norm" ("Norm1d" and so on), or that derive from such a class. Without one,
+            names decide: those with "norm" or "bn" in them, and those beside running statistics.
+
+        Raises
+        ------
+        ArrayError
+            If something in the container is no array, or ``model`` no module.
+        """
+        if is_module(params):
+            params, model = params.state_dict(), params
+        return self._cast_params(params, None if model is None else norms_of(model))
+
+    def _cast_params(self, params: Any, norms: frozenset[str] | None) -> Any:
+        all_names = names(params)
+        norms = norms_by_name(all_names) if norms is None else norms
+        following = iter(all_names)
 
         def one(x: Any) -> Any:
-            names = " ".join(next(following)).lower()
-            is_norm = self.norms_float32 and ("norm" in names or "bn" in names)
+            is_norm = next(following) in norms and self.norms_float32
             return _cast_float(x, "float32" if is_norm else self.params)
 
         leaves(params)  # refuses what is no array before the first cast
@@ -327,7 +368,7 @@ def _value(name: str, text: str) -> Any:
         return _WORDS[text.lower()]
     if name == "loss_scale" and text != "dynamic":
         return check_scale("loss_scale", text)
-    return text
+    return _TYPES.get(text, text)
 
 
 def _cast_float(x: Any, name: str) -> Any:
@@ -374,7 +415,9 @@ def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
         "params": not is_wide and not policy.masters
         and f"weights in {policy.params} without masters lose updates below {_half_ulp(policy.params)} of a weight",
     }  # fmt: skip
-    return [remark for name, remark in checks.items() if name in overrides and remark]
+    if "masters" in overrides:
+        checks["masters"] = checks["masters"] or checks["params"]
+    return list(dict.fromkeys(x for name, x in checks.items() if name in overrides and x))
 
 
 def _half_ulp(name: str) -> str:

@@ -17,6 +17,9 @@ import numpy as np
 from lowprec.amp.errors import SettingError
 from lowprec.errors import quoted
 
+#: Of float32. A scale of 0 has no inverse, and never grows again.
+_SMALLEST_NORMAL, _LEAST = 2.0**-126, 2.0**-127
+
 
 @dataclass(frozen=True)
 class ScaleRule:
@@ -31,7 +34,8 @@ class ScaleRule:
     growth_interval : int
         At least 1.
     min_scale, max_scale : float, optional
-        Floor and cap of the scale. jmp has a floor of 1, MXNet a cap of 2^24.
+        Floor and cap of the scale. The floor is 2^-126 by default, the smallest normal float32; jmp has a floor of 1,
+        MXNet a cap of 2^24.
     dynamic : bool
         Whether the scale changes at all.
 
@@ -62,10 +66,18 @@ class ScaleRule:
             limit = getattr(self, name)
             if limit is not None:
                 check_scale(name, limit)
-        if None not in (self.min_scale, self.max_scale) and self.min_scale > self.max_scale:  # type: ignore[operator]
+        if self._floor < _LEAST:
             raise SettingError(
-                f"min_scale={self.min_scale} is above max_scale={self.max_scale}; exchange them"
+                f"min_scale is at least 2^-127, whose inverse float32 holds, got {self._floor}"
             )
+        if self.max_scale is not None and self._floor > self.max_scale:
+            raise SettingError(
+                f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them"
+            )
+
+    @property
+    def _floor(self) -> float:
+        return _SMALLEST_NORMAL if self.min_scale is None else self.min_scale
 
     def next(self, scale: float, tracker: int, found_inf: bool) -> tuple[float, int]:
         """Return scale and growth tracker after a step, as float32 and int32 have them.
@@ -103,14 +115,12 @@ class ScaleRule:
         """Return the scale within floor and cap, as float32 has it."""
         if self.max_scale is not None:
             scale = min(scale, self.max_scale)
-        return _rounded(scale if self.min_scale is None else max(scale, self.min_scale))
+        return _rounded(max(scale, self._floor))
 
     def _limited_traced(self, xp: Any, scale: Any) -> Any:
         if self.max_scale is not None:
             scale = xp.where(scale > self.max_scale, xp.full_like(scale, self.max_scale), scale)
-        if self.min_scale is not None:
-            scale = xp.where(scale < self.min_scale, xp.full_like(scale, self.min_scale), scale)
-        return scale
+        return xp.where(scale < self._floor, xp.full_like(scale, self._floor), scale)
 
 
 def _rounded(value: float) -> float:
@@ -139,12 +149,16 @@ def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> N
         raise SettingError(f"{what} lacks {', '.join(lacking)}; {remedy}")
 
 
-def check_scale(name: str, value: Any) -> float:
-    """Return a scale as float32 holds it; raise :class:`SettingError` if it is no positive number of float32."""
+def check_scale(name: str, value: Any, *, zero: bool = False) -> float:
+    """Return a scale as float32 holds it; raise :class:`SettingError` if float32 has no such positive number.
+
+    ``zero`` also allows 0, which the scale of PyTorch's ``GradScaler`` reaches.
+    """
     try:
         found = _rounded(float(value))
     except (TypeError, ValueError, OverflowError):
         found = math.nan
-    if not 0 < found < math.inf:
-        raise SettingError(f"{name} is a positive number that float32 holds, got {quoted(value)}")
+    if not (0 < found < math.inf or (zero and found == 0)):
+        words = "number from 0 on" if zero else "positive number"
+        raise SettingError(f"{name} is a {words} that float32 holds, got {quoted(value)}")
     return found

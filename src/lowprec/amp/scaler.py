@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from lowprec.amp.casts import cast, dtype_name
+from lowprec.amp.casts import scaled_loss
 from lowprec.amp.containers import mapped
 from lowprec.amp.errors import ScalerStateError, SettingError
 from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
@@ -34,8 +34,8 @@ class _Optimizer:
 class LossScaler:
     """Scale a loss so that its gradients survive float16, and skip the steps in which they overflow.
 
-    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``; arrays may be of any
-    library, in nested lists, tuples and dicts. One scaler belongs to one thread.
+    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``, whose scale may fall
+    to 0; arrays may be of any library, in nested lists, tuples and dicts. One scaler belongs to one thread.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ class LossScaler:
     dynamic : bool
         False keeps the scale; steps with Inf or NaN are skipped nevertheless.
     min_scale, max_scale : float, optional
-        Floor and cap of the scale. They are no part of the state dictionary.
+        Floor (2^-126, the smallest normal float32, by default) and cap of the scale. They are no part of the state
+        dictionary.
     reduce : callable, optional
         For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
         called once for each optimizer and update.
@@ -142,7 +143,8 @@ class LossScaler:
         Parameters
         ----------
         loss : array, number or container of arrays
-            Elements keep their type; a product with a 16-bit number is rounded once.
+            Elements keep their type, and a product with a 16-bit number is rounded once; as in PyTorch, a 16-bit loss
+            of no dimensions becomes float32, which holds what is beyond float16.
         """
         if not self._enabled:
             return loss
@@ -151,9 +153,7 @@ class LossScaler:
     def _scaled(self, x: Any) -> Any:
         if isinstance(x, int | float):  # float64 of NumPy's is one, too
             return x * self._scale
-        if dtype_name(x) in ("float16", "bfloat16"):  # the scale itself may be beyond float16
-            return cast(cast(x, "float32") * self._scale, dtype_name(x))
-        return x * self._scale
+        return scaled_loss(x, self._scale)
 
     def unscale(self, grads: Any, *, out: Any = None, optimizer: Hashable = None) -> Any:
         """Return gradients divided by the scale; whether they are finite is found out in the same pass.
@@ -161,7 +161,8 @@ class LossScaler:
         Parameters
         ----------
         grads : container of arrays
-            float32, float64 or bfloat16; None may stand for a gradient that is not there.
+            float32, float64 or bfloat16; None may stand for a gradient that is not there. Of PyTorch's sparse tensors
+            (COO) the values are divided, as ``GradScaler`` does.
         out : container of arrays, optional
             Receives the results: ``grads`` itself for a division in place. What comes twice, as the gradient of tied
             weights does, is divided once; other overlaps are not looked for. An exception from outside (a signal
@@ -297,7 +298,7 @@ class LossScaler:
         names = ("growth_factor", "backoff_factor", "growth_interval")
         rule = replace(self._rule, **{name: state_dict[name] for name in names})
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], 0)
-        scale = rule.limited(check_scale("scale", state_dict["scale"]))
+        scale = rule.limited(check_scale("scale", state_dict["scale"], zero=True))
         self._rule, self._state = rule, (scale, tracker, self._optimizers)
 
 

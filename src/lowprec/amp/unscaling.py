@@ -100,9 +100,14 @@ def _elements(array: Any, library: str) -> Any:
     """Return what is the same for views of the same elements, as far as the library tells; else for one object."""
     if library == "numpy" and array.size:
         return data_pointer(array), array.shape, array.strides
-    if library == "torch" and array.numel():
-        return array.data_ptr(), array.shape, array.stride()
+    if library == "torch" and (values := _values(array)).numel():
+        return values.data_ptr(), values.shape, values.stride()
     return id(array)
+
+
+def _values(tensor: Any) -> Any:
+    """Return the elements of a tensor as a dense one; of a sparse one as they are, not coalesced."""
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 def _library(array: Any) -> str:
@@ -112,8 +117,8 @@ def _library(array: Any) -> str:
     return library
 
 
-def check_gradient(array: Any) -> None:
-    """Raise if an array is of an element type or a layout that gradients must not have."""
+def check_gradient(array: Any, *, coo: bool = False) -> None:
+    """Raise if an array is of an element type or a layout that gradients must not have; ``coo`` allows PyTorch's."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -125,11 +130,12 @@ def check_gradient(array: Any) -> None:
     # PyTorch's: a flag for its coordinates, and none for rows, columns and blocks.
     if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
         values = "coalesce().values()" if array.is_sparse else "values()"
-        raise ArrayError(f"a sparse gradient: pass grad.{values}")
+        if not (coo and array.is_sparse):
+            raise ArrayError(f"a sparse gradient: pass grad.{values}")
 
 
 def _check(array: Any, target: Any) -> None:
-    check_gradient(array)
+    check_gradient(array, coo=True)
     name = dtype_name(array)
     if target is None or target is array:
         return
@@ -142,6 +148,8 @@ def _check(array: Any, target: Any) -> None:
         raise ShapeError(
             f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}"
         )
+    if getattr(target, "is_sparse", False) != getattr(array, "is_sparse", False):
+        raise ArrayError("out is a sparse tensor if and only if the gradient is; make both alike")
 
 
 def _new(
@@ -286,10 +294,15 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
         for dtype in {x.dtype for x in arrays}:
             # One kernel each for all tensors of an element type.
             pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
-            apart = [(x.detach(), out.detach()) for x, out in pairs if out is not x]
+            # A detached sparse tensor has indices of its own.
+            apart = [
+                (x.detach(), out if out.is_sparse else out.detach())
+                for x, out in pairs
+                if out is not x
+            ]
             if apart:
                 torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
-            own = [out.detach() for _, out in pairs]
+            own = [_values(out.detach()) for _, out in pairs]
             torch._amp_foreach_non_finite_check_and_unscale_(own, flag, factor)
     return results, flag
 

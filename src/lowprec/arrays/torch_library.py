@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any, NoReturn
 
 from lowprec.arrays import huge_pages
@@ -60,13 +61,19 @@ class TorchLibrary(Library):
         """Refuse tensors whose class stands for something other than strided memory."""
         kind = type(array)
         if kind not in self._accepted:
-            plain = self._torch.Tensor.__torch_dispatch__
+            tensor, parameter = self._accepted
+            plain = tensor.__torch_dispatch__
             acts = getattr(kind, "__torch_dispatch__", plain) is not plain
+            if not acts and getattr(kind, "__torch_function__", None) in (
+                parameter.__torch_function__,
+                MethodType(tensor.__torch_function__.__func__, kind),
+            ):
+                return  # it only adds attributes
             refuse = functools.partial(ElsewhereError, road=ROAD) if acts else ArrayError
             raise refuse(
                 f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
                 "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
-                "tensor.as_subclass(torch.Tensor) where the subclass only adds attributes)"
+                "tensor.as_subclass(torch.Tensor) where the subclass has memory of its own)"
             )
 
     def view(self, array: Any) -> ArrayView:
@@ -160,6 +167,11 @@ class TorchLibrary(Library):
         if array.is_nested:
             return ArrayError(
                 "the torch tensor is nested; multiply its parts, from tensor.unbind()"
+            )
+        if array.is_meta:
+            return ElsewhereError(
+                "the torch tensor is on device 'meta', where it has no memory that can be read",
+                ROAD,
             )
         if self.device_of(array.device) is None:
             return ArrayError(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.formats import DType
-from lowprec.strides import reach
+from lowprec.strides import contiguous_strides, reach
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
@@ -166,6 +166,21 @@ class ArrayView:
             f"{type(self).__name__}({self.dtype}, shape={self.shape}, strides={self.strides}, "
             f"device={self.device}{''.join(marks)})"
         )
+
+
+def without_terms(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Return the operands of a product cut to an inner dimension of 0, if their inner dimensions agree."""
+    axes = len(a.shape) - 1, max(len(b.shape) - 2, 0)
+    if not a.shape or not b.shape or a.shape[axes[0]] != b.shape[axes[1]]:
+        return a, b
+
+    def emptied(x: ArrayView, axis: int) -> ArrayView:
+        shape = (*x.shape[:axis], 0, *x.shape[axis + 1 :])
+        return ArrayView(
+            x.dtype, shape, contiguous_strides(shape), x.device, x.owner, True, x.address
+        )
+
+    return emptied(a, axes[0]), emptied(b, axes[1])
 
 
 class HostView(ArrayView):

@@ -1,8 +1,7 @@
 """``lowprec_dot_general``: the product as a primitive of JAX's, with the rules of its transformations.
 
 Its dimensions are those of ``lax.dot_general``, so that every product that comes out of a transformation is one again.
-``mode`` is the mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition,
-``kernels`` says whose kernels multiply on CPUs where there is a choice, ``"xla"`` or ``"lowprec"``.
+``mode`` is the mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowprec import policy
 from lowprec.errors import DeviceError
 from lowprec.formats import dtype_from_name, promote
-from lowprec.jax import ffi
 from lowprec.jax.lowering import Dimensions, kept, on_cpu, on_gpu
 
 _product_p = Primitive("lowprec_dot_general")
-
-#: Whose kernels multiply on CPUs.
-XLA, LOWPREC = KERNELS = ("xla", "lowprec")
 
 
 def dot_general(
@@ -38,7 +33,6 @@ def dot_general(
     mode: str,
     backward_mode: str,
     out_dtype: str,
-    kernels: str,
     out_sharding: Any = None,
 ) -> Any:
     """Multiply two arrays of one element type, as ``lax.dot_general`` does, in a mode.
@@ -52,7 +46,7 @@ def dot_general(
     if over_a - over_b:
         b = lax.pcast(b, tuple(over_a - over_b), to="varying")
     return _product_p.bind(
-        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype, kernels=kernels,
+        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
         out_sharding=out_sharding,
     )  # fmt: skip
 
@@ -92,11 +86,6 @@ def _compiled(**params: Any) -> Any:
     return jax.jit(lambda a, b: lax.platform_dependent(a, b, **forms))
 
 
-@functools.lru_cache(maxsize=1024)
-def _called(**params: Any) -> Any:
-    return jax.jit(functools.partial(_product_p.bind, **params))
-
-
 @_product_p.def_impl
 def _compute(a: Any, b: Any, **params: Any) -> Any:
     sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
@@ -104,20 +93,10 @@ def _compute(a: Any, b: Any, **params: Any) -> Any:
         raise DeviceError(
             f"the operands are on {sets[0]} and on {sets[1]}; put one where the other is, by jax.device_put"
         )
-    if params["kernels"] == LOWPREC and not jax.config.jax_disable_jit:
-        return _called(**params)(a, b)
     return _compiled(**params)(a, b)
 
 
-_lower_on_cpu = mlir.lower_fun(on_cpu, multiple_results=False)
-
-
-def _lower(context: Any, a: Any, b: Any, *, kernels: str, **params: Any) -> Any:
-    found = ffi.lowered(context, a, b, **params) if kernels == LOWPREC else None
-    return _lower_on_cpu(context, a, b, **params) if found is None else found
-
-
-mlir.register_lowering(_product_p, _lower, platform="cpu")
+mlir.register_lowering(_product_p, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
 mlir.register_lowering(_product_p, mlir.lower_fun(on_gpu, multiple_results=False), platform="cuda")
 
 
@@ -152,7 +131,6 @@ def _gradient(
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
     *,
     backward_mode: str,
-    kernels: str,
     **_: Any,
 ) -> Any:
     """Return the gradient of an operand: the product with the other one over the axes that only that one has.
@@ -171,8 +149,6 @@ def _gradient(
         Axes that only the operand has.
     backward_mode
         A guard that is open now stands above it.
-    kernels
-        Those of the product.
     """
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
@@ -182,7 +158,7 @@ def _gradient(
     axes = [*batches[0], *free, *in_order]
     found = dot_general(
         x, y, dimensions=(summed, (tuple(range(len(batches[0]))), batches[1])),
-        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label, kernels=kernels,
+        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, axes),
     )  # fmt: skip
     return lax.transpose(found, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)

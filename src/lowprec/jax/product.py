@@ -12,13 +12,12 @@ from lowprec.arrays import CPU
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
-from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.jax import ambient
-from lowprec.jax.primitive import KERNELS, XLA, dot_general
+from lowprec.jax.primitive import dot_general
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, GemmPlan, plan_gemm
-from lowprec.policy import environment
 from lowprec.request import ShapeDtype, bind, check_scalars, spec_of, view_of
 
 #: What stands for the first of the sizes that are known by name only, in checks.
@@ -38,7 +37,6 @@ def matmul(
     out_dtype: Any = None,
     math_mode: str | MathMode | None = None,
     backward_mode: str | MathMode | None = None,
-    kernels: str | None = None,
 ) -> jax.Array:
     """Multiply two arrays, ``activation(alpha * a @ b + beta * c + bias)``, with all that JAX does to a product.
 
@@ -56,9 +54,6 @@ def matmul(
     backward_mode : str or MathMode, optional
         The mode of the two products of the backward pass; by default the one that the forward product had. A guard
         that is open while the backward pass is traced stands above it.
-    kernels : {"xla", "lowprec"}, optional
-        What multiplies on a CPU, here and in the backward pass: XLA, or lowprec's own kernels where XLA can call them.
-        By default as ``LOWPREC_JAX_KERNELS`` says, and that is ``"xla"``.
 
     Returns
     -------
@@ -85,7 +80,6 @@ def matmul(
         )
     mode = resolved.mode.value
     backward = mode if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
-    chosen = _kernels(kernels)
     arrays = {"a": a, "b": b, "c": c, "bias": bias}
     arrays = {n: _array(n, x) for n, x in arrays.items() if x is not None or n in ("a", "b")}
     a, b, c, bias = promoted((arrays["a"], arrays["b"]), arrays.get("c"), arrays.get("bias"))
@@ -100,22 +94,13 @@ def matmul(
         if plain and plan.out_dtype.bits >= plan.compute_dtype.bits
         else plan.accumulator
     )
-    out = _product(x, y, mode, backward, product_dtype.label, chosen)
+    out = _product(x, y, mode, backward, product_dtype.label)
     if not plain:
         out = _followed(out, arrays, alpha, beta, plan.problem.activation)
     return out.astype(plan.out_dtype.label)
 
 
 # -- checks ---------------------------------------------------------------------------------------
-
-
-def _kernels(argument: str | None) -> str:
-    """Return whose kernels multiply, by the argument or the environment."""
-    if argument is None:
-        return environment.jax_kernels() or XLA
-    if argument not in KERNELS:
-        raise UnsupportedError(f"kernels={quoted(argument)} is none of {', '.join(KERNELS)}")
-    return argument
 
 
 def _array(name: str, x: Any) -> jax.Array:
@@ -168,9 +153,9 @@ def _checked(
 # -- the product, and what follows it -------------------------------------------------------------
 
 
-def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str, kernels: str) -> Any:
+def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> Any:
     last, first = a.ndim - 1, max(b.ndim - 2, 0)
-    how = {"mode": mode, "backward_mode": backward_mode, "out_dtype": out_dtype, "kernels": kernels}
+    how = {"mode": mode, "backward_mode": backward_mode, "out_dtype": out_dtype}
     if a.ndim <= 2 or b.ndim <= 2:
         out = dot_general(a, b, dimensions=(((last,), (first,)), ((), ())), **how)
         return jnp.moveaxis(out, 0, -2) if a.ndim == 2 and b.ndim > 2 else out
@@ -186,7 +171,10 @@ def _followed(
     out: Any, arrays: dict[str, Any], alpha: Any, beta: Any, activation: Activation | None
 ) -> Any:
     """Return ``activation(alpha * out + beta * c + bias)``."""
-    out = out if type(alpha) is float and alpha == 1.0 else (alpha * out).astype(out.dtype)
+    if type(alpha) is float and alpha == 0.0:
+        out = jnp.zeros_like(out)  # as BLAS specifies, whatever the product is
+    elif type(alpha) is not float or alpha != 1.0:
+        out = (alpha * out).astype(out.dtype)
     if "c" in arrays and not (isinstance(beta, (int, float, complex)) and beta == 0):
         c = _aligned(arrays["c"], out)
         out = out + (beta * c).astype(out.dtype)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 Scope = AbstractContextManager[Any]
 
 
-def decorated(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+def decorated(
+    scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Return the function with the scope around each of its calls.
 
     The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
-    and closed while the consumer does. A static method stays one, and so does a class method.
+    and closed while the consumer does. A static method stays one, and so does a class method. ``plain`` wraps the
+    functions of none of these kinds.
 
     Raises TypeError if it is no function.
     """
@@ -26,7 +32,7 @@ def decorated(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     for is_kind, decorate in _KINDS:
         if is_kind(function) or is_kind(_call_of(function)):
             return functools.wraps(function)(decorate(scope, function))
-    return functools.wraps(function)(_plain(scope, function))
+    return functools.wraps(function)((plain or _plain)(scope, function))
 
 
 def _call_of(function: Callable[..., Any]) -> Any:
@@ -42,6 +48,31 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+class Wrapped:
+    """A function with a scope around each call; a pickle holds both, or the name that leads to this object."""
+
+    def __init__(self, scope: Scope, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._lowprec_wrapped = scope, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function inside the scope."""
+        scope, function = self._lowprec_wrapped
+        with scope:
+            return function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        try:
+            name: str = self.__dict__["__qualname__"]
+            named = attrgetter(name)(sys.modules[self.__module__])
+        except (AttributeError, KeyError):
+            named = None
+        return name if named is self else (Wrapped, self._lowprec_wrapped)
 
 
 def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:

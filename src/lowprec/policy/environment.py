@@ -24,7 +24,6 @@ from lowprec.policy.variables import (
     FORCE_MATH_MODE,
     GUARD,
     ISAS,
-    JAX_KERNELS,
     LIBRARIES,
     MATH_MODE,
     MAX_CPU_ISA,
@@ -148,11 +147,6 @@ def hidden_cpu_flags() -> frozenset[str]:
 def autotune() -> bool | None:
     """Return what ``LOWPREC_AUTOTUNE`` says, None where it is not set; raise if it is neither 0 nor 1."""
     return AUTOTUNE.value(AUTOTUNE.text())
-
-
-def jax_kernels() -> str | None:
-    """Return what ``LOWPREC_JAX_KERNELS`` holds, None where it is not set; raise if it is none of its words."""
-    return JAX_KERNELS.value(JAX_KERNELS.text())
 
 
 def cache_directory() -> str | None:

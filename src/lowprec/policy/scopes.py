@@ -17,7 +17,7 @@ from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
-from lowprec.policy.decorators import decorated
+from lowprec.policy.decorators import Wrapped, decorated
 from lowprec.policy.entries import Entry, Exit, close_after_all, held, innermost
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import hold
@@ -146,7 +146,7 @@ class PolicyScope:
         Returns
         -------
         callable
-            With the same signature.
+            With the same signature. It can be pickled where the function can, for a pool of processes.
 
         Examples
         --------
@@ -159,7 +159,7 @@ class PolicyScope:
         ...     pool.submit(mode.wrap(get_math_mode)).result()
         <MathMode.TF32: 'tf32'>
         """
-        return self(function)
+        return cast(F, decorated(self, function, Wrapped))
 
     def _frameworks_in_words(self, everything: str = "", nothing: str = "") -> str:
         libraries = self._libraries

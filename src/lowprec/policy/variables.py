@@ -168,15 +168,6 @@ AUTOTUNE = _switch_variable(
     "choices that were measured before are used",
     ("the library's own choice", "choices are measured at first use"),
 )
-_KERNELS = ("xla", "lowprec")
-JAX_KERNELS = Variable(
-    "LOWPREC_JAX_KERNELS",
-    "What multiplies on a CPU in functions that JAX traces from now on: XLA, or lowprec's own kernels where XLA can "
-    "call them.",
-    " or ".join(_KERNELS),
-    "xla",
-    _one_of("LOWPREC_JAX_KERNELS", _KERNELS),
-)
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
     "The folder in which lowprec keeps compiled kernels and measured choices.",
@@ -262,7 +253,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     GUARD,
     TF32_OVERRIDE,
     AUTOTUNE,
-    JAX_KERNELS,
     CACHE_DIR,
     MAX_CPU_ISA,
     *AMP_LISTS.values(),

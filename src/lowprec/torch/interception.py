@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import DispatchKey, _len_torch_dispatch_stack
+from torch._C import _SetExcludeDispatchKeyGuard as _exclude
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +28,7 @@ from lowprec.errors import (
     UnsupportedError,
 )
 from lowprec.modes import MathMode, parse_mode
+from lowprec.policy.decorators import decorated
 from lowprec.policy.switches import Block, hold, release
 from lowprec.torch.attention import CONTROLLER
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
@@ -35,6 +38,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: What is raised before any work is done: PyTorch multiplies then.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
 
+F = TypeVar("F", bound=Callable[..., Any])
 _Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
 
 
@@ -122,7 +126,9 @@ def _leave(visit: _Visit, seen: intercept, *exception: object) -> None:
 
 
 class intercept:
-    """Take the products of PyTorch's own operators through lowprec, inside a ``with`` block.
+    """Take the products of PyTorch's own operators through lowprec.
+
+    It is entered as a ``with`` block, or decorates a function.
 
     Taken are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that PyTorch
     makes of them: ``matmul``, ``linear``, ``einsum``, layers, attention (in its plain form, to which the block switches
@@ -171,6 +177,18 @@ class intercept:
             visit.leave()
             raise
 
+    def __call__(self, function: F) -> F:
+        """Return the function with this block around each of its calls; those of all calls are in one report.
+
+        Raises TypeError for an ``async def``: the block is the thread's, and other tasks run while one waits.
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{self!r} decorates functions that run in one piece, got an async one; open a block around what it "
+                "calls between two awaits"
+            )
+        return cast(F, decorated(self, function))
+
     def report(self) -> InterceptionReport:
         """Return which products were taken so far, and which passed by and why."""
         return self._mode.report()
@@ -188,8 +206,12 @@ class _Intercepting(TorchDispatchMode):
         self._records_grad = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # PyTorch excludes these keys in here, and kernels that conjugate lazily, as pinv's does, would not conjugate.
+        with _exclude(DispatchKey.Conjugate, False), _exclude(DispatchKey.Negative, False):
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         form = form_of(func)
-        kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             # A subclass splits the operator into those of the tensors it holds, and this mode sees them. A fake one
             # holds none: it stands for a shape, as where a DTensor's is worked out.
@@ -211,6 +233,8 @@ class _Intercepting(TorchDispatchMode):
         out = given.pop("out", None)
         assert form.terms is not None
         terms = form.terms(*args, **given)
+        if terms.alpha == 0:  # no product: PyTorch, as BLAS, does not read the factors
+            return func(*args, **kwargs)
         operands = (terms.a, terms.b)
         why, detail = PassedBy.ELEMENT_TYPE, ""
         if terms.a.dtype in ACTED_ON and form.takes(terms, out):  # else PyTorch says what is wrong

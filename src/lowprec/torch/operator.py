@@ -21,7 +21,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from lowprec import dispatch
-from lowprec.errors import UnsupportedError
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError
+from lowprec.formats import OPERAND_DTYPES, promote
+from lowprec.request import parse_dtype
 
 _SCHEMA = (
     "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', bool ambient=False) "
@@ -78,13 +80,22 @@ def _fake(
     a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
     ambient: bool = False,
 ) -> Tensor:  # fmt: skip
-    torch._check(
-        a.shape[-1] == b.shape[-2],
-        lambda: (
-            f"matmul: the inner dimensions differ, shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        ),
-    )
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    dtypes = {"a": parse_dtype(a.dtype), "b": parse_dtype(b.dtype)}
+    for name, dtype in dtypes.items():
+        if not dtype.results:
+            raise DTypeError(
+                f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}"
+            )
+    promote(*dtypes.values())
+    shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    inner = a.shape[-1], b.shape[-2]
+    if all(type(n) is int for n in inner) and inner[0] != inner[1]:
+        raise ShapeError(f"matmul: the inner dimensions differ, {shapes}")
+    torch._check(inner[0] == inner[1])
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ShapeError(f"matmul: the batch dimensions do not broadcast, {shapes}") from None
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, b, out_dtype))
 
 
@@ -96,16 +107,22 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 # -- autograd -------------------------------------------------------------------------------------
 
 
-def operand_gradient(gradient: Tensor, operand: Tensor) -> Tensor:
+def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
+    """Save the operands that the needed gradients of ``a`` and ``b`` use, and what is known of both."""
+    ctx.operands = [(x.shape, x.dtype) for x in (a, b)]
+    ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
+
+
+def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return what became of a product as the gradient of an operand.
 
     It is the sum over what the operand was repeated for along its batch, in the operand's element type, and the real
     part where that is real and the product complex.
     """
-    gradient = gradient.sum_to_size(operand.shape)
-    if gradient.is_complex() and not operand.is_complex():
+    gradient = gradient.sum_to_size(shape)
+    if gradient.is_complex() and not dtype.is_complex:
         gradient = gradient.real
-    return gradient.to(operand.dtype)
+    return gradient.to(dtype)
 
 
 def operand_gradients(
@@ -113,17 +130,23 @@ def operand_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of ``a`` and ``b``, two products in the mode that the context has."""
     a, b = ctx.saved_tensors
+    of_a, of_b = ctx.operands
     if ctx.out_dtype == ACCUMULATOR:
-        gradient = gradient.to(a.dtype)
+        gradient = gradient.to(of_a[1])
     for_a = for_b = None
     if needed[0]:
-        for_a = operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha), a)
+        for_a = _operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha), *of_a)
     if needed[1]:
         rows, of_rows = a, gradient
-        if b.ndim == 2 and a.ndim > 2:
+        if len(of_b[0]) == 2 and a.ndim > 2:
             # One product over all rows, in the place of a sum over the batch, which may have no elements.
-            rows, of_rows = a.flatten(0, -2), gradient.flatten(0, -2)
-        for_b = operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), b)
+            # Written so that PyTorch's legacy batching, which has no rule for flatten, takes it.
+            count = math.prod(a.shape[:-1])
+            rows, of_rows = (
+                a.reshape(count, a.shape[-1]),
+                gradient.reshape(count, gradient.shape[-1]),
+            )
+        for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), *of_b)
     return for_a, for_b
 
 
@@ -157,7 +180,7 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b, ctx.needs_input_grad[1:3])
         _, ctx.mode, ctx.alpha, ctx.out_dtype, _ = rest
         # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
         with torch.enable_grad():

@@ -17,7 +17,7 @@ from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.backends import backend_of
-from lowprec.errors import ArrayError, DTypeError, ShapeError, UnsupportedError
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec
 from lowprec.request import Request, parse_dtype
@@ -31,6 +31,7 @@ from lowprec.torch.operator import (
     multiply_plain,
     operand_gradients,
     result_dtype,
+    save_operands,
     with_batch_first,
 )
 
@@ -40,6 +41,7 @@ _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 #: A tensor that was kept from a transform which has ended.
 _unwrapped = torch._C._functorch.unwrap_if_dead
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _innermost = torch._C._functorch.peek_interpreter_stack
 _JVP = torch._C._functorch.TransformType.Jvp
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
@@ -107,6 +109,10 @@ def matmul(
             raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
     if beta and c is None:
         raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
+    if a.is_meta != b.is_meta:
+        raise DeviceError(
+            f"a is on {a.device} and b on {b.device}; move one of them to the other's device"
+        )
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
@@ -125,7 +131,7 @@ def matmul(
             raise DTypeError(f"{name} is complex, but the operands are {x.dtype} and {y.dtype}")
         if name == "alpha":
             # The operator's factor is real; this one autograd sees, which conjugates it.
-            outer, alpha = alpha, 1.0
+            outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
     if rtol is not None or bound is not None:
         math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
     rounded = None if plain else _rounded_last(x, y, dtype)
@@ -292,6 +298,8 @@ def _check_tensors(**arguments: Any) -> None:
                 f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
                 f"torch.as_tensor({name})"
             )
+        if x is not None and x.is_nested:
+            raise ArrayError(f"{name} is nested; multiply its parts, from {name}.unbind()")
 
 
 # -- the three ways -------------------------------------------------------------------------------
@@ -308,7 +316,8 @@ def _product(
         return found
     mode = policy.resolve(math_mode).mode.value
     rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
-    if type(a) in _PLAIN and type(b) in _PLAIN and not _dispatch_modes() and not _transforms():
+    plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
+    if plain and not _dispatch_modes() and not _transforms():
         if forward_ad._current_level < 0:
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
                 recorded: Tensor = _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
@@ -328,6 +337,10 @@ def _backward(backward_mode: Any, mode: str) -> str:
 
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
     """Multiply in a backward pass, which may be recorded itself."""
+    if not _is_compiling() and (_is_batched(a) or _is_batched(b)):
+        # Of torch.autograd.grad(is_grads_batched=True); PyTorch calls the operator once per gradient.
+        found: Tensor = OPERATOR(a, b, mode, mode, alpha)
+        return found
     return _product(a, b, mode, mode, alpha, "")
 
 
@@ -339,7 +352,7 @@ class _Plain(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         mode, ctx.mode, ctx.alpha, ctx.out_dtype = rest
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b, ctx.needs_input_grad[:2])
         return multiply_plain(a, b, mode, ctx.alpha, ctx.out_dtype)
 
     @staticmethod
@@ -362,7 +375,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype = inputs
-        ctx.save_for_backward(a, b)
+        save_operands(ctx, a, b, ctx.needs_input_grad[:2])
         ctx.save_for_forward(a, b)
         # More than one level: PyTorch hands the inner one's tangents to the outer one as constants.
         ctx.levels = _forward_levels()

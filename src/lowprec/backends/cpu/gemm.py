@@ -52,10 +52,10 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     batch = target.shape[:-2]
     arrays = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
     first = [x.ctypes.data for x in arrays]
-    stacks = [stack_of(x) for x in arrays]
+    stacks = stack_of(arrays[0]), stack_of(arrays[1]), stack_of(arrays[2])
     if batch:
-        table = batches.offsets_of((*stacks, None)) + [*first, 0]
-        loaded_openblas().batch(*stacks)(_columns(table))
+        offsets = batches.offsets_of((*stacks, None))
+        loaded_openblas().batch(*stacks)(_columns(offsets + np.array([*first, 0])))
     else:
         loaded_openblas().product(*stacks)(*first)
     if target is not out:

@@ -150,7 +150,9 @@ class OpenBlas:
         m, n, k = a.rows, b.cols, a.cols
         if m * n * k >= 2 * SMALLEST_PANEL:
             product = self.product(a, b, out)
-            return lambda x: threads.share(lambda abc: product(*abc), list(zip(*x.tolist(), strict=True)))
+            return lambda x: threads.share(
+                lambda abc: product(*abc), list(zip(*x.tolist(), strict=True))
+            )
         if out.order != "row":
             whole = self.batch(b.transposed, a.transposed, out.transposed)
             return lambda x: whole(x[[1, 0, 2]])

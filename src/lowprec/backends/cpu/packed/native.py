@@ -23,7 +23,7 @@ import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, compiler
+from numba.core import compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
@@ -206,16 +206,6 @@ def atomic_store(typing_context, address, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), generate
-
-
-@intrinsic
-def slot(typing_context):
-    """Address of 8 bytes on the stack, until the function returns."""
-
-    def generate(context, builder, signature, args):
-        return builder.ptrtoint(cgutils.alloca_once(builder, I64), I64)
-
-    return types.intp(), generate
 
 
 @intrinsic
