@@ -230,7 +230,8 @@ class _LoweredPlan:
 
     def _check_warm(self, device: int, arguments: Arguments) -> None:
         """Refuse a product that would make something after its packing was queued on a stream that is captured."""
-        handles.handle(device, arguments.stream)
+        if self._terms:
+            handles.handle(device, arguments.stream)
         is_warm = self._has_run
         for term in self._terms:
             operands = self._operands(arguments, self._outside_places(arguments), term)
