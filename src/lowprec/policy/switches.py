@@ -13,7 +13,6 @@ changed, what is to be put back is settled before the first switch is, and every
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from threading import get_ident
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lowprec import forking
 from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt_again, in_words
 from lowprec.policy.protocol import Controller, Tier
@@ -101,6 +101,8 @@ class _Layer:
 
 # Re-entrant, since a finalizer or a signal handler may enter or leave a guard in the very thread that holds it.
 _lock = threading.RLock()
+# A child that is forked while another thread changes switches would find them half changed, and the lock taken.
+forking.hold(_lock)
 #: Taken while the holder of the other lock is in the midst of a change. A lock and no flag, because it is taken and
 #: given back by C code, between which no interrupt comes.
 _changing = threading.Lock()
@@ -264,13 +266,3 @@ def _settle(stack: list[_Layer]) -> list[str]:
         said += layer.told
         stack.pop()
     return said
-
-
-# -- fork -----------------------------------------------------------------------------------------
-
-
-if hasattr(os, "register_at_fork"):
-    # A child that is forked while another thread changes switches would find them half changed, and the lock taken.
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from lowprec import forking
 from lowprec.backends.cpu.cpuinfo import hidden_flags
 from lowprec.backends.cpu.packed import stored_code
 
@@ -55,12 +55,7 @@ with global_compiler_lock:
 
 # A fork waits until no other thread compiles: in the child nobody would release the lock, nor go on with what LLVM is
 # in the middle of.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=global_compiler_lock.release,
-    )
+forking.hold(global_compiler_lock)
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
