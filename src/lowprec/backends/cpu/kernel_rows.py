@@ -274,7 +274,7 @@ OPENBLAS = NUMPY._replace(
     units="OpenBLAS",
     blas="lowprec.backends.cpu.gemm:OPENBLAS",
     requires="openblas",
-    missing="scipy-openblas64 is not installed",
+    missing="scipy-openblas64 is not installed, or a limit leaves no address space for it",
     # Numba's kernels round.
     cost_per_element=100.0,
     # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread whatever its setting.
