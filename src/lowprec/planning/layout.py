@@ -109,7 +109,7 @@ class GemmLayout:
     """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
     Where ``collapsed``, the batch became rows of one large GEMM, which m counts: ``b`` is the same matrix throughout
-    the batch, and the rows of all matrices of ``out`` have one stride, as those of ``a`` have, unless it is to be copied.
+    the batch, and the rows of all matrices of ``out`` have one stride, as those of ``a`` have, if not to be copied.
     """
 
     m: int

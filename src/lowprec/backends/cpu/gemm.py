@@ -69,7 +69,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
 
 
 def _columns(table: Any) -> Any:
-    """Return the addresses of a, b and out, from a table with a row for each product."""
+    """Return the columns of a, b and out, from a table with a row for each product."""
     return np.ascontiguousarray(table[:, :3].T)
 
 
@@ -132,10 +132,11 @@ def _library_call(plan: GemmPlan) -> Executor:
 
 
 def _openblas_batch(product: BatchedProduct, matrices: batches.Matrices, few: bool) -> Executor:
-    kept = batches.offsets_of(matrices) if few else None
+    kept = _columns(batches.offsets_of(matrices)) if few else None
 
     def execute(arguments: Arguments) -> None:
-        product(_columns(batches.addresses_of(matrices, arguments, kept)))
+        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
+        product(offsets + np.array([[x.address] for x in arguments[:3]], np.int64))
 
     return execute
 

@@ -1,7 +1,7 @@
 """Whether numba, which is here, can be imported: one that does not fit its NumPy or LLVM cannot.
 
-It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s. Where the import fails,
-that costs one warning and the kernels, never a product.
+It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s. A failed
+import costs one warning and the kernels, never a product.
 """
 
 from __future__ import annotations

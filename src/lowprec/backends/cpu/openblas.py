@@ -378,7 +378,7 @@ def _is_limited() -> bool:
     except ImportError:
         return True
     limits = map(resource.getrlimit, (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    return any([soft != resource.RLIM_INFINITY for soft, _ in limits])
+    return any(soft != resource.RLIM_INFINITY for soft, _ in limits)
 
 
 def _load(path: str) -> OpenBlas | None:
