@@ -196,7 +196,7 @@ def test_stacks_keep_what_is_made_of_each_matrix(
     want = lowprec.matmul(a, b, math_mode="bf16")
     same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
     plan = lowprec.plan(a, prepared, math_mode="bf16")
-    assert plan.layout.batch_count > 1
+    assert plan.layout.batch_count > 1 or plan.kernel_row.blas  # which has the rows copied
     if is_kept(plan):
         spoil(prepared)
         same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
