@@ -175,7 +175,7 @@ def test_prepared_operands(
     mode: str, native: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alike with and without, alone and in batches; also where elements are computed again."""
-    monkeypatch.setattr(direct, "_pays", lambda seconds: native)
+    monkeypatch.setattr(direct, "_has_kernels", lambda: native)
     a, b = numbers(rng, 3, 6, 21), numbers(rng, 19, 21).T
     b[3, 4] = np.inf
     for dtype in (np.float32, BF16, np.float16):

@@ -403,3 +403,44 @@ def test_eight_threads_and_forked_children() -> None:
                     os._exit(7 if wrong else 3)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     """)
+
+
+_UNDER_A_LIMIT = """
+import resource, sys, threading
+import numpy as np, lowprec
+warm, megabytes, where = sys.argv[1:]
+a = (np.arange(90000) % 7).reshape(300, 300).astype(np.float32)
+want = a @ a  # from here on NumPy has its memory
+if warm == "warm":
+    lowprec.matmul(a, a)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + (int(megabytes) << 20)
+def multiply():
+    stack = np.stack([a[:40, :40]] * 8).astype(np.complex64)
+    lowprec.matmul(stack, stack)
+    assert (lowprec.matmul(a, a) == want).all()
+    print("done", lowprec.plan(a, a).kernel)
+if where == "main":
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    multiply()
+else:
+    go = threading.Event()
+    thread = threading.Thread(target=lambda: go.wait() and multiply())
+    thread.start()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    go.set()
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux enforces the limit")
+@pytest.mark.parametrize("where", ["main", "thread"])
+@pytest.mark.parametrize("megabytes", [300, 160, 64, 8])
+@pytest.mark.parametrize("warm", ["warm", "cold"])
+def test_a_limit_on_the_address_space(warm: str, megabytes: int, where: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _UNDER_A_LIMIT, warm, str(megabytes), where],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("done ")

@@ -538,3 +538,17 @@ def test_a_mode_of_another_format_is_told_by_the_formats_row(monkeypatch):
     assert found.a_becomes.endswith("held in float32")
     assert "|x| <= 448 in the operands (beyond it NaN)" in found.bound.condition
     assert not found.bound.unconditional
+
+
+@pytest.mark.parametrize("batch_of_b", [False, True])
+def test_a_stack_that_meets_one_matrix_is_copied_to_be_one_product(batch_of_b):
+    """As torch's ``linear`` of a transposed input passes it; a matrix that is repeated is not copied."""
+    a = OperandSpec(DType.FLOAT32, (64, 128, 256), (256, 64 * 256, 1))
+    b = OperandSpec(DType.FLOAT32, (256, 256), (1, 256))
+    if batch_of_b:
+        b = OperandSpec(DType.FLOAT32, (64, 256, 256), (0, 1, 256))
+    plan = plan_gemm(GemmProblem(a, b), OPENBLAS, MathMode.FP32)
+    assert (plan.layout.batch_count, plan.layout.m, plan.layout.collapsed) == (1, 64 * 128, True)
+    assert [(x.operand, x.nbytes) for x in plan.copies] == [("a", 4 * 64 * 128 * 256)]
+    repeated = dataclasses.replace(a, strides=(0, 256, 1))
+    assert plan_gemm(GemmProblem(repeated, b), OPENBLAS, MathMode.FP32).layout.batch_count == 64

@@ -81,6 +81,7 @@ class KernelRow(NamedTuple):
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
     minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if another
+    minimum_batch_flops_complex: int | None = None  # of matrices of complex numbers, if another
 
     @property
     def shares_sums(self) -> bool:
@@ -237,6 +238,8 @@ def _unsupported_reason(
         return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
     flops = 2 * m * n * k
     minimum = row.minimum_batch_flops
+    if is_complex and row.minimum_batch_flops_complex is not None:
+        minimum = row.minimum_batch_flops_complex
     if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
         minimum = row.minimum_batch_flops_vector
     if layout.batch_count > 1 and flops < minimum:

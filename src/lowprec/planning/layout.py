@@ -109,7 +109,7 @@ class GemmLayout:
     """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
     Where ``collapsed``, the batch became rows of one large GEMM, which m counts: ``b`` is the same matrix throughout
-    the batch, and the rows of all matrices of ``a``, and of ``out``, have one stride.
+    the batch, and the rows of all matrices of ``out`` have one stride, as those of ``a`` have, if not to be copied.
     """
 
     m: int
@@ -306,13 +306,30 @@ def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
 
-def _collapse(layout: GemmLayout) -> GemmLayout:
+def with_rows_copied(layout: GemmLayout) -> GemmLayout:
+    """Return a layout with the batch as rows where copying ``a`` allows it and ``a`` repeats no matrix.
+
+    Examples
+    --------
+    >>> a = OperandSpec(DType.FLOAT32, (8, 16, 32), (32, 256, 1))
+    >>> layout = gemm_layout(a, OperandSpec.contiguous(DType.FLOAT32, (32, 4)))
+    >>> layout.batch_count, with_rows_copied(layout).m, with_rows_copied(layout).a.blas_expressible
+    (8, 128, False)
+    """
+    repeats = 0 in layout.a.batch_strides
+    return layout if repeats else _collapse(layout, copies_a=True)
+
+
+def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
     """Turn the batch into rows where one GEMM can stand for all."""
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout
     a = rows_of_all(layout.a, count)
     out = rows_of_all(layout.out, count)
+    if a is None and copies_a:
+        # No strides describe it, so BLAS expresses it as little.
+        a = MatrixStack(layout.a.dtype, layout.m * count, layout.k, 0, 0, (), (), None, None)
     if a is None or out is None:
         return layout
     b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from lowprec.planning.layout import (
     addend_layout,
     gemm_layout,
     stacked_layout,
+    with_rows_copied,
 )
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
@@ -32,6 +33,9 @@ if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product
     from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
+
+#: Columns of the result from which a copy of ``a`` pays, and multiplications up to which a product is small for that.
+_COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
@@ -65,13 +69,19 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     has_effect = compute_dtype.is_single_precision
     rounded = (has_effect and not a_exact, has_effect and not b_exact)
     products = make_schedule(row(mode), rounded, layout.k, problem.k_chunk)
-    choice = choose_kernel(
-        format_name(fmt), capabilities, layout,
+    choose = partial(
+        choose_kernel,
+        format_name(fmt), capabilities,
         is_complex=compute_dtype.is_complex,
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
         is_plain=_is_plain(problem, mode, compute_dtype, out_dtype, layout, rounded),
     )  # fmt: skip
+    choice, rows = choose(layout), with_rows_copied(layout)
+    if rows is not layout and choice.kernel.blas and _pays_to_copy(layout):
+        # What takes no copies would read strides that there are not.
+        as_rows, layout = choose(rows), rows
+        choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel
     schedule = _schedule(mode, rounded, layout, problem.k_chunk, capabilities, kernel)
     if kernel.is_cublaslt:
@@ -113,6 +123,11 @@ def _is_plain(
         and not problem.has_epilogue
         and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
     )
+
+
+def _pays_to_copy(layout: GemmLayout) -> bool:
+    """Whether one product of a copy of ``a`` is faster than many small ones: there are enough columns to use it."""
+    return layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
 
 
 def _call(plan: GemmPlan) -> CublasLtCall | None:

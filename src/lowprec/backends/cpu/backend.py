@@ -30,10 +30,19 @@ def prepare(plan: GemmPlan) -> Executor:
     if plan.layout.k == 0:
         return functools.partial(fp32_units.execute, plan)
     row = plan.kernel_row
-    if (row.micro_kernel or row.vectors) and _numba_has_failed():
-        return prepare(_without_numba(plan))
+    if row.micro_kernel or row.requires == "numba":
+        if _numba_has_failed():
+            return prepare(_without_numba(plan))
+    elif _converts(plan):
+        casting.can_compile()
     make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
     return make(plan)
+
+
+def _converts(plan: GemmPlan) -> bool:
+    """Whether operands are rounded, or numbers of 16 or 8 bits are read or written: numba's kernels do that."""
+    dtypes = (plan.problem.a.dtype, plan.problem.b.dtype, plan.out_dtype)
+    return any(plan.rounded) or any(x.bits < 32 for x in dtypes)
 
 
 def _numba_has_failed() -> bool:

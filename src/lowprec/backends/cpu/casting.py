@@ -26,8 +26,8 @@ _KERNELS = "lowprec.backends.cpu.casting_kernels"
 #: Elements that a thread takes at a time.
 _PIECE = 1 << 17
 
-#: Elements below which NumPy is done before numba is imported, and below which it costs more to wake a thread.
-_PAYS_TO_IMPORT, _PAYS_TO_SHARE = 1 << 16, 1 << 19
+#: Elements below which it costs more to wake a thread.
+_PAYS_TO_SHARE = 1 << 19
 
 #: Elements below which NumPy's own conversion between dtypes is the fastest.
 _PAYS_TO_CALL = 1 << 12
@@ -145,12 +145,10 @@ def narrow(source: Any, out: Any) -> None:
 
 
 def _pays(elements: int, to: NumberFormat | None) -> bool:
-    """Whether the kernels are there, and compiled or worth it."""
+    """Whether numba was imported with a plan, and the kernels pay."""
     if to is None and elements < _PAYS_TO_CALL:
         return False
-    if _KERNELS in sys.modules:
-        return has_kernels()
-    return elements >= _PAYS_TO_IMPORT and can_compile()
+    return numba_import.NATIVE in sys.modules and has_kernels()
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:

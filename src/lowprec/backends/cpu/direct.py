@@ -1,8 +1,7 @@
 """Small products, and batches of them, in one call of native code: rounded, multiplied, finished and written.
 
 What a product is made of follows from the plan but for the addresses, so it is written down once, as a job of 64-bit
-words. The kernels need numba, which takes longer to import than ten thousand small products: until somebody has
-imported it, or as much time went by without, NumPy computes the same bits.
+words. The kernels need numba; where it does not work, NumPy computes the same bits.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,16 +73,11 @@ _RUN_AT, _RUN_BYTES, _SMALL_BYTES = _SCRATCH_BYTES, 4 << 10, 1 << 10
 
 _KERNELS = "lowprec.backends.cpu.direct_kernels"
 
-#: Seconds without the kernels that pay for importing numba.
-_PAYS_TO_IMPORT = 0.5
-
 #: Multiplications of a batch that pay for waking a thread, those that a thread takes at a time, and as many as take the
 #: time of what each product costs besides.
 _PAYS_TO_SHARE, _SHARE, _EACH = 1 << 22, 1 << 20, 1 << 10
 
 _Factors = ctypes.c_double * 2
-
-_waited, _is_broken = 0.0, False
 
 #: Finds what a prepared ``b`` keeps, made with the first product, and its address; 0 for nothing.
 Kept = Callable[[PreparedView], tuple[Any, int]]
@@ -132,50 +126,18 @@ def prepare_int8(plan: GemmPlan) -> Executor:
 
 def executor(plan: GemmPlan, kind: Kind) -> Executor:
     """Return the executor of a plan for small products of a kind."""
-    seconds, native = _seconds_without(plan), None
-
-    def execute(arguments: Arguments) -> None:
-        nonlocal native
-        if native is None:
-            if not _pays(seconds):
-                _multiply_by_numpy(plan, kind, arguments)
-                return
-            native = _native(plan, kind)
-        native(arguments)
-
-    return _native(plan, kind) if _pays(0.0) else execute
-
-
-def _seconds_without(plan: GemmPlan) -> float:
-    """Return about how much longer a product takes without the kernels."""
-    layout = plan.layout
-    elements = len(plan.schedule) * layout.batch_count * layout.m * layout.n
-    passes = 2e-5 if len(plan.schedule) == 1 else 2e-4
-    return passes + layout.k * (2e-6 + 1e-9 * elements)
-
-
-def _pays(seconds: float) -> bool:
-    """Whether kernels are in the process, or as much was spent without them as it takes to get them there."""
-    global _waited
-    if _is_broken:
-        return False
-    if "lowprec.backends.cpu.packed.native" in sys.modules or _waited + seconds >= _PAYS_TO_IMPORT:
-        return _has_kernels()
-    _waited += seconds
-    return False
+    return _native(plan, kind) if _has_kernels() else partial(_multiply_by_numpy, plan, kind)
 
 
 def _has_kernels() -> bool:
-    """Import the kernels; False where numba is installed but does not work."""
-    global _is_broken
+    """Import the kernels; False where numba does not work."""
     if numba_import.fails():
-        _is_broken = True
         return False
     try:
         importlib.import_module(_KERNELS)
     except ImportError:
-        _is_broken = True
-    return not _is_broken
+        return False
+    return True
 
 
 # --- with the kernels -------------------------------------------------------------------------

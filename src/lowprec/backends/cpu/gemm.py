@@ -9,7 +9,7 @@ import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.backends.cpu import batches, casting
-from lowprec.backends.cpu.openblas import BatchedProduct, loaded_openblas
+from lowprec.backends.cpu.openblas import BatchedProduct, has_room, loaded_openblas
 from lowprec.backends.cpu.stacks import scratch
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
@@ -46,7 +46,13 @@ def multiply_numpy(a: Any, b: Any, out: Any) -> None:
 
 
 def multiply_openblas(a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast."""
+    """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast.
+
+    Where a limit leaves no memory for it, NumPy does that.
+    """
+    if not has_room():
+        multiply_numpy(a, b, out)
+        return
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     batch = target.shape[:-2]
@@ -63,7 +69,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
 
 
 def _columns(table: Any) -> Any:
-    """Return the addresses of a, b and out, from a table with a row for each product."""
+    """Return the columns of a, b and out, from a table with a row for each product."""
     return np.ascontiguousarray(table[:, :3].T)
 
 
@@ -102,6 +108,15 @@ def _numpy_call(plan: GemmPlan) -> Executor:
 
 
 def _openblas_call(plan: GemmPlan) -> Executor:
+    by_library, by_numpy = _library_call(plan), _numpy_call(plan)
+
+    def execute(arguments: Arguments) -> None:
+        (by_library if has_room() else by_numpy)(arguments)
+
+    return execute
+
+
+def _library_call(plan: GemmPlan) -> Executor:
     layout, library = plan.layout, loaded_openblas()
     stacks = (layout.a, layout.b, layout.out)
     if layout.batch_shape:
@@ -117,10 +132,11 @@ def _openblas_call(plan: GemmPlan) -> Executor:
 
 
 def _openblas_batch(product: BatchedProduct, matrices: batches.Matrices, few: bool) -> Executor:
-    kept = batches.offsets_of(matrices) if few else None
+    kept = _columns(batches.offsets_of(matrices)) if few else None
 
     def execute(arguments: Arguments) -> None:
-        product(_columns(batches.addresses_of(matrices, arguments, kept)))
+        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
+        product(offsets + np.array([[x.address] for x in arguments[:3]], np.int64))
 
     return execute
 

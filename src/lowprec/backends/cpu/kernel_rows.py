@@ -274,12 +274,13 @@ OPENBLAS = NUMPY._replace(
     units="OpenBLAS",
     blas="lowprec.backends.cpu.gemm:OPENBLAS",
     requires="openblas",
-    missing="scipy-openblas64 is not installed",
+    missing="scipy-openblas64 is not installed, or a limit leaves no address space for it",
     # Numba's kernels round.
     cost_per_element=100.0,
     # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread whatever its setting.
-    minimum_batch_flops=65_536,
+    minimum_batch_flops=(1 << 19) + 1,
     minimum_batch_flops_vector=8_192,
+    minimum_batch_flops_complex=65_536,
 )
 
 KERNELS = (

@@ -1,7 +1,7 @@
 """Whether numba, which is here, can be imported: one that does not fit its NumPy or LLVM cannot.
 
-It is looked for when plans are made and imported with the first kernel, since that takes 0.3 s. Where the import fails,
-that costs one warning and the kernels, never a product.
+It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s. A failed
+import costs one warning and the kernels, never a product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import LowprecWarning
 
 #: The module that uses most of numba's interfaces.
-_NATIVE = "lowprec.backends.cpu.packed.native"
+NATIVE = "lowprec.backends.cpu.packed.native"
 
 #: Why it failed; at most one entry.
 _failure: list[str] = []
@@ -42,16 +42,16 @@ def fails() -> bool:
     if _failure:
         return True
     try:
-        for name in ("llvmlite.binding", "numba", _NATIVE):
+        for name in ("llvmlite.binding", "numba", NATIVE):
             importlib.import_module(name)
-        sys.modules[_NATIVE].try_compiler()
+        sys.modules[NATIVE].try_compiler()
     except Exception as error:
         # A signal handler's exception is none of numba's, whose interfaces may be missing in any version.
         if not isinstance(error, (ImportError, AttributeError)) and not raised_in(
             error, "ctypes", "llvmlite", "numba", "lowprec.backends.cpu.packed"
         ):
             raise
-        did = "cannot be imported" if name != _NATIVE else "cannot compile lowprec's kernels"
+        did = "cannot be imported" if name != NATIVE else "cannot compile lowprec's kernels"
         _failure[:] = [f"numba is installed but {did} ({error})"]
         warnings.warn(
             f"{_failure[0]}; products run without lowprec's own kernels, more slowly: repair or uninstall it",

@@ -79,6 +79,10 @@ _CORE_TYPES = (
 #: What is loaded where the processor has better kernels that are not to be used.
 _BELOW_AVX2 = "Nehalem"
 
+#: Address space that loading the library takes with a thread for it, and that each thread in a product takes (its
+#: buffer, and the stack and the arena of a new thread of the pool): what is not to be had ends the process.
+_LIBRARY_BYTES, _THREAD_BYTES = 144 << 20, 112 << 20
+
 Product = Callable[[int, int, int], None]
 
 #: Of the addresses of all a, b and out; shape (3, batch_count), C-contiguous, 64 bits.
@@ -344,9 +348,42 @@ _opened: dict[str, OpenBlas | None] = {}
 _lock = threading.Lock()
 
 
+class _Local(threading.local):
+    is_unlimited = False  # as seen at the thread's first product
+
+
+_local = _Local()
+
+
+def has_room(nbytes: int | None = None) -> bool:
+    """Whether the process may take so much address space, by default that of a product of this thread."""
+    if nbytes is None and _local.is_unlimited:
+        return True
+    if not _is_limited():
+        _local.is_unlimited = True
+        return True
+    try:
+        # Reserved and released: no page of it is touched.
+        np.empty(_THREAD_BYTES * threads.num_threads() if nbytes is None else nbytes, np.uint8)
+    except MemoryError:
+        return False
+    return True
+
+
+def _is_limited() -> bool:
+    if sys.platform == "win32":
+        return False
+    try:
+        import resource  # a library, for which there may be no room
+    except ImportError:
+        return True
+    limits = map(resource.getrlimit, (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(soft != resource.RLIM_INFINITY for soft, _ in limits)
+
+
 def _load(path: str) -> OpenBlas | None:
-    if _is_loaded(path):
-        # It has threads and kernels of somebody else's choice.
+    # Somebody else's has threads and kernels of their choice.
+    if _is_loaded(path) or not has_room(_LIBRARY_BYTES):
         return None
     # Its one thread is no answer to how many a product may use.
     threads.ignore_library(path)
