@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.openblas import loaded_openblas
 from lowprec.backends.cpu.stacks import scratch
@@ -40,7 +41,7 @@ def _addresses(x: Any) -> list[int]:
     offsets = np.zeros((), np.intp)
     for extent, stride in zip(x.shape[:-2], x.strides[:-2], strict=True):
         offsets = np.add.outer(offsets, np.arange(extent) * stride)
-    addresses: list[int] = (x.ctypes.data + offsets).ravel().tolist()
+    addresses: list[int] = (data_pointer(x) + offsets).ravel().tolist()
     return addresses
 
 
@@ -60,7 +61,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     if target.ndim == 2:
         arrays = (a, b, target)
-        loaded_openblas().product(*map(stack_of, arrays))(*[x.ctypes.data for x in arrays])
+        loaded_openblas().product(*map(stack_of, arrays))(*[data_pointer(x) for x in arrays])
         if target is not out:
             out[...] = target
         return

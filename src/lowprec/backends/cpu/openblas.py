@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import cpuinfo, threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.panels import (
@@ -105,7 +106,7 @@ class OpenBlas:
         self._factors: dict[str, tuple[Any, Any]] = {}
         for dtype, (letter, scalar) in _FUNCTIONS.items():
             pair = _COMPLEX_FACTORS.get(dtype)
-            one, zero = (1.0, 0.0) if pair is None else (pair.ctypes.data, pair[1:].ctypes.data)
+            one, zero = (1.0, 0.0) if pair is None else (data_pointer(pair), data_pointer(pair[1:]))
             self._factors[dtype] = scalar(one), scalar(zero)
             self._gemm[dtype] = _declared(
                 library, f"scipy_cblas_{letter}gemm64_", _gemm_types(scalar)
