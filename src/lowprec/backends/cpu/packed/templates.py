@@ -138,7 +138,6 @@ def kernels_of(
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
-    # All is imported before the first kernel is compiled: a fork waits for compilers, and for no import.
     emit = resolve(micro_kernel.emit)
     fields = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
