@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -96,15 +97,20 @@ def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> 
     return tuple(steps)
 
 
-def _parse(
-    subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any
-) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+@functools.cache
+def _opt_einsum() -> Any:
     try:
-        import opt_einsum
+        return importlib.import_module("opt_einsum")
     except ModuleNotFoundError:
         raise UnsupportedError(
             'einsum needs opt_einsum, which is not installed: pip install "lowprec[einsum]"'
         ) from None
+
+
+def _parse(
+    subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any
+) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+    opt_einsum = _opt_einsum()
     try:
         inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes), shapes=True)
         path, _ = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)

@@ -227,13 +227,12 @@ def _resolve_within(
     request: Request,
 ) -> ResolvedMode:
     """Return the cheapest mode within a tolerance."""
-    from lowprec.tolerance import mode_within  # few calls have one
-
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
     able = backend_of(x.device).capabilities(x.device)
-    resolved, _ = mode_within(rtol, math_mode, problem, able, bound)
-    return resolved
+    mode_within = resolve("lowprec.tolerance:mode_within")
+    found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, able, bound)
+    return found[0]
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:

@@ -22,6 +22,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends.cpu.emulation import arithmetic, multiply
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS
+from lowprec.backends.cpu.rounding import round_float32
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType
 
@@ -127,8 +128,6 @@ def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
 
 def _check_values(name: str, x: Any, fmt: str) -> None:
     """Raise ArrayError where an array holds a finite number that is none of a format."""
-    from lowprec.backends.cpu.rounding import round_float32
-
     rounded = np.empty(x.shape, np.float32)
     round_float32(x, FORMATS[fmt], rounded)
     wrong = np.argwhere((rounded != x) & ~np.isnan(x))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Executor, backend_of
+from lowprec.backends.execution import resolve
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # planning is imported with the first product
     from lowprec.planning import GemmPlan
 
 _CACHE_SIZE = 4096
+_PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
 class CachedExecutor(NamedTuple):
@@ -42,10 +44,8 @@ def observe(observer: Observer | None) -> None:
 
 def forget() -> None:
     """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
-    from lowprec.planning import plan_gemm
-
     _executors.clear()
-    plan_gemm.cache_clear()
+    resolve(_PLAN_GEMM).cache_clear()
 
 
 def look_up(
@@ -76,12 +76,11 @@ def look_up(
 
 
 def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> CachedExecutor:
-    from lowprec.planning import plan_gemm
-
     views = request.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)
-    plan = plan_gemm(request.problem(spec_of(x), spec_of(y)), backend.capabilities(x.device), mode)
+    problem = request.problem(spec_of(x), spec_of(y))
+    plan: GemmPlan = resolve(_PLAN_GEMM)(problem, backend.capabilities(x.device), mode)
     check_scalars(request, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
     return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan)

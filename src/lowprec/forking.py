@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 #: Packages whose modules products import.
 _PACKAGES = frozenset(
-    "lowprec llvmlite ml_dtypes numba opt_einsum platformdirs scipy_openblas64".split()
+    ["lowprec", "llvmlite", "ml_dtypes", "numba", "opt_einsum", "platformdirs", "scipy_openblas64"]
 )
 
 _bootstrap: Any = getattr(importlib, "_bootstrap", None)
@@ -90,6 +90,6 @@ def _release(held: list[Callable[[], object]]) -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Hooks run in reverse order. That of logging, whose lock imports take, is registered first and so runs after this one.
+    # Hooks run in reverse order: that of logging, whose lock imports take, must be registered first.
     importlib.import_module("logging")
     os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.backends import Arguments
+from lowprec.backends.execution import resolve
 from lowprec.errors import (
     ArrayError,
     DeviceError,
@@ -110,9 +111,8 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return what planning knows of a view: shape, strides and element type."""
-    from lowprec.planning import OperandSpec
-
-    return OperandSpec(x.dtype, x.shape, x.strides)
+    found: OperandSpec = resolve("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
+    return found
 
 
 class Request(NamedTuple):
@@ -149,13 +149,12 @@ class Request(NamedTuple):
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
-        from lowprec.planning import GemmProblem
-
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
-        return GemmProblem(
+        found: GemmProblem = resolve("lowprec.planning:GemmProblem")(
             a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
         )
+        return found
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return what an executor takes."""
@@ -232,9 +231,8 @@ def parse_out_dtype(dtype: Any) -> DType:
 
 
 def _activation(name: str) -> Activation | None:
-    from lowprec.planning import parse_activation
-
-    return parse_activation(name)
+    found: Activation | None = resolve("lowprec.planning:parse_activation")(name)
+    return found
 
 
 def _scale(name: str, value: Any) -> ArrayView | float | None:

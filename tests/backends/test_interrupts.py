@@ -591,40 +591,6 @@ def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) ->
     assert run_python(code, str(tmp_path)) == "15 10 15"
 
 
-@pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
-@pytest.mark.parametrize(
-    "multiply",
-    [
-        'lowprec.matmul(a, a, math_mode="bf16")',
-        'lowprec.matmul(a, a, math_mode="fp16", alpha=2.0, bias=a[0])',
-        "lowprec.matmul(a.astype(np.int8), a.astype(np.int8))",
-        'lowprec.matmul(a[:4, :8].reshape(4, 2, 4), a[:4, :12].reshape(4, 4, 3), math_mode="tf32")',
-        'lowprec.matmul(a[:9, :9], a[:9, :9], math_mode="bf16x3")',
-    ],
-)
-def test_nothing_is_imported_once_kernels_are_compiled(multiply: str, tmp_path: Path) -> None:
-    """A fork waits for compilers; a module that another thread has half imported would be locked in the child."""
-    code = f"""
-        import os, sys
-        os.environ["LOWPREC_CACHE_DIR"] = sys.argv[1]
-        import numpy as np
-        import lowprec
-        from lowprec.backends.cpu.packed import native
-
-        make, modules = native._machine_code, []
-        def ours():
-            return {{name for name in sys.modules if name.startswith("lowprec")}}
-        def compile_(*arguments):
-            modules.append(ours())
-            return make(*arguments)
-        native._machine_code = compile_
-        a = np.ones((200, 200), np.float32)
-        {multiply}
-        print(len(modules) > 0, sorted(ours() - modules[0]))
-    """
-    assert run_python(code, str(tmp_path)) == "True []"
-
-
 def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:
     code = """
         import sys

@@ -153,6 +153,7 @@ def test_einsum_refuses_an_order_that_is_none(optimize: Any) -> None:
 
 
 def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
+    contraction_recipes._opt_einsum.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
         lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)))

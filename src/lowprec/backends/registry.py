@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import DeviceMemory, register
-from lowprec.backends.execution import Backend
+from lowprec.backends.execution import Backend, resolve
 from lowprec.errors import DeviceError, DeviceMemoryError
 
 if TYPE_CHECKING:  # planning is imported with the first product
@@ -38,9 +38,8 @@ def predicted(device: str) -> Capabilities:
 
     Raises DeviceError if no such model is known; the message lists those that are.
     """
-    from lowprec.backends.cuda import models  # with the first plan that asks
-
-    return models.predicted(device)
+    found: Capabilities = resolve("lowprec.backends.cuda.models:predicted")(device)
+    return found
 
 
 def release_memory() -> None:

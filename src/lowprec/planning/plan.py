@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
@@ -19,6 +21,23 @@ if TYPE_CHECKING:  # what only cuBLASLt, or who prints a plan, needs is imported
     from lowprec.planning.roofline import Roofline
 
 
+# What only printing a plan needs is imported once: at the exit of Python nothing can be imported, not even again.
+
+
+@cache
+def _rendering() -> Any:
+    from lowprec.planning import rendering
+
+    return rendering
+
+
+@cache
+def _roofline() -> Callable[[GemmPlan], Roofline | None]:
+    from lowprec.planning.roofline import roofline
+
+    return roofline
+
+
 class Copy(NamedTuple):
     """A copy that is made because of where or how an array lies."""
 
@@ -29,9 +48,8 @@ class Copy(NamedTuple):
     @property
     def reason(self) -> str:
         """The reasons in words."""
-        from lowprec.planning import rendering  # only who prints a plan needs it
-
-        return rendering.copy_reason(self)
+        words: str = _rendering().copy_reason(self)
+        return words
 
 
 class Candidate(NamedTuple):
@@ -129,9 +147,7 @@ class GemmPlan:
     @property
     def roofline(self) -> Roofline | None:
         """The least time that the device's peak rate and bandwidth allow; None where they are not known."""
-        from lowprec.planning.roofline import roofline  # only who prints a plan needs it
-
-        return roofline(self)
+        return _roofline()(self)
 
     # In words, for people and for JSON.
 
@@ -167,22 +183,18 @@ class GemmPlan:
         return (text,) if text else ()
 
     def _in_words(self, name: str) -> str:
-        from lowprec.planning import rendering  # only who prints a plan needs it
-
-        return rendering.WORDS[name](self)
+        words: str = _rendering().WORDS[name](self)
+        return words
 
     def __str__(self) -> str:
-        from lowprec.planning import rendering
-
-        return rendering.to_text(self)
+        words: str = _rendering().to_text(self)
+        return words
 
     def _repr_html_(self) -> str:
-        from lowprec.planning import rendering
-
-        return rendering.to_html(self)
+        words: str = _rendering().to_html(self)
+        return words
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
-        from lowprec.planning import rendering
-
-        return rendering.to_dict(self)
+        words: dict[str, Any] = _rendering().to_dict(self)
+        return words

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -133,9 +134,14 @@ def _pays_to_copy(layout: GemmLayout) -> bool:
 def _call(plan: GemmPlan) -> CublasLtCall | None:
     if not (plan.kernel_row.is_cublaslt and plan.flops):
         return None
+    return _lower()(plan)
+
+
+@cache
+def _lower() -> Callable[[GemmPlan], CublasLtCall]:
     from lowprec.planning.lowering import lower
 
-    return lower(plan)
+    return lower
 
 
 def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:

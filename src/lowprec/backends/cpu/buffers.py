@@ -17,6 +17,8 @@ import weakref
 
 import numpy as np
 
+from lowprec.arrays.view import data_pointer
+
 #: Upper bound on the free buffers of all threads together.
 RETAINED_LIMIT_BYTES = 512 << 20
 
@@ -119,7 +121,7 @@ class borrow:
                 release_all()
                 array = np.empty(_rounded(self._nbytes), np.uint8)
         self._array = array
-        return -(-int(array.ctypes.data) // _PAGE) * _PAGE
+        return -(-data_pointer(array) // _PAGE) * _PAGE
 
     def __exit__(self, *_: object) -> None:
         self._free.give(self._array)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, numba_import, threads
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
@@ -38,6 +39,12 @@ SCRATCH_BYTES = 512
 Kernel = Callable[..., int]
 
 
+@functools.lru_cache(maxsize=64)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype; NumPy makes it each time, for which it imports."""
+    return dtype.name
+
+
 @functools.cache
 def has_kernels() -> bool:
     """Whether numba is here to compile the kernels. It is not imported for that."""
@@ -56,6 +63,7 @@ def can_compile() -> bool:
     return True
 
 
+@functools.cache
 def kernels() -> Any:
     """Return the module of native kernels."""
     return importlib.import_module(_KERNELS)
@@ -96,7 +104,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
         if pays:
             source, out = _as_real(source, out)
             if out.dtype == np.float32:
-                kernel = _cast_kernel(source.dtype.name, to)
+                kernel = _cast_kernel(name_of(source.dtype), to)
         if kernel is None:
             extrema[number] = _cast_by_numpy(source, out, to)
         elif out.size:
@@ -129,11 +137,11 @@ def narrow(source: Any, out: Any) -> None:
 
     ``out`` has any dtype and strides, and does not overlap ``source``.
     """
-    is_narrow = out.dtype.name in ("float16", "bfloat16") and source.dtype == np.float32
+    is_narrow = name_of(out.dtype) in ("float16", "bfloat16") and source.dtype == np.float32
     if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
         out[...] = source
         return
-    kernel = kernels().narrow_kernel(out.dtype.name)
+    kernel = kernels().narrow_kernel(name_of(out.dtype))
     # The same cut as for a cast the other way, which names what is strided first.
     _run(
         [
@@ -180,7 +188,7 @@ def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
     """Yield the arguments of a kernel, but for its scratch memory."""
     item = source.itemsize
     if source.flags.c_contiguous:
-        start, target = source.ctypes.data, out.ctypes.data
+        start, target = data_pointer(source), data_pointer(out)
         for first in range(0, out.size, _PIECE):
             count = min(_PIECE, out.size - first)
             yield start + first * item, 0, item, 1, count, target + 4 * first
@@ -189,7 +197,7 @@ def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
     rows = max(1, _PIECE // cols)
     for matrix, result in _matrices(source, out):
         row_stride, col_stride = matrix.strides
-        start, target = matrix.ctypes.data, result.ctypes.data
+        start, target = data_pointer(matrix), data_pointer(result)
         for first in range(0, len(result), rows):
             count = min(rows, len(result) - first)
             at = start + first * row_stride

@@ -9,9 +9,7 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-import zlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -60,7 +58,6 @@ _INFINITY, _SIGN = 0x7F800000, 0x80000000
 _EXTREMA = 384
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ native.FINGERPRINT
 
 # --- vectors of bits of float32 ---------------------------------------------------------------
 
@@ -267,7 +264,6 @@ def _cast_function(index: int, writes: int = 1) -> Any:
     kind = KINDS[storage]
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     is_scaled = rounding == DIGITS
-    fingerprint = FINGERPRINT
 
     def cast(source, row_stride, col_stride, rows, cols, target, scratch):
         if is_scaled:
@@ -289,7 +285,7 @@ def _cast_function(index: int, writes: int = 1) -> Any:
                 _cast_runs(index, 1, writes, scratch, scratch + 64, 1, scratch)
                 for i in range(count * writes):
                     store(to + (col + i) * 4, load(scratch + 64 + i * 4, "u32"), "u32")
-        return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+        return extrema_in(scratch) if is_scaled else 0
 
     return cast
 
@@ -365,7 +361,6 @@ def _narrow_run(typing_context, is_float16, source, target):
 
 
 def _narrow_function(is_float16: int) -> Any:
-    fingerprint = FINGERPRINT
 
     def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
         for row in range(rows):
@@ -382,7 +377,7 @@ def _narrow_function(is_float16: int) -> Any:
                 _narrow_run(is_float16, scratch, scratch + 64)
                 for i in range(count):
                     store(to + (col + i) * col_stride, load(scratch + 64 + i * 2, "u16"), "u16")
-        return fingerprint & 0
+        return 0
 
     return narrow
 

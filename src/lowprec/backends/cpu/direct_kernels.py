@@ -9,9 +9,7 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-import zlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, direct_blocks, direct_gelu, scaling
 from lowprec.backends.cpu import direct_job as D
+from lowprec.backends.cpu import scaling
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.direct_blocks import LANES, finish_row, multiply_block
 from lowprec.backends.cpu.packed.native import (
@@ -40,10 +38,6 @@ PRODUCT_ARITY, BATCH_ARITY = 10, 2
 WORDS = {2: "u16", 4: "u32", 8: "i64"}
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-_FILES = (__file__, direct_blocks.__file__, D.__file__, direct_gelu.__file__, scaling.__file__)
-FINGERPRINT = (
-    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
-)
 
 
 # --- operands ---------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ def write_block(item, kind, word, width, job, block, i, j, out, c_at, bias_at, f
 
 
 def _product_function(item: int, kind: int) -> Any:
-    width, fingerprint = D.OUT_BYTES[kind], FINGERPRINT
+    width = D.OUT_BYTES[kind]
     # Twice as many sums fit into the registers of AVX-512: each number of A is read for 32 of B.
     vectors = 2 if item == 4 and "avx512f" in cpu_flags() else 1
     word = WORDS[width]
@@ -254,7 +248,7 @@ def _product_function(item: int, kind: int) -> Any:
         row_stride, block = field(job, D.OUT_ROW_STRIDE), scratch + field(job, D.AT_BLOCK)
         if field(job, D.PLAIN) != 0 and not is_scaled:
             _write_product(item, vectors, m, n, k, a_at, row_step, k_step, b_at, out, row_stride)
-            return fingerprint & 0
+            return 0
         # The last columns come first: see `write_block`.
         for j in range((n - 1) // 16 * 16, -16, -16):
             for i in range(0, m, 8):
@@ -266,7 +260,7 @@ def _product_function(item: int, kind: int) -> Any:
                 if is_scaled:
                     unscale(block, rows, min(16, n - j), of_a + 8 * i, of_b + 8 * j, scratch)
                 write_block(item, kind, word, width, job, block, i, j, out, c_at, bias_at, factors)
-        return fingerprint & 0
+        return 0
 
     return product
 
@@ -332,7 +326,6 @@ def batch_kernel() -> int:
     from a shared counter, several at a time, so that a matrix that is the same in all of them is cast once for them,
     and small ones that follow one another are cast together.
     """
-    fingerprint = FINGERPRINT
 
     def drive(batch, scratch):
         job, product = field(batch, D.BATCH_JOB), field(batch, D.BATCH_PRODUCT)
@@ -360,6 +353,6 @@ def batch_kernel() -> int:
                     call(product, (job, a, b, out, c, bias, factors, cast_a, has_b, scratch))
                     if cast_a != 0:
                         cast_a += bytes_a
-        return fingerprint & 0
+        return 0
 
     return compile_kernel(drive, BATCH_ARITY)

@@ -9,9 +9,7 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-import zlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -19,7 +17,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, direct_kernels
+from lowprec.backends.cpu import casting_kernels
 from lowprec.backends.cpu import direct_job as D
 from lowprec.backends.cpu.cpuinfo import has_fma
 from lowprec.backends.cpu.direct_blocks import LANES, multiply_block, splat
@@ -54,7 +52,6 @@ _SPLIT_ARITY = 7
 #: Where behind a block the sum of a product is, beyond what `write_block` needs.
 _TERM = 1024
 
-_FINGERPRINT = zlib.crc32(Path(__file__).read_bytes()) ^ direct_kernels.FINGERPRINT
 
 # --- splitting --------------------------------------------------------------------------------
 
@@ -99,11 +96,10 @@ def _split_runs(typing_context, fmt, source, target, step, parts, vectors, expon
 
 
 def _split_function(fmt: int) -> Any:
-    fingerprint = _FINGERPRINT
 
     def split(source, target, step, parts, elements, exponent, has_sum):
         _split_runs(fmt, source, target, step, parts, (elements + 15) // 16, exponent, has_sum)
-        return fingerprint & 0
+        return 0
 
     return split
 
@@ -257,7 +253,7 @@ def _sum_products(job, a, last_row, row_step, k_step, b, b_step, block):
 
 
 def _product_function(kind: int) -> Any:
-    width, fingerprint = D.OUT_BYTES[kind], _FINGERPRINT
+    width = D.OUT_BYTES[kind]
     word, fuses = WORDS[width], int(has_fma())
 
     def product(job, a, b, out, c, bias, factors, has_a, has_b, scratch):
@@ -297,7 +293,7 @@ def _product_function(kind: int) -> Any:
                     )  # fmt: skip
                     _replace_lost(block, block + _TERM)
                 write_block(4, kind, word, width, job, block, i, j, out, c_at, bias_at, factors)
-        return fingerprint & 0
+        return 0
 
     return product
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
-from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import gemm, splitting
 from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
@@ -169,7 +169,7 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
     emulates = plan.kernel_row.emulates
     how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
-    key = (*how, b.ctypes.data, b.shape, b.strides)
+    key = (*how, data_pointer(b), b.shape, b.strides)
 
     def make() -> Form:
         with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, casting
 from lowprec.backends.cpu.openblas import BatchedProduct, has_room, loaded_openblas
 from lowprec.backends.cpu.stacks import scratch
@@ -57,7 +58,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
     batch = target.shape[:-2]
     arrays = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
-    first = [x.ctypes.data for x in arrays]
+    first = [data_pointer(x) for x in arrays]
     stacks = stack_of(arrays[0]), stack_of(arrays[1]), stack_of(arrays[2])
     if batch:
         offsets = batches.offsets_of((*stacks, None))

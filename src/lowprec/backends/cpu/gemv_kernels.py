@@ -5,9 +5,7 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-import zlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -15,7 +13,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu import casting_kernels, gemv_arithmetic, scaling
+from lowprec.backends.cpu import scaling
 from lowprec.backends.cpu.casting import SCRATCH_BYTES
 from lowprec.backends.cpu.casting_kernels import (
     CASTS,
@@ -51,10 +49,6 @@ from lowprec.backends.cpu.packed.native import (
 )
 
 # The cache on disk knows a kernel by its name and by what it closes over.
-_FILES = (__file__, gemv_arithmetic.__file__, scaling.__file__)
-_FINGERPRINT = (
-    zlib.crc32(b"".join(Path(x).read_bytes() for x in _FILES)) ^ casting_kernels.FINGERPRINT
-)
 
 #: The numbers of vectors that there are kernels for; others are filled up, by whatever lies in memory.
 WIDTHS = (1, 2, 4, 8)
@@ -186,7 +180,6 @@ def _rows_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = _FINGERPRINT
     runs = max(2, 8 // width)  # of which the sums stay in registers
     numbers = arithmetic(index)
     step, factor_bytes = numbers.step, numbers.factor_bytes
@@ -217,7 +210,7 @@ def _rows_function(index: int, width: int) -> Any:
                 _dots(index, 1, width, scratch, 1, last, x_stride, sums, scratch)
             for j in range(count):
                 store_total(sums + 64 * j, y + j * y_stride + row * y_step)
-        return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+        return extrema_in(scratch) if is_scaled else 0
 
     return gemv
 
@@ -226,7 +219,6 @@ def _columns_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    fingerprint = _FINGERPRINT
     factor_bytes, pair = arithmetic(index).factor_bytes, arithmetic(index).pair
     group = max(2, min(4 * pair, 16 // width))  # of which the factors stay in registers
 
@@ -260,7 +252,7 @@ def _columns_function(index: int, width: int) -> Any:
                     _axpys(index, 1, width, scratch, 0, 1, one, x_stride, sums, 64, scratch)
                 _copy_rest(sums, 64, end, y_stride, width, rest)
             col += taken
-        return (fingerprint & 0) + (extrema_in(scratch) if is_scaled else 0)
+        return extrema_in(scratch) if is_scaled else 0
 
     return gemv
 
@@ -302,11 +294,9 @@ def vectors_kernel() -> Any:
     to number; how many vectors and numbers. Address of float32 vectors and stride from one to the next; the address of
     the scratch memory. It returns what a cast does.
     """
-    fingerprint = _FINGERPRINT
 
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):
-        found = _read(cast, source, stride, step, count, k, x, x_stride, scratch)
-        return found + (fingerprint & 0)
+        return _read(cast, source, stride, step, count, k, x, x_stride, scratch)
 
     return native.callable_at(compile_kernel(read, 9), 9)
 
@@ -314,7 +304,6 @@ def vectors_kernel() -> Any:
 @cache
 def integer_vectors_kernel() -> Any:
     """Return what :func:`vectors_kernel` returns, for vectors of int8, which become int16."""
-    fingerprint = _FINGERPRINT
 
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):
         for j in range(count):
@@ -323,6 +312,6 @@ def integer_vectors_kernel() -> Any:
                 store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
             for i in range(2 * k, x_stride, 2):
                 store(target + i, 0, "u16")
-        return fingerprint & 0
+        return 0
 
     return native.callable_at(compile_kernel(read, 9), 9)

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
@@ -159,7 +160,7 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
         made = Split([narrow.swapaxes(-1, -2) if in_columns else narrow], exponents)
         return Form(made, narrow.nbytes)
 
-    found: Split = view.form(("16 bits", to.name, b.ctypes.data, b.shape, b.strides), make)
+    found: Split = view.form(("16 bits", to.name, data_pointer(b), b.shape, b.strides), make)
     return found
 
 
@@ -194,11 +195,11 @@ def _run(matrix: Any, vectors: Any, out: Any, to: NumberFormat | None) -> bool:
     (m, k), (row_stride, col_stride) = matrix.shape, matrix.strides
     geometry = _Geometry(
         m, k, vectors.shape[1], to,
-        matrix.dtype.name, row_stride, col_stride,
-        vectors.dtype.name, vectors.strides[1], vectors.strides[0],
+        casting.name_of(matrix.dtype), row_stride, col_stride,
+        casting.name_of(vectors.dtype), vectors.strides[1], vectors.strides[0],
         out.strides[1], out.strides[0],
     )  # fmt: skip
-    source, factors, target = (x.ctypes.data for x in (matrix, vectors, out))
+    source, factors, target = (data_pointer(x) for x in (matrix, vectors, out))
     return _gemv(geometry).multiply(source, factors, target, out)
 
 
@@ -237,13 +238,17 @@ class _Gemv(NamedTuple):
     in_place: bool
 
 
+@functools.cache
+def _native() -> Any:
+    from lowprec.backends.cpu import gemv_kernels
+
+    return gemv_kernels
+
+
 @functools.lru_cache(maxsize=256)
 def _gemv(geometry: _Geometry) -> _Gemv:
     """Return what multiplies a matrix of contiguous rows or columns with vectors."""
-    from lowprec.backends.cpu import gemv_kernels as native
-    from lowprec.backends.cpu.gemv_arithmetic import arithmetic
-
-    g = geometry
+    native, g = _native(), geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
     # Plans for this kernel multiply what it reads.
     assert of_matrix is not None
@@ -251,7 +256,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
     by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize
     width = next(width for width in native.WIDTHS if width >= g.vectors)
     kernel = native.gemv_kernel(of_matrix, width, by_rows)
-    numbers, is_integer = arithmetic(of_matrix), g.dtype == "int8"
+    numbers, is_integer = native.arithmetic(of_matrix), g.dtype == "int8"
     read = native.integer_vectors_kernel() if is_integer else native.vectors_kernel()
     cast = 0 if is_integer else casting.kernels().cast_address(of_vectors)
     sum_dtype = np.dtype(np.int32 if is_integer else np.float32)

@@ -17,7 +17,7 @@ from lowprec.errors import LowprecWarning
 #: The module that uses most of numba's interfaces.
 NATIVE = "lowprec.backends.cpu.packed.native"
 
-#: Why it failed; at most one entry.
+#: Why it failed, an empty string if it went well; at most one entry.
 _failure: list[str] = []
 
 
@@ -40,7 +40,7 @@ def failure() -> str:
 def fails() -> bool:
     """Import numba, and return whether that fails; the first failure is a warning."""
     if _failure:
-        return True
+        return bool(_failure[0])
     try:
         for name in ("llvmlite.binding", "numba", NATIVE):
             importlib.import_module(name)
@@ -59,4 +59,5 @@ def fails() -> bool:
             stacklevel=2,
         )
         return True
+    _failure[:] = [""]
     return False

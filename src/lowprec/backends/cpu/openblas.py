@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import cpuinfo, threads
 from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.panels import (
@@ -65,10 +66,8 @@ _PAYS_TO_SHARE = 4_000_000
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
 
 #: Kernels for AVX-512, and those that an OpenBLAS may have instead on a processor of later years.
-AVX512, BELOW_AVX512 = (
-    "SkylakeX",
-    ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai"),
-)
+AVX512 = "SkylakeX"
+BELOW_AVX512 = ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai")
 
 #: What the processors had for which the kernels of that name were written.
 _CORE_TYPES = (
@@ -118,15 +117,12 @@ class OpenBlas:
         for dtype, (letter, scalar) in _FUNCTIONS.items():
             one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
             self._factors[dtype] = scalar(one), scalar(zero)
-            self._gemm[dtype] = _declared(
-                library, f"scipy_cblas_{letter}gemm64_", _gemm_types(scalar)
-            )
-            self._gemv[dtype] = _declared(
-                library, f"scipy_cblas_{letter}gemv64_", _gemv_types(scalar)
-            )
-            self._gemm_batch[dtype] = _declared(
-                library, f"scipy_cblas_{letter}gemm_batch64_", _GEMM_BATCH_TYPES
-            )
+            for table, name, types in (
+                (self._gemm, "gemm", _gemm_types(scalar)),
+                (self._gemv, "gemv", _gemv_types(scalar)),
+                (self._gemm_batch, "gemm_batch", _GEMM_BATCH_TYPES),
+            ):
+                table[dtype] = _declared(library, f"scipy_cblas_{letter}{name}64_", types)
         self.use_one_thread()
 
     def use_one_thread(self) -> None:
@@ -173,7 +169,7 @@ class OpenBlas:
             _, count = addresses.shape
             workers = threads.num_threads() if count * m * n * k >= _PAYS_TO_SHARE else 1
             step = count if workers == 1 else max(1, count // (4 * workers))
-            first = addresses.ctypes.data
+            first = data_pointer(addresses)
             to_b, to_out = 8 * count, 16 * count
             pieces = iter(range(0, count, step))
 
@@ -287,7 +283,7 @@ _GEMM_BATCH_TYPES = [_ENUM, *[_POINTER] * 13, _INT, _POINTER]
 
 
 def _element_addresses(x: Any) -> list[int]:
-    return [x.ctypes.data + i * x.itemsize for i in range(x.size)]
+    return [data_pointer(x) + i * x.itemsize for i in range(x.size)]
 
 
 def _factor_addresses(dtype: str) -> list[int]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.execution import resolve
 from lowprec.formats import dtype_from_name
 from lowprec.planning.bounds import CHUNK_STEPS
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 # Strides that are a power of two put the same line of every strip into one set of the caches.
 _STRIP_PAD = 192
+#: Bytes that kernels use, constants of modules that import numba.
+_SCRATCH = "lowprec.backends.cpu.packed.packing:SCRATCH_BYTES"
+_KEPT = "lowprec.backends.cpu.packed.result_rows:KEPT_BYTES"
 STREAM_BYTES = 1 << 20  # a larger result is written past the caches
 
 
@@ -83,9 +87,6 @@ def cut_of(
 
     With ``sums_chunks`` each chunk of k is summed anew.
     """
-    from lowprec.backends.cpu.packed.packing import SCRATCH_BYTES
-    from lowprec.backends.cpu.packed.result_rows import KEPT_BYTES
-
     steps, strips_m, strips_n = _ceil_div(k, step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = _chunk_steps(steps, max(parts_a, parts_b), chunk_steps)
     strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
@@ -114,11 +115,11 @@ def cut_of(
     if sums_chunks:
         fields[J.CHUNK_OFFSET] = acc_offset + acc_bytes
         fields[J.SCRATCH_OFFSET] += 4096
-    fields[J.KEPT_OFFSET] = fields[J.SCRATCH_OFFSET] + SCRATCH_BYTES
+    fields[J.KEPT_OFFSET] = fields[J.SCRATCH_OFFSET] + resolve(_SCRATCH)
     return Cut(
         fields=tuple(fields.items()),
         packed_b_bytes=strips_n * strip_bytes_b,
-        scratch_bytes=fields[J.KEPT_OFFSET] + task_m * KEPT_BYTES,
+        scratch_bytes=fields[J.KEPT_OFFSET] + task_m * resolve(_KEPT),
         tasks=tasks_m * tasks_n,
         check_tasks=tasks_m,
     )

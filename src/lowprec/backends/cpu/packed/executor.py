@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
-from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.packed import launch, packed_gemm, templates
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
@@ -192,7 +192,7 @@ def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
 
 def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
     name = _multiplied_dtype(plan, operand)
-    return x if x.dtype.name == name else x.astype(name)
+    return x if casting.name_of(x.dtype) == name else x.astype(name)
 
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
@@ -229,7 +229,7 @@ def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
 
 
 def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    panels = _panels(plan, arguments, single.out.dtype.name)
+    panels = _panels(plan, arguments, casting.name_of(single.out.dtype))
     a, b = _as_multiplied(plan, single.a, 0), single.b
     if panels is None:
         b = _as_multiplied(plan, b, 1)
@@ -248,7 +248,7 @@ def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool
         c=None if single.c is None else _operand(single.c),
         bias=None
         if bias is None
-        else (bias.ctypes.data, bias.dtype.name, bias.strides[0] // bias.itemsize),
+        else (data_pointer(bias), casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize),
         activation=plan.problem.activation,
         panels=panels,
     )
@@ -348,7 +348,7 @@ def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return _lies_apart(b)
     found: bool = view.form(
-        ("apart", b.ctypes.data, b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
+        ("apart", data_pointer(b), b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
     )
     return found
 
@@ -389,7 +389,7 @@ def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         _operand(b),
         _operand(out),
         rounding="exact",
-        panels=_panels(plan, arguments, out.dtype.name),
+        panels=_panels(plan, arguments, casting.name_of(out.dtype)),
     )
     if plan.problem.has_epilogue:
         apply_epilogue(plan, arguments, out, single)

@@ -8,10 +8,12 @@ product before had, too, is packed once for both.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed import packed_gemm
@@ -89,6 +91,15 @@ def shared_launch_of(
     return SharedLaunch(product) if layout.batch_count == 1 else None
 
 
+@functools.cache
+def _drivers() -> tuple[int, Callable[[int, int], int]]:
+    """Return the address of the macro-kernel, and what runs it for each product of a batch."""
+    from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
+    from lowprec.backends.cpu.packed.native import callable_at
+
+    return macro_kernel(), callable_at(batch_kernel(), MACRO_ARITY)
+
+
 def launch_of(
     micro_kernel: MicroKernel, layout: GemmLayout, rounding: str, problem: GemmProblem | None = None
 ) -> Launch | None:
@@ -101,9 +112,7 @@ def launch_of(
     single = single_thread_template(product)
     if single is None:
         return None
-    from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
-    from lowprec.backends.cpu.packed.native import callable_at
-
+    macro_kernel, drive_all = _drivers()
     count, products = layout.batch_count, layout.m * layout.n * layout.k
     matrices = layout.a, layout.b, layout.out, c
     has_epilogue = problem is not None and problem.has_epilogue
@@ -114,8 +123,8 @@ def launch_of(
         template=bytes(template),
         fields=(J.B, J.A, J.OUT) if product.transposed else (J.A, J.B, J.OUT),
         drive=single.drive,
-        drive_address=macro_kernel(),
-        drive_all=callable_at(batch_kernel(), MACRO_ARITY),
+        drive_address=macro_kernel,
+        drive_all=drive_all,
         packed_bytes=single.packed_b_bytes,
         scratch_bytes=single.scratch_bytes,
         batch_count=count,
@@ -205,7 +214,7 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
     batch = _Batch()
     batch[J.BATCH_JOB] = ctypes.addressof(job)
     batch[J.BATCH_COUNT] = launch.batch_count
-    batch[J.BATCH_TABLE] = table.ctypes.data
+    batch[J.BATCH_TABLE] = data_pointer(table)
     batch[J.BATCH_FIELD_A], batch[J.BATCH_FIELD_B] = launch.fields[:2]
     batch[J.BATCH_DRIVE] = launch.drive_address
     batch[J.BATCH_SCRATCH] = _JOB_BYTES + launch.packed_bytes

@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed.native import FINGERPRINT, call, callable_at, compile_kernel, pause
+from lowprec.backends.cpu.packed.native import call, callable_at, compile_kernel, pause
 
 #: Looks at the gate: about a hundred microseconds.
 _LOOKS = 4000
@@ -22,7 +22,7 @@ def _kernel() -> int:
     It returns when nobody is inside, or has been for too long. The functions are ``pthread_rwlock_trywrlock`` and
     ``pthread_rwlock_unlock``.
     """
-    fingerprint, looks = FINGERPRINT, _LOOKS
+    looks = _LOOKS
 
     def linger(gate, close, leave):
         for _ in range(looks):
@@ -30,7 +30,7 @@ def _kernel() -> int:
                 call(leave, (gate,))
                 break
             pause()
-        return fingerprint & 0
+        return 0
 
     return compile_kernel(linger, 3)
 

@@ -33,7 +33,6 @@ from numba.extending import intrinsic
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.native import (
     F32,
-    FINGERPRINT,
     I16,
     I32,
     I64,
@@ -304,7 +303,6 @@ def batch_kernel() -> int:
     Its arguments, `MACRO_ARITY` integers: address of the batch, address of this thread's memory: its copy of the job in
     the first 4096 bytes, then packed B, then scratch.
     """
-    fingerprint = FINGERPRINT
 
     def drive_all(batch, memory):
         count, packed_b = field(batch, J.BATCH_COUNT), memory + 4096
@@ -327,7 +325,7 @@ def batch_kernel() -> int:
                 store(memory + 8 * J.PACK_TASKS, 0, "i64")
             before = field(memory, J.B)
             call(drive, (memory, scratch))
-        return fingerprint & 0
+        return 0
 
     return compile_kernel(drive_all, MACRO_ARITY)
 
@@ -339,7 +337,6 @@ def macro_kernel() -> int:
     Its arguments, `MACRO_ARITY` integers: address of the job, address of this thread's scratch.
     Every thread that works on the job calls it once.
     """
-    fingerprint = FINGERPRINT
 
     def drive(job, scratch):
         _packing_phase(job, scratch)
@@ -356,6 +353,6 @@ def macro_kernel() -> int:
         if config != 0:
             _release_tiles()
         _fence()
-        return fingerprint & 0
+        return 0
 
     return compile_kernel(drive, MACRO_ARITY)

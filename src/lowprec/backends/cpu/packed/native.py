@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -70,19 +68,6 @@ _ELEMENTS: dict[str, tuple[Any, Any]] = {
     "f64": (F64, types.float64),
 }
 
-
-def _fingerprint() -> int:
-    """Changes with the source of any kernel module.
-
-    The cache on disk knows a kernel by its name and by what it closes over. Each kernel mentions this
-    number, so that a change of any module that it is built from makes it another.
-    """
-    here = Path(__file__).parent
-    files = sorted(here.glob("*.py")) + sorted(here.glob("micro_kernels/*.py"))
-    return zlib.crc32(b"".join(file.read_bytes() for file in files))
-
-
-FINGERPRINT = _fingerprint()
 
 # --- LLVM IR in short -------------------------------------------------------------------------
 

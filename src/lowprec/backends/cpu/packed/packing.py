@@ -33,7 +33,6 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.native import (
-    FINGERPRINT,
     I8,
     I32,
     I64,
@@ -165,7 +164,7 @@ def _across_function(scheme: Scheme) -> Any:
 def _pack_function(scheme: Scheme) -> Any:
     pad, along, across = _pad_function(scheme), _along_function(scheme), _across_function(scheme)
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
-    fingerprint, has_masks = FINGERPRINT, "avx512bw" in cpu_flags()
+    has_masks = "avx512bw" in cpu_flags()
 
     # fmt: off
     def pack(
@@ -174,7 +173,7 @@ def _pack_function(scheme: Scheme) -> Any:
         target, strip_bytes, is_b, scratch,
     ):
     # fmt: on
-        flags = fingerprint & 0
+        flags = 0
         tiles = scratch + _TILES_AT
         # Along the lanes memory order is step by step, along k it is strip by strip.
         steps_inner = end_step - first_step if k_stride == item else 1

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed import templates
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 
 if TYPE_CHECKING:
@@ -106,8 +108,6 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
 
 
 def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> PanelStack:
-    from lowprec.backends.cpu.packed import templates
-
     memory, address, finite = np.empty(0, np.uint8), 0, []
     offsets = sorted(matrices)
     for i, offset in enumerate(offsets):
@@ -116,7 +116,7 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
             job = templates.packing_job(*packed_as[:5], n, k, templates.operand_of(x))
             if not i:
                 memory = np.empty(len(offsets) * job.packed_b_bytes + _PAGE, np.uint8)
-                address = -(-int(memory.ctypes.data) // _PAGE) * _PAGE
+                address = -(-data_pointer(memory) // _PAGE) * _PAGE
             job.job[J.B_PACKED] = address + i * job.packed_b_bytes
             _drive(job, threads.num_threads() if k * n >= _SHARED_FROM else 1)
         finite.append(not job.job[J.NOT_FINITE])

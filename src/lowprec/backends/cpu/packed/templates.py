@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu.casting import name_of
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.cutting import STREAM_BYTES, Cut, cut_of
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
@@ -42,13 +42,7 @@ class Operand(NamedTuple):
 def operand_of(x: Any) -> Operand:
     """Return a NumPy array of two dimensions as an operand."""
     (row_stride, col_stride), item = x.strides, x.itemsize
-    return Operand(x.ctypes.data, _name(x.dtype), row_stride // item, col_stride // item)
-
-
-@lru_cache(maxsize=64)
-def _name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, which NumPy makes anew each time."""
-    return dtype.name
+    return Operand(data_pointer(x), name_of(x.dtype), row_stride // item, col_stride // item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +81,15 @@ def _alike(rounding: str) -> list[str]:
 
 def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
     """Return how an operand is packed for units that multiply ``storage``."""
-    from lowprec.backends.cpu.packed.tile_rows import FP32_SCHEMES, SCHEMES
-
-    table = FP32_SCHEMES if storage == "float32" else SCHEMES
+    every: dict[tuple[str, str], Scheme] = resolve("lowprec.backends.cpu.packed.tile_rows:SCHEMES")
+    of_fp32 = resolve("lowprec.backends.cpu.packed.tile_rows:FP32_SCHEMES")
+    table = of_fp32 if storage == "float32" else every
     # 16-bit storage stays what it is, beside float32 in whatever mode.
     found = [table.get((dtype, name)) for name in (*_alike(rounding), "exact")]
     schemes = [scheme for scheme in found if scheme is not None]
     if not schemes:
         raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
-    return SCHEMES[dtype, "offset"] if offset else schemes[0]
+    return every[dtype, "offset"] if offset else schemes[0]
 
 
 def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
@@ -144,7 +138,6 @@ def kernels_of(
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
-    # All is imported before the first kernel is compiled: a fork waits for compilers, and for no import.
     emit = resolve(micro_kernel.emit)
     fields = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
 from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
-from lowprec.backends.cpu.packed.native import FINGERPRINT, compile_kernel, inline_asm
+from lowprec.backends.cpu.packed.native import compile_kernel, inline_asm
 
 
 def in_tile_order(products: Pairs) -> Pairs:
@@ -106,11 +106,10 @@ def _micro(typing_context, multiply, products, a, b, acc, steps, add, following)
 
 @cache
 def _micro_kernel(multiply: str, products: str) -> int:
-    fingerprint = FINGERPRINT
 
     def micro(a, b, acc, steps, add, following):
         _micro(multiply, products, a, b, acc, steps, add, following)
-        return fingerprint & 0
+        return 0
 
     return compile_kernel(micro, MICRO_ARITY)
 
