@@ -55,8 +55,7 @@ _FUNCTIONS: dict[str, tuple[str, Any]] = {
 #: Alpha and beta of the functions that read them through their addresses, for as long as the process lives.
 _ONE_AND_ZERO = {name: np.array([1, 0], name) for name in _FUNCTIONS}
 
-#: Up to this many multiplications OpenBLAS uses one thread whatever its setting, with matrices and with a vector;
-#: of complex numbers that is the least.
+#: Up to this many multiplications OpenBLAS uses one thread (of complex numbers), with matrices and with a vector.
 _NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
 
 #: Multiplications of a batch that pay for waking a thread.
