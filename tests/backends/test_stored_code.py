@@ -33,6 +33,7 @@ from lowprec.formats import TF32
 x = np.random.default_rng(0).standard_normal((300, 301), dtype=np.float32)
 want, got = np.empty_like(x), np.empty_like(x)
 round_float32(x.reshape(-1), TF32, want.reshape(-1))
+assert casting.can_compile()
 casting.cast([(x, got)], TF32)
 assert (got == want).all()
 from lowprec.backends.cpu.packed import native

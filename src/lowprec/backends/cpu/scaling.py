@@ -60,7 +60,7 @@ def extrema_of(x: Any) -> int:
     found = 0
     for first in range(0, bits.size, _BLOCK):
         magnitudes = bits[first : first + _BLOCK] & np.uint32(0x7FFFFFFF)
-        largest = int(magnitudes.max())
+        largest = int(np.maximum.reduce(magnitudes))
         magnitudes -= np.uint32(1)  # of a zero the largest of all
-        found = merged(found, largest << 32 | int(magnitudes.min()))
+        found = merged(found, largest << 32 | int(np.minimum.reduce(magnitudes)))
     return found
