@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -156,7 +155,7 @@ def _pays(elements: int, to: NumberFormat | None) -> bool:
     """Whether numba was imported with a plan, and the kernels pay."""
     if to is None and elements < _PAYS_TO_CALL:
         return False
-    return numba_import.NATIVE in sys.modules and has_kernels()
+    return numba_import.is_ready() and has_kernels()
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:

@@ -37,6 +37,11 @@ def failure() -> str:
     return _failure[0] if _failure else ""
 
 
+def is_ready() -> bool:
+    """Return whether numba has been imported and compiles lowprec's kernels."""
+    return _failure == [""]
+
+
 def fails() -> bool:
     """Import numba, and return whether that fails; the first failure is a warning."""
     if _failure:
