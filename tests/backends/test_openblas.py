@@ -442,5 +442,6 @@ def test_a_limit_on_the_address_space(warm: str, megabytes: int, where: str) -> 
         [sys.executable, "-c", _UNDER_A_LIMIT, warm, str(megabytes), where],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    # A worker that starts may find no memory and report it; the product is computed without it.
+    assert (done.returncode, "OpenBLAS" in done.stderr) == (0, False)
     assert done.stdout.startswith("done ")

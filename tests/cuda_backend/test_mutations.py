@@ -37,7 +37,7 @@ from lowprec import executors, modes
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import lowering
+from lowprec.planning import lowering, planner
 from lowprec.planning.calls import CublasLtCall
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -164,8 +164,12 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
 
 def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lower = lowering.lower
-    for module in (lowering, executor):  # which asks again where cuBLASLt refuses
-        monkeypatch.setattr(module, "lower", lambda *a, **k: IN_THE_CALL[name](lower(*a, **k)))
+
+    def mistaken(*args: Any, **kwargs: Any) -> Any:
+        return IN_THE_CALL[name](lower(*args, **kwargs))
+
+    monkeypatch.setattr(planner, "_lower", lambda: mistaken)
+    monkeypatch.setattr(executor, "lower", mistaken)  # it lowers again where cuBLASLt refuses
 
 
 def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:

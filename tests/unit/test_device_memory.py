@@ -49,6 +49,9 @@ class Memory:
         self.blocks.append(weakref.ref(block))
         return block
 
+    def check_captures(self, streams: Any, device: Device) -> None:
+        """Nothing is captured here."""
+
     def own_stream(self, device: Device) -> int:
         return OWN_STREAM + device.index
 

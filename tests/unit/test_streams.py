@@ -90,6 +90,9 @@ class Diary:
         assert device == GPU
         self.note("order", before, after)
 
+    def check_captures(self, streams: Any, device: Device) -> None:
+        assert device == GPU
+
     def hold(self, owners: Any, device: Device) -> None:
         assert device == GPU
         assert "execute" not in {entry[0] for entry in self.entries}, "held too late"
