@@ -57,7 +57,7 @@ def matmul(
     c : array, broadcasts to (..., m, n), optional
         Addend; not read where ``beta`` is 0.
     alpha, beta : number
-        Factors of the product and of ``c``.
+        Factors of the product and of ``c``. With ``alpha`` = 0 the operands are not read.
     bias : array, shape (n,), optional
         With int8 operands int8 or int32; a sum beyond int32 becomes the nearest int32.
     activation : {"relu", "gelu"}, optional

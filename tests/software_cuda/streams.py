@@ -206,7 +206,7 @@ class Scheduler:
             self._step(_closure(target))
 
     def keep_up(self) -> None:
-        """Run what a device has finished by now, where it waits for nobody."""
+        """Run the work that a device completes without being waited for."""
         while self.policy == "eager":
             ready = [x.queue[0] for x in self.streams if x.queue and x.queue[0].is_ready]
             over = [x for x in ready if _start_ms(x) + x.cost_ms <= self.clock_ms]

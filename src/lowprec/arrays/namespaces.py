@@ -58,7 +58,7 @@ def namespace_of(array: Any) -> Namespace:
     )
 
 
-#: NumPy makes the name of a type anew for each call.
+#: NumPy builds the name of a dtype in each call.
 _numpy_name = functools.cache(lambda dtype: dtype.name)
 
 
