@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from lowprec import forking
 from lowprec.arrays import ArrayView
 from lowprec.backends import Executor, backend_of
 from lowprec.backends.execution import resolve
@@ -64,7 +65,8 @@ def look_up(
         key = (*key, resolved.emulates)
     found = _executors.get(key)
     if found is None:
-        found = _executors[key] = _make(resolved.mode, x, y, request)
+        with forking.making:
+            found = _executors[key] = _make(resolved.mode, x, y, request)
         excess = len(_executors) - _CACHE_SIZE
         if excess > 0:
             for oldest in list(_executors)[:excess]:  # dictionaries keep their order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging  # noqa: F401 - see below
 import os
 import threading
 from collections.abc import Callable
@@ -20,7 +21,11 @@ class _OfThread(threading.local):
         self.forks: list[list[Callable[[], object]]] = []
 
 
-_locks: list[_Lock] = []
+#: Held while an executor is made, which may import modules and compile kernels: Python would leave the locks of these
+#: modules taken in a child. First, since it is held while others are acquired.
+making = threading.RLock()
+
+_locks: list[_Lock] = [making]
 _thread = _OfThread()
 
 
@@ -46,4 +51,5 @@ def _end() -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    # Hooks run in reverse order. That of logging, whose lock imports and numba take, must come after this one.
     os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end)

@@ -533,6 +533,30 @@ def test_children_that_are_forked_while_another_thread_plans() -> None:
 
 
 @posix
+@pytest.mark.parametrize("delay_ms", [0, 5, 20, 50])
+def test_a_child_that_is_forked_while_other_threads_import(delay_ms: int) -> None:
+    code = """
+        import os, signal, sys, threading, time
+        import numpy as np
+        import lowprec
+
+        a = np.ones((40, 40), np.float32)  # too small for OpenBLAS's threads, which a fork stops in the parent too
+        def multiply():
+            return lowprec.matmul(a, a, math_mode="bf16")
+        threads = [threading.Thread(target=multiply) for _ in range(4)]
+        for thread in threads: thread.start()
+        time.sleep(float(sys.argv[1]) / 1000)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if (multiply() == 40).all() else 1)
+        for thread in threads: thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run_python(code, str(delay_ms)) == "0"
+
+
+@posix
 @pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) -> None:
     code = """
