@@ -1,19 +1,18 @@
 """Reusable, page-aligned scratch memory.
 
-A fresh large allocation costs more than the work done in it (the kernel zeroes every page on the
-first touch: about 50 ms for 32 MiB on a small virtual machine), so packed operands and
-intermediate blocks live in buffers that are handed back and used again.
+A fresh large allocation costs more than the work done in it (the kernel zeroes every page on the first touch: about
+50 ms for 32 MiB on a small virtual machine), so packed operands and intermediate blocks are in buffers that are handed
+back and used again.
 
-Every thread keeps its own free buffers, so that a worker finds its scratch in its own cache. All
-threads together retain at most `RETAINED_LIMIT_BYTES`; a buffer that would exceed it is given back
-to the system when it is returned, and so is a buffer that is borrowed by no one for the sake of a
-larger one.
+Every thread keeps its own free buffers, so that a worker finds its scratch in its own cache. All threads together
+retain at most `RETAINED_LIMIT_BYTES`: beyond that, the oldest buffers of the thread that returns one are freed.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,74 +23,48 @@ RETAINED_LIMIT_BYTES = 512 << 20
 
 _PAGE = 4096
 _SMALLEST = 64 << 10
+#: Buffers below this size are not worth a look at what all threads retain.
+_LARGE = 1 << 20
+
+
+class _Buffer(NamedTuple):
+    nbytes: int  # from the address on
+    address: int  # a multiple of a page
+    memory: np.ndarray
+
+
+class _FreeList(threading.local):
+    """The free buffers of one thread, without a lock that a fork or a signal handler could find taken."""
+
+    def __init__(self) -> None:
+        self.buffers = _Buffers()
+        _all[id(self.buffers)] = weakref.ref(self.buffers)
+
+
+class _Buffers(list[_Buffer]):
+    """A list with weak references, which leaves `_all` when its thread ends."""
+
+    _all: dict[int, weakref.ref[_Buffers]]
+
+    def __del__(self) -> None:
+        self._all.pop(id(self), None)
 
 
 #: The free list of each thread, by its id.
-_lists: dict[int, weakref.ref[_FreeList]] = {}
-
-#: Bytes in the free list of each thread, by the list's id. Without a lock, which a fork or a signal handler could find
-#: taken: a thread writes its own entry, as a whole, and what an interrupt leaves wrong the next change puts right.
-_retained: dict[int, int] = {}
-
-
-class _FreeList:
-    """The free buffers of one thread; its bytes leave the account when the thread ends."""
-
-    def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
-        _lists[id(self)] = weakref.ref(self)
-        # Its own reference: when the interpreter ends, this module may be cleared before the list.
-        self._retained, self._lists = _retained, _lists
-
-    def take(self, nbytes: int) -> np.ndarray | None:
-        """The smallest free buffer that holds `nbytes`, unless it is wastefully large."""
-        best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1
-        for index, array in enumerate(self.arrays):
-            if nbytes <= array.nbytes < smallest:
-                best, smallest = index, array.nbytes
-        if best is None:
-            return None
-        try:
-            array = self.arrays.pop(best)
-        except IndexError:
-            return None
-        self._account()
-        # A signal handler that multiplied may have changed the list after it was looked through.
-        return array if array.nbytes >= nbytes else None
-
-    def give(self, array: np.ndarray) -> None:
-        self.arrays.append(array)
-        self._account()
-        # The oldest buffers make room: what was returned last is what is asked for next.
-        while self.arrays and retained_bytes() > RETAINED_LIMIT_BYTES:
-            del self.arrays[:1]
-            self._account()
-
-    def clear(self) -> None:
-        self.arrays.clear()
-        self._account()
-
-    def _account(self) -> None:
-        self._retained[id(self)] = sum([array.nbytes for array in self.arrays])
-
-    def __del__(self) -> None:
-        self._retained.pop(id(self), None)
-        self._lists.pop(id(self), None)
+_all: dict[int, weakref.ref[_Buffers]] = {}
+_Buffers._all = (
+    _all  # of the class: when the interpreter ends, this module may be cleared before the lists
+)
+_free = _FreeList()
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.free = _FreeList()
-
-
-_local = _Local()
-
-
-def _rounded(nbytes: int) -> int:
-    """`nbytes` rounded up to an eighth of its power of two, so that similar sizes share a buffer."""
+def _new(nbytes: int) -> _Buffer:
+    """Return a buffer of at least `nbytes`, rounded up to an eighth of its power of two: similar sizes share it."""
     nbytes = max(nbytes, _SMALLEST)
     step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step
+    nbytes = -(-nbytes // step) * step
+    memory = np.empty(nbytes + _PAGE, np.uint8)
+    return _Buffer(nbytes, -(-data_pointer(memory) // _PAGE) * _PAGE, memory)
 
 
 class borrow:
@@ -106,35 +79,48 @@ class borrow:
         Size wanted. The contents are undefined. The block gets the address of the memory, aligned to 4096 bytes.
     """
 
-    __slots__ = ("_array", "_free", "_nbytes")
+    __slots__ = ("_buffer", "_buffers", "_nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes + _PAGE
+        self._nbytes = nbytes
 
     def __enter__(self) -> int:
-        self._free = _local.free
-        array = self._free.take(self._nbytes)
-        if array is None:
-            try:
-                array = np.empty(_rounded(self._nbytes), np.uint8)
-            except MemoryError:
-                release_all()
-                array = np.empty(_rounded(self._nbytes), np.uint8)
-        self._array = array
-        return -(-data_pointer(array) // _PAGE) * _PAGE
+        nbytes, self._buffers = self._nbytes, _free.buffers
+        best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
+        for index, buffer in enumerate(self._buffers):
+            if nbytes <= buffer.nbytes < smallest:
+                best, smallest = index, buffer.nbytes
+        if best is not None and best < len(self._buffers):
+            found = self._buffers.pop(best)
+            # A signal handler that multiplied may have changed the list after it was searched.
+            if found.nbytes >= nbytes:
+                self._buffer = found
+                return found.address
+        try:
+            self._buffer = _new(nbytes)
+        except MemoryError:
+            release_all()
+            self._buffer = _new(nbytes)
+        return self._buffer.address
 
     def __exit__(self, *_: object) -> None:
-        self._free.give(self._array)
+        buffers = self._buffers
+        buffers.append(self._buffer)
+        if self._buffer.nbytes >= _LARGE:
+            # What was returned last is asked for next.
+            while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
+                del buffers[:1]
 
 
 def retained_bytes() -> int:
     """Bytes held in free buffers by all threads."""
-    return sum(_retained.copy().values())
+    lists = [list(reference() or ()) for reference in list(_all.values())]
+    return sum([buffer.nbytes for buffers in lists for buffer in buffers])
 
 
 def release_all() -> None:
-    """Give the free buffers of all threads back to the system; their owners notice that a buffer is gone."""
-    for reference in list(_lists.values()):
+    """Give the free buffers of all threads back to the system."""
+    for reference in list(_all.values()):
         found = reference()
         if found is not None:
             found.clear()
