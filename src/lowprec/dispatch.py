@@ -105,10 +105,11 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
+    keywords = (
+        out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
+    )  # fmt: skip
     if _in_graph():
-        return _in_a_graph(a, b, **_given(
-            out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
-        ))  # fmt: skip
+        return _in_a_graph(a, b, **_given(keywords))
     request = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
@@ -122,9 +123,7 @@ def matmul(
             request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
             x, y = (x, y) if request.alpha else without_terms(x, y)
     except ElsewhereError as elsewhere:
-        return _elsewhere(elsewhere, a, b, _given(
-            out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
-        ))  # fmt: skip
+        return _elsewhere(elsewhere, a, b, _given(keywords))
     except (ArrayError, DTypeError) as error:
         name_argument(error, _arrays(a, b, out, c, bias, scale_a, scale_b))
         raise
@@ -148,19 +147,17 @@ def matmul(
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
 
 
-def _given(
-    out: Any, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, out_dtype: Any, math_mode: Any, rtol: Any,
-    bound: Any, k_chunk: Any, scale_a: Any, scale_b: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Return those arguments of :func:`matmul` that somebody gave."""
-    given = {
-        "out": out, "c": c, "bias": bias, "activation": activation, "out_dtype": out_dtype, "math_mode": math_mode,
-        "rtol": rtol, "bound": bound, "k_chunk": k_chunk, "scale_a": scale_a, "scale_b": scale_b,
+_DEFAULTS = {
+    name: x.default for name, x in inspect.signature(matmul).parameters.items() if name not in "ab"
+}
+
+
+def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the keyword arguments of :func:`matmul` that differ from their defaults, by name."""
+    named = zip(_DEFAULTS.items(), keywords, strict=True)
+    return {
+        name: x for (name, default), x in named if x is not default and not (type(x) is float and x == default)
     }  # fmt: skip
-    given = {name: x for name, x in given.items() if x is not None}
-    if not (type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
-        given |= {"alpha": alpha, "beta": beta}
-    return given
 
 
 def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
