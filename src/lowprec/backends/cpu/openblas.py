@@ -13,7 +13,6 @@ Source: OpenBLAS's documentation, "Runtime variables"; the reference CBLAS, ``cb
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import functools
 import importlib.util
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec import forking
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import cpuinfo, threads
 from lowprec.backends.cpu.interrupts import raised_in
@@ -338,9 +338,10 @@ def _is_loaded(path: str) -> bool:
     return True
 
 
-#: The library by its path, None where it cannot be had. Written by a thread that holds the lock.
+#: The library by its path, None where it cannot be had.
 _opened: dict[str, OpenBlas | None] = {}
-_lock = threading.Lock()
+#: Paths of libraries that this process has loaded for lowprec, or was about to.
+_ours: set[str] = set()
 
 
 class _Local(threading.local):
@@ -377,8 +378,8 @@ def _is_limited() -> bool:
 
 
 def _load(path: str) -> OpenBlas | None:
-    # Somebody else's has threads and kernels of their choice.
-    if _is_loaded(path) or not has_room(_LIBRARY_BYTES):
+    # Another caller's has other threads and kernels.
+    if (path not in _ours and _is_loaded(path)) or not has_room(_LIBRARY_BYTES):
         return None
     # Its one thread is no answer to how many a product may use.
     threads.ignore_library(path)
@@ -388,59 +389,22 @@ def _load(path: str) -> OpenBlas | None:
         best = _BELOW_AVX2
     if best is not None:
         variables["OPENBLAS_CORETYPE"] = best
+    _ours.add(path)
     with c_environment.seen_by_c(variables):
         library = ctypes.CDLL(path)
     return OpenBlas(library, path)
 
 
-def _open(path: str) -> None:
-    with _lock:
-        if path not in _opened:
-            _opened[path] = _load(path)
-
-
-def _open_in_thread(path: str, done: threading.Event) -> None:
-    try:
-        _open(path)
-    except Exception:  # noqa: BLE001 - no handler's, which run elsewhere: the library is not to be had
-        _opened[path] = None
-    finally:
-        done.set()
-
-
-def _after_fork_in_child() -> None:
-    """Another thread may have been loading it."""
-    global _lock
-    _lock = threading.Lock()
-    c_environment.put_back()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 @functools.cache
 def openblas() -> OpenBlas | None:
-    """Open the library once and return it, or ``None`` where it is not installed.
-
-    It is loaded in a thread of its own, where no signal handler strikes before the variables are put back. Several
-    threads may ask at once, and a handler may end the call anywhere or fork in it.
-    """
+    """Open the library once and return it, or ``None`` where it is not installed."""
     path = library_path()
     if path is None:
         return None
-    while path not in _opened:
-        done = threading.Event()
-        try:
-            _thread.start_new_thread(_open_in_thread, (path, done))
-        except RuntimeError as error:
-            if not raised_in(error, __name__):
-                raise
-            _open(path)  # the system has no thread to give
-            done.set()
-        # In a child that was forked meanwhile nobody is there to answer.
-        done.wait(1.0)
-    return _opened[path]
+    with forking.making:  # a fork waits: the child finds the variables as they were
+        if path not in _opened:
+            _opened[path] = _load(path)
+        return _opened[path]
 
 
 def loaded_openblas() -> OpenBlas:
