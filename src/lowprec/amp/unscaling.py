@@ -57,7 +57,10 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    targets = [None] * len(arrays) if out is None else _targets(grads, out)
+    targets: list[Any] = arrays if out is grads else [None] * len(arrays)
+    if out is not None and out is not grads:
+        targets = []
+        mapped(lambda _, target: targets.append(target), grads, out)
     for x, target in zip(arrays, targets, strict=True):
         _check(x, target)
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
@@ -68,9 +71,9 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
         if target is not None:
-            source, written = _elements(x, name), _elements(target, name)
+            written = _elements(target, name)
             if first.setdefault(written, i) != i:
-                if source != _elements(arrays[first[written]], name):
+                if _elements(x, name) != _elements(arrays[first[written]], name):
                     raise ArrayError("out holds one array for two gradients; give each its own")
                 continue  # the gradient of weights that are tied, in two places of the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
@@ -88,12 +91,6 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
         return out, flags
     following = iter(results)
     return mapped(lambda _: next(following), grads), flags
-
-
-def _targets(grads: Any, out: Any) -> list[Any]:
-    found: list[Any] = []
-    mapped(lambda _, target: found.append(target), grads, out)
-    return found
 
 
 def _elements(array: Any, library: str) -> Any:
@@ -173,7 +170,8 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     for x, out in zip(arrays, results, strict=True):
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
-        if x.dtype.isnative and _is_flat(x, out, first, target):
+        aligned = not (first | target) % x.itemsize
+        if aligned and x.dtype.isnative and _is_flat(x, out, first, target):
             flat.setdefault(x.dtype, []).append((x, out, first, target))
         else:
             found.append(_strided(x, out, inverse))
@@ -214,10 +212,10 @@ def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
 
 
 @functools.cache
-def _kernel(dtype: str) -> Any:
+def _kernel(dtype: str) -> Callable[..., int] | None:
     from lowprec.amp import unscale_kernels
 
-    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.DTYPES else None
+    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.KINDS else None
 
 
 def _by_kernel(
@@ -226,17 +224,14 @@ def _by_kernel(
     """Return the work of each thread, which takes pieces until none is left."""
     job = array("q", [0])
     for x, _, first, target in pairs:
-        size, nbytes = x.size, x.itemsize
-        for begin in range(0, size, _PIECE):
-            at = begin * nbytes
-            job.extend((first + at, target + at, min(_PIECE, size - begin)))
+        for begin in range(0, x.size, _PIECE):
+            at = begin * x.itemsize
+            job.extend((first + at, target + at, min(_PIECE, x.size - begin)))
     count = len(job) // 3
     factor = np.array(inverse, pairs[0][0].dtype)
 
     def work() -> None:
-        scratch = np.empty(64, np.uint8)
-        beyond = kernel(job.buffer_info()[0], count, data_pointer(factor), data_pointer(scratch))
-        found.append(bool(beyond))
+        found.append(bool(kernel(job.buffer_info()[0], count, data_pointer(factor))))
 
     return work
 
