@@ -23,8 +23,8 @@ from interrupting import Interrupt, Late
 from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
 from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
 from lowprec.amp import scaler as scaler_module
-from lowprec.amp.casts import dtype_name
 from lowprec.amp.rules import ScaleRule
+from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

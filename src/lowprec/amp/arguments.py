@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec.amp.casts import cast, dtype_name, has_type, is_float, is_operand, widest
+from lowprec.amp.casts import has_type, is_float, is_operand, widest
+from lowprec.arrays.namespaces import cast, dtype_name
 from lowprec.modes import MathMode
 from lowprec.policy import math_mode, resolve
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from lowprec import contractions, dispatch
 from lowprec.amp.arguments import Operands, by_list
-from lowprec.amp.casts import dtype_name, has_type, is_operand
+from lowprec.amp.casts import has_type, is_operand
 from lowprec.amp.policy import Policy
 from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import OPERAND_DTYPES
 from lowprec.tables import Table, html, plain_text

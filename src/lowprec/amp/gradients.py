@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.amp.casts import FLOATS, dtype_name
+from lowprec.amp.casts import FLOATS
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
 from lowprec.atomic import write_file
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat

@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec.amp.arguments import by_list
-from lowprec.amp.casts import cast, is_float
+from lowprec.amp.casts import is_float
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.errors import SettingError
 from lowprec.amp.norms import is_module, names, norms_by_name, norms_of
 from lowprec.amp.rules import check_scale
 from lowprec.amp.scaler import LossScaler
+from lowprec.arrays.namespaces import cast
 from lowprec.errors import LowprecWarning, quoted
 from lowprec.policy import environment
 

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowprec.amp.casts import dtype_name, shape_of
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.errors import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
-from lowprec.arrays.namespaces import array_module
+from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, threads
 from lowprec.errors import ArrayError, DTypeError, ShapeError
