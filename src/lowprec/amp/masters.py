@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowprec.amp.casts import is_float
+from lowprec.amp.arguments import is_float
 from lowprec.amp.containers import mapped
 from lowprec.amp.norms import is_module, norms_of
 from lowprec.amp.policy import Policy

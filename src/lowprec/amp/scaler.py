@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from lowprec.amp.casts import scaled_loss
+from lowprec.amp.arguments import scaled_loss
 from lowprec.amp.containers import mapped
 from lowprec.amp.errors import ScalerStateError, SettingError
 from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
@@ -96,28 +96,15 @@ class LossScaler:
             raise SettingError(f"reduce is a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
         self._reduce = reduce
-        # One tuple, so that an interrupt never finds an update half done.
-        self._state: tuple[float, int, dict[Hashable, _Optimizer]] = (
-            self._rule.limited(check_scale("init_scale", init_scale)), 0, {},
-        )  # fmt: skip
+        self._scale = self._rule.limited(check_scale("init_scale", init_scale))
+        self._tracker = 0
+        self._optimizers: dict[Hashable, _Optimizer] = {}
 
     def __repr__(self) -> str:
         if not self._enabled:
             return "LossScaler(enabled=False)"
         kind = "dynamic" if self._rule.dynamic else "static"
         return f"LossScaler(scale={self._scale:g}, {kind}, growth_tracker={self._tracker})"
-
-    @property
-    def _scale(self) -> float:
-        return self._state[0]
-
-    @property
-    def _tracker(self) -> int:
-        return self._state[1]
-
-    @property
-    def _optimizers(self) -> dict[Hashable, _Optimizer]:
-        return self._state[2]
 
     def get_scale(self) -> float:
         """Return the scale; 1 if the scaler is not enabled."""
@@ -257,13 +244,15 @@ class LossScaler:
             return
         if new_scale is not None:
             scale = self._rule.limited(check_scale("new_scale", new_scale))
-            self._state = scale, self._tracker, {}
+            self._scale, self._optimizers = scale, {}
         elif not self._optimizers:
             raise ScalerStateError(
                 "update() before any gradients were unscaled; call unscale(grads) and step(fn) in each iteration"
             )
         else:
-            self._state = *self._rule.next(self._scale, self._tracker, self.found_inf), {}
+            scale, tracker = self._rule.next(self._scale, self._tracker, self.found_inf)
+            # One statement, between whose assignments no signal handler runs.
+            self._scale, self._tracker, self._optimizers = scale, tracker, {}
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
@@ -299,7 +288,7 @@ class LossScaler:
         rule = replace(self._rule, **{name: state_dict[name] for name in names})
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], 0)
         scale = rule.limited(check_scale("scale", state_dict["scale"], zero=True))
-        self._rule, self._state = rule, (scale, tracker, self._optimizers)
+        self._rule, self._scale, self._tracker = rule, scale, tracker
 
 
 def _of(optimizer: Hashable) -> str:
