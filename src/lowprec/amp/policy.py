@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lowprec.amp.arguments import by_list, is_float
-from lowprec.amp.containers import leaves, mapped
+from lowprec.amp.containers import leaves, mapped, paths
 from lowprec.amp.errors import SettingError
-from lowprec.amp.norms import is_module, names, norms_by_name, norms_of
+from lowprec.amp.norms import is_module, norms_by_name, norms_of
 from lowprec.amp.rules import check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import cast
@@ -317,7 +317,7 @@ class Policy:
         return self._cast_params(params, None if model is None else norms_of(model))
 
     def _cast_params(self, params: Any, norms: frozenset[str] | None) -> Any:
-        all_names = names(params)
+        all_names = [".".join(path) for path in paths(params)]
         norms = norms_by_name(all_names) if norms is None else norms
         following = iter(all_names)
 

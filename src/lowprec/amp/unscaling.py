@@ -40,18 +40,8 @@ _KERNELS = "lowprec.amp.unscale_kernels"
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
 
-    Parameters
-    ----------
-    grads : container of arrays
-    scale : float
-    out : container of arrays, optional
-        Receives the results; it may be ``grads``.
-
-    Returns
-    -------
-    container of arrays
-    list
-        One flag per library and device; ``bool`` of a flag waits for its device.
+    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device, and ``bool`` of
+    it waits for the device.
     """
     arrays = leaves(grads)
     if not arrays:
@@ -113,8 +103,8 @@ def _library(array: Any) -> str:
     return library
 
 
-def check_gradient(array: Any, *, coo: bool = False) -> None:
-    """Raise if an array is of an element type or a layout that gradients must not have; ``coo`` allows PyTorch's."""
+def check_gradient(array: Any, *, coo: bool = False) -> str:
+    """Return the element type of a gradient; raise for one, or a layout, that it must not have but PyTorch's COO."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -128,11 +118,11 @@ def check_gradient(array: Any, *, coo: bool = False) -> None:
         values = "coalesce().values()" if array.is_sparse else "values()"
         if not (coo and array.is_sparse):
             raise ArrayError(f"a sparse gradient: pass grad.{values}")
+    return name
 
 
 def _check(array: Any, target: Any) -> None:
-    check_gradient(array, coo=True)
-    name = dtype_name(array)
+    name = check_gradient(array, coo=True)
     if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
@@ -332,40 +322,38 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    if any(isinstance(x, sys.modules["jax"].core.Tracer) for x in arrays):
+    jax: Any = sys.modules["jax"]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ArrayError(
             "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
             "lowprec.amp.functional inside jit, or unscale what the compiled function returns"
         )
     if any(out is not None for out in targets):
         raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
-    return _jax_program()(list(arrays), inverse)  # type: ignore[no-any-return]
+    return _jax_program(jax)(list(arrays), inverse)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _jax_program() -> Any:
-    jax: Any = sys.modules["jax"]
-    xp = jax.numpy
-
+def _jax_program(jax: Any) -> Any:
+    @jax.jit  # type: ignore[untyped-decorator]
     def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
-        found = [xp.any(~xp.isfinite(x)) for x in arrays]
-        # A bfloat16 is multiplied in float32 and rounded once.
-        return [(x * inverse).astype(x.dtype) for x in arrays], functools.reduce(
-            xp.logical_or, found
+        found = functools.reduce(
+            jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays]
         )
+        # A bfloat16 is multiplied in float32 and rounded once.
+        return [(x * inverse).astype(x.dtype) for x in arrays], found
 
-    return jax.jit(program)
+    return program
 
 
 def _by_namespace(
     arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
 ) -> tuple[list[Any], Any]:
     """Multiply and look in two passes, by the functions of the Array API."""
-    results, flag = [], None
+    xp = array_module(arrays[0])
+    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
+    results = []
     for x, out in zip(arrays, targets, strict=True):
-        xp = array_module(x)
-        found = xp.any(~xp.isfinite(x))
-        flag = found if flag is None else xp.logical_or(flag, found)
         result = x * float(inverse)
         if out is not None:
             out[...] = result
