@@ -121,7 +121,8 @@ def _find(array: Any) -> Library:
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     ):
         raise ArrayError(
-            f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
+            f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
+            f"{_what(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
 
@@ -202,10 +203,6 @@ def _instance(name: str) -> Library:
         made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
         library = _INSTANCES.setdefault(name, made)  # another thread may have been first
     return library
-
-
-def _accepted() -> str:
-    return f"{NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__"
 
 
 def _what(array: Any) -> str:
