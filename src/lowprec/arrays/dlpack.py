@@ -192,12 +192,9 @@ def device_of(array: Any) -> Device:
 
 
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
-    """Return the view of any array with ``__dlpack__``.
+    """Return the view of any array with ``__dlpack__``; an ArrayError quotes a library that refuses to export it.
 
-    ``stream`` is the consumer's, as the standard numbers them. None is right for host memory; for a CUDA array the
-    producer then makes the data ready on the legacy default stream.
-
-    Raises ArrayError if the array's library refuses to export it; its own words are in the message.
+    ``stream`` is the consumer's, as the standard numbers them; None is host memory, or CUDA's legacy default stream.
     """
     keywords = {} if stream is None else {"stream": stream}
     try:

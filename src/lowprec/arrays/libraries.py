@@ -69,12 +69,6 @@ def library_of(array: Any) -> Library:
 
     Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
     that changes what the elements mean. The message names the way out.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> library_of(numpy.zeros(3)).name
-    'numpy'
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
@@ -169,14 +163,7 @@ def _optional_name(array: Any) -> str | None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array of some library, one that can be read or not; a description of one is none.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> is_array(numpy.zeros(3)), is_array(3.0)
-    (True, False)
-    """
+    """Whether ``x`` is an array of some library, readable or not; a description of an array is none."""
     return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
 
 
@@ -187,12 +174,6 @@ def library_name(array: Any) -> str:
     :func:`library_of` raises, and this does not.
 
     Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> library_name(numpy.zeros(3))
-    'numpy'
     """
     return _optional_name(array) or library_of(array).name
 
