@@ -15,9 +15,8 @@ from typing import Any
 
 from lowprec.amp.arguments import by_list, is_float
 from lowprec.amp.containers import leaves, mapped, paths
-from lowprec.amp.errors import SettingError
 from lowprec.amp.norms import is_module, norms_by_name, norms_of
-from lowprec.amp.rules import check_scale
+from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import cast
 from lowprec.errors import LowprecWarning, quoted

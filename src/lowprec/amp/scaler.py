@@ -9,8 +9,14 @@ from typing import Any
 
 from lowprec.amp.arguments import scaled_loss
 from lowprec.amp.containers import mapped
-from lowprec.amp.errors import ScalerStateError, SettingError
-from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
+from lowprec.amp.rules import (
+    ScalerStateError,
+    ScaleRule,
+    SettingError,
+    check_count,
+    check_entries,
+    check_scale,
+)
 from lowprec.amp.unscaling import unscale
 from lowprec.errors import quoted
 
@@ -41,18 +47,11 @@ class LossScaler:
     ----------
     init_scale : float
         A positive number; it is rounded to float32.
-    growth_factor : float
-        The scale is multiplied by it after ``growth_interval`` steps in sequence without Inf or NaN.
-    backoff_factor : float
-        The scale is multiplied by it after a step with Inf or NaN.
-    growth_interval : int
+    growth_factor, backoff_factor, growth_interval, dynamic, min_scale, max_scale
+        As :class:`ScaleRule` takes them. With ``dynamic=False`` steps with Inf or NaN are skipped nevertheless. Floor
+        and cap are no part of the state dictionary.
     enabled : bool
         False makes everything pass through: ``scale`` and ``unscale`` return what came, ``step`` always steps.
-    dynamic : bool
-        False keeps the scale; steps with Inf or NaN are skipped nevertheless.
-    min_scale, max_scale : float, optional
-        Floor (2^-126, the smallest normal float32, by default) and cap of the scale. They are no part of the state
-        dictionary.
     reduce : callable, optional
         For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
         called once for each optimizer and update.

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lowprec.amp.containers import leaves, mapped
-from lowprec.amp.errors import GradientTypeError
+from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer

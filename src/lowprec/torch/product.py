@@ -22,12 +22,12 @@ from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec
 from lowprec.request import Request, parse_dtype
 from lowprec.tolerance import mode_within
-from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
     COMPILED_KEY,
     OPERATOR,
+    ensure_sharded,
     multiply_plain,
     operand_gradients,
     result_dtype,
@@ -323,7 +323,7 @@ def _product(
                 return recorded
             return multiply_plain(a, b, mode, alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
-        sharding.ensure_registered()
+        ensure_sharded()
         seen: Tensor = OPERATOR(a, b, *rest)
         return seen
     transformed: Tensor = _Transformed.apply(a, b, *rest)
