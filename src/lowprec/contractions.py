@@ -370,7 +370,7 @@ def einsum(
     except (ArrayError, DTypeError, DeviceError) as error:
         name_argument(error, {f"operands[{i}]": x for i, x in enumerate(operands)})
         raise
-    return cast(result, out)
+    return result if dtype_label(result.dtype) == out else cast(result, out)
 
 
 #: Pairs of these are multiplied as they are.

@@ -109,18 +109,21 @@ class _Record:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[str, AutocastRow] = {}
+        self._counts: dict[str, list[Any]] = {}  # the fields of AutocastRow after the first
 
     def add(self, name: str, which: str | None, to: str | None, by_lowprec: bool) -> None:
         with self._lock:
-            row = self._rows.get(name) or AutocastRow(name, which or "-", 0, 0, 0, "-")
-            self._rows[name] = AutocastRow(
-                name, row.list, row.calls + 1, row.cast + (to is not None), row.by_lowprec + by_lowprec, to or row.to
-            )  # fmt: skip
+            counts = self._counts.setdefault(name, [which or "-", 0, 0, 0, "-"])
+            counts[1] += 1
+            counts[3] += by_lowprec
+            if to is not None:
+                counts[2] += 1
+                counts[4] = to
 
     def rows(self) -> tuple[AutocastRow, ...]:
         with self._lock:
-            return tuple(sorted(self._rows.values(), key=lambda row: (-row.cast, row.function)))
+            rows = [AutocastRow(name, *counts) for name, counts in self._counts.items()]
+        return tuple(sorted(rows, key=lambda row: (-row.cast, row.function)))
 
 
 class AutocastNamespace:

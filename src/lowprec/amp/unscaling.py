@@ -163,7 +163,8 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
         if aligned and x.dtype.isnative and _is_flat(x, out, first, target):
             flat.setdefault(x.dtype, []).append((x, out, first, target))
         else:
-            found.append(_unscale_plain(x, out, inverse))
+            with np.errstate(all="ignore"):
+                found.append(_unscale_plain(x, out, inverse))
     elements = sum(x.size for x in arrays)
     found += [_run(pairs, inverse, elements) for pairs in flat.values()]
     return results, any(found)
@@ -182,11 +183,10 @@ def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
     """Unscale by NumPy's functions; return whether Inf or NaN was found."""
     found = not np.isfinite(x).all()
-    with np.errstate(all="ignore"):
-        if x.dtype.itemsize == 2:  # the product is rounded once, from float32
-            out[...] = x.astype(np.float32) * inverse
-        else:
-            np.multiply(x, x.dtype.type(inverse), out=out)
+    if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+        out[...] = x.astype(np.float32) * inverse
+    else:
+        np.multiply(x, x.dtype.type(inverse), out=out)
     return found
 
 
@@ -242,9 +242,11 @@ def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Calla
     )
 
     def work() -> None:
-        for x, out in blocks:
-            if _unscale_plain(x, out, inverse):
-                found.append(True)
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for x, out in blocks:
+                if _unscale_plain(x, out, inverse):
+                    found.append(True)
 
     return work
 

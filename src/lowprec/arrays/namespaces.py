@@ -61,9 +61,10 @@ dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTo
 
 def dtype_name(array: Any) -> str:
     """Return the name of an array's element type, also of one that is known only by DLPack."""
-    if hasattr(array, "dtype"):
-        return dtype_label(array.dtype)
-    return library_of(array).view(array).dtype.label
+    dtype = getattr(array, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
+    return library_of(array).view(array).dtype.label if dtype is None else dtype_label(dtype)
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
