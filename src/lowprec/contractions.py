@@ -15,7 +15,7 @@ from typing import Any
 
 from lowprec.arrays import view_of_b
 from lowprec.arrays.libraries import promoted
-from lowprec.arrays.namespaces import Namespace, dtype_label, namespace_of
+from lowprec.arrays.namespaces import Namespace, cast, dtype_label, namespace_of
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.contraction_recipes import Step, recipe
 from lowprec.dispatch import matmul
@@ -326,7 +326,8 @@ def einsum(
         raise ShapeError(
             'einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)'
         )
-    spaces = [_namespace(f"operands[{i}]", operand) for i, operand in enumerate(operands)]
+    for i, operand in enumerate(operands):
+        _namespace(f"operands[{i}]", operand)
     shapes = tuple([_sizes(operand) for operand in operands])
     try:
         order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
@@ -358,8 +359,8 @@ def einsum(
         )  # fmt: skip
 
     values = {
-        i: x if label == common or common in _8_BITS else xp.cast(x, common)
-        for i, (xp, x, label) in enumerate(zip(spaces, operands, labels, strict=True))
+        i: x if label == common or common in _8_BITS else cast(x, common)
+        for i, (x, label) in enumerate(zip(operands, labels, strict=True))
     }
     result: Any = None
     try:
@@ -369,7 +370,7 @@ def einsum(
     except (ArrayError, DTypeError, DeviceError) as error:
         name_argument(error, {f"operands[{i}]": x for i, x in enumerate(operands)})
         raise
-    return result if dtype_label(result.dtype) == out else namespace_of(result).cast(result, out)
+    return result if dtype_label(result.dtype) == out else cast(result, out)
 
 
 #: Pairs of these are multiplied as they are.

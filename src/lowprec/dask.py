@@ -181,12 +181,10 @@ def _product(
             dtype = out if last else accumulator
             graph[key] = (_add_product, before, x, y, mode, dtype, emulates, k_chunk)
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
-    meta = a._meta if isinstance(a._meta, np.ndarray) else None
-    if meta is not None:
-        meta = np.empty((0,) * len(chunks), _numpy_dtype(out))
-    return da.Array(
-        layers, name, chunks, meta=meta if meta is not None else a._meta, dtype=_numpy_dtype(out)
-    )
+    result_type, meta = _numpy_dtype(out), a._meta
+    if isinstance(meta, np.ndarray):
+        meta = np.empty((0,) * len(chunks), result_type)
+    return da.Array(layers, name, chunks, meta=meta, dtype=result_type)
 
 
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
@@ -215,13 +213,7 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
 
 
 def _add_product(
-    acc: Any,
-    a: Any,
-    b: Any,
-    mode: str,
-    out: str,
-    emulates: str | None = None,
-    k_chunk: int | None = None,
+    acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None, k_chunk: Any = None
 ) -> Any:
     """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
     if emulates is not None:
@@ -235,4 +227,4 @@ def _add_product(
 
 
 def _numpy_dtype(label: str) -> np.dtype[Any]:
-    return next(dtype for d, dtype in NUMPY_DTYPES.items() if d.label == label)
+    return NUMPY_DTYPES[parse_dtype(label)]

@@ -13,7 +13,7 @@ from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, MathMode, ModeError, ShapeError, get_math_mode
 from lowprec.amp import LossScaler, MasterWeights, PrecisionSchedule, SettingError
-from lowprec.amp.casts import dtype_name
+from lowprec.arrays.namespaces import dtype_name
 
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)

@@ -150,7 +150,7 @@ def run(a: Any, b: Any, execute: Any = join_both) -> tuple[DeviceArray, int]:
     """Run the product of two arrays; the result, and the stream on which it was computed."""
     x, y = (library_of(array).view(array) for array in (a, b))
     stream = library_of(a).current_stream(GPU) or 0
-    result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, stream)
+    result = DeviceArray((2 * N,), DType.FLOAT32, GPU, stream)
     arguments = PLAIN.arguments(x, y, result.view(), stream)
     streams.run(execute, arguments, library_of(a), (a, b, None, None, None, None, None))
     return result, stream
@@ -166,7 +166,7 @@ def address_of(array: DeviceArray) -> int:
 @pytest.mark.parametrize("consumer", ["None", "1", "2", "other", "own"])
 def test_a_consumer_reads_a_result_once_it_is_there(gpu: Gpu, consumer: str) -> None:
     producer = memory.own_stream(GPU)
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    array = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(array), numbers(5), producer)
     stream = {"None": None, "1": 1, "2": 2, "other": gpu.second, "own": producer}[consumer]
     view = view_of_capsule(array.__dlpack__(stream=stream))
@@ -177,7 +177,7 @@ def test_a_consumer_reads_a_result_once_it_is_there(gpu: Gpu, consumer: str) -> 
 def test_a_consumer_that_names_no_stream_may_read_on_any(gpu: Gpu) -> None:
     """By the standard it means the legacy default stream, for which this reader's stream does not wait."""
     producer = memory.own_stream(GPU)
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    array = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__())
     np.testing.assert_array_equal(gpu.read(view.address, gpu.second), numbers(5))
@@ -186,7 +186,7 @@ def test_a_consumer_that_names_no_stream_may_read_on_any(gpu: Gpu) -> None:
 def test_a_consumer_that_does_not_wait_reads_too_early(gpu: Gpu) -> None:
     """It asked for it. This also shows that the tests here would notice a wait that is missing."""
     producer = memory.own_stream(GPU)
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    array = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     runtime.call("cudaStreamSynchronize", producer)  # the memory is there
     gpu.write(address_of(array), numbers(5), producer)
     array.__dlpack__(stream=-1)
@@ -195,7 +195,7 @@ def test_a_consumer_that_does_not_wait_reads_too_early(gpu: Gpu) -> None:
 
 def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
     producer = memory.own_stream(GPU)
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    array = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second, copy=True, max_version=(1, 0)))
     gpu.write(address_of(array), numbers(9), producer)
@@ -205,7 +205,7 @@ def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
 
 
 def test_an_export_that_cannot_wait_is_refused(gpu: Gpu) -> None:
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, memory.own_stream(GPU))
+    array = DeviceArray((N,), DType.FLOAT32, GPU, memory.own_stream(GPU))
     with (
         gpu.recorder.fail("cudaStreamWaitEvent"),
         pytest.raises(BackendError, match="cudaStreamWaitEvent failed"),
@@ -216,14 +216,14 @@ def test_an_export_that_cannot_wait_is_refused(gpu: Gpu) -> None:
 def test_memory_that_a_consumer_has_had_is_not_written_under_it(gpu: Gpu) -> None:
     """The consumer lets go while its own work is still queued, as a library does whose streams order its memory."""
     producer = memory.own_stream(GPU)
-    array = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    array = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(array), numbers(5), producer)
     view = view_of_capsule(array.__dlpack__(stream=gpu.second))
     target = runtime.allocate(view.nbytes)
     runtime.copy_async(target, view.address, view.nbytes, gpu.second)  # queued, not run
     del array, view
     gc.collect()
-    again = DeviceArray.empty((N,), DType.FLOAT32, GPU, producer)
+    again = DeviceArray((N,), DType.FLOAT32, GPU, producer)
     gpu.write(address_of(again), GARBAGE, producer)
     runtime.call("cudaStreamSynchronize", producer)
     np.testing.assert_array_equal(gpu.read(target, gpu.second), numbers(5))
@@ -260,7 +260,7 @@ def test_held_operands_are_let_go_when_they_were_read(gpu: Gpu) -> None:
 
 def test_another_librarys_stream_is_waited_for(gpu: Gpu, streamed: StreamedLibrary) -> None:
     a = Streamed(gpu, numbers(0), gpu.first)
-    b = DeviceArray.empty((N,), DType.FLOAT32, GPU, 1)
+    b = DeviceArray((N,), DType.FLOAT32, GPU, 1)
     gpu.write(address_of(b), numbers(100), 1)
     result, stream = run(a, b)
     assert stream == gpu.first
@@ -270,7 +270,7 @@ def test_another_librarys_stream_is_waited_for(gpu: Gpu, streamed: StreamedLibra
 
 def test_another_librarys_stream_waits_afterwards(gpu: Gpu, streamed: StreamedLibrary) -> None:
     a = Streamed(gpu, numbers(0), gpu.first)
-    b = DeviceArray.empty((N,), DType.FLOAT32, GPU, 1)
+    b = DeviceArray((N,), DType.FLOAT32, GPU, 1)
     gpu.write(address_of(b), numbers(100), 1)
     result, stream = run(a, b)
     # Whoever owns b may write it now, on the stream of its library.
@@ -283,7 +283,7 @@ def test_another_librarys_stream_waits_afterwards(gpu: Gpu, streamed: StreamedLi
 def test_a_result_on_the_first_operands_stream_reaches_the_other_library(
     gpu: Gpu, streamed: StreamedLibrary
 ) -> None:
-    a = DeviceArray.empty((N,), DType.FLOAT32, GPU, 1)
+    a = DeviceArray((N,), DType.FLOAT32, GPU, 1)
     gpu.write(address_of(a), numbers(0), 1)
     b = Streamed(gpu, numbers(100), gpu.first)
     result, stream = run(a, b)
@@ -329,7 +329,7 @@ def failures() -> Iterator[Any]:
 def test_the_calls_that_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type[Foreign]) -> None:
     a, b = kind(gpu, numbers(0), gpu.first), Foreign(gpu, numbers(100), gpu.second)
     x, y = library_of(a).view(a), library_of(b).view(b)
-    result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
+    result = DeviceArray((2 * N,), DType.FLOAT32, GPU, gpu.first)
     gpu.recorder.calls.clear()
     arrays = (a, b, None, None, None, None, None)
     stream = library_of(a).current_stream(GPU) or 0
@@ -346,7 +346,7 @@ def test_any_call_may_fail(
     a, b = kind(gpu, numbers(0), gpu.first), Foreign(gpu, numbers(100), gpu.second)
     x, y = library_of(a).view(a), library_of(b).view(b)
     stream = library_of(a).current_stream(GPU) or 0
-    result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, stream)
+    result = DeviceArray((2 * N,), DType.FLOAT32, GPU, stream)
     arrays = (a, b, None, None, None, None, None)
     both = np.concatenate([numbers(0), numbers(100)])
     arguments = PLAIN.arguments(x, y, result.view(), stream)
@@ -376,7 +376,7 @@ def test_any_call_may_fail(
 
 def test_a_captured_product_can_be_run_again(gpu: Gpu, streamed: StreamedLibrary) -> None:
     a, b = Streamed(gpu, numbers(0), gpu.first), Streamed(gpu, numbers(100), gpu.first)
-    result = DeviceArray.empty((2 * N,), DType.FLOAT32, GPU, gpu.first)
+    result = DeviceArray((2 * N,), DType.FLOAT32, GPU, gpu.first)
     arrays = (a, b, None, None, None, None, None)
     x, y = streamed.view(a), streamed.view(b)
     runtime.call("cudaStreamSynchronize", gpu.first)

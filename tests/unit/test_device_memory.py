@@ -87,7 +87,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 def device_array(values: np.ndarray, stream: int = 7) -> DeviceArray:
     """An array on the device with these elements."""
     dtype = library_of(values).view(values).dtype
-    array = DeviceArray.empty(values.shape, dtype, GPU, stream)
+    array = DeviceArray(values.shape, dtype, GPU, stream)
     array._memory[...] = values
     return array
 

@@ -10,11 +10,10 @@ Examples
 
 from lowprec.amp import functional
 from lowprec.amp.autocast import AutocastNamespace, AutocastReport, AutocastRow, autocast
-from lowprec.amp.errors import GradientTypeError, ScalerStateError, SettingError
 from lowprec.amp.gradients import FormatShares, GradientReport, gradient_report, suggest_scale
 from lowprec.amp.masters import MasterWeights
 from lowprec.amp.policy import Policy
-from lowprec.amp.rules import ScaleRule
+from lowprec.amp.rules import GradientTypeError, ScalerStateError, ScaleRule, SettingError
 from lowprec.amp.scaler import LossScaler
 from lowprec.amp.schedule import PrecisionSchedule
 

@@ -1,16 +1,21 @@
-"""The operands of one call, cast by the list that its function is on."""
+"""The operands of one call, cast by the list that its function is on, and products in their own type."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec.amp.casts import cast, dtype_name, has_type, is_float, is_operand, widest
+import numpy as np
+
+from lowprec.arrays import is_array
+from lowprec.arrays.namespaces import cast, dtype_name, shape_of
 from lowprec.modes import MathMode
 from lowprec.policy import math_mode, resolve
+
+#: Floating-point types of which the one further right holds less; bfloat16 and float16 do not hold each other.
+FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 #: The math mode that rounds float32 operands as each type holds them.
 _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.FP16}
@@ -40,35 +45,32 @@ def by_list(
     is float32. Arrays, and lists and tuples of arrays, are looked at; ``out`` is not, since what is written to a cast
     one would be lost. Where the namespace ``xp`` has no such type, a math mode takes its place.
     """
-    if "out" in kwargs:
-        own = {name: x for name, x in kwargs.items() if name != "out"}
-        found = by_list(compute, which, args, own, xp)
-        return replace(found, kwargs={**found.kwargs, "out": kwargs["out"]})
     if which == "infer":
-        names = sorted({dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)})
-        to = widest(names) if len(names) > 1 else None
-        return _cast_all(args, kwargs, to, lambda x: is_float(x)) if to else Operands(args, kwargs)
-    if which == "deny" or compute == "float32":
-        return _cast_all(args, kwargs, "float32", lambda x: is_float(x, wide=False))
-    mode = _MODES[compute]
-    if resolve(mode).mode is not mode:
-        return _cast_all(args, kwargs, "float32", lambda x: is_float(x, wide=False))
+        names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}
+        if len(names) < 2:
+            return Operands(args, kwargs)
+        if names >= {"bfloat16", "float16"}:
+            names.add("float32")
+        return _cast_all(args, kwargs, min(names, key=FLOATS.index), wide=True)
+    mode = None if which == "deny" or compute == "float32" else _MODES[compute]
+    if mode is None or resolve(mode).mode is not mode:
+        return _cast_all(args, kwargs, "float32")
     if compute != "tf32" and (xp is None or has_type(xp, compute)):
-        return _cast_all(args, kwargs, compute, lambda x: is_float(x, wide=False))
-    found = _cast_all(args, kwargs, "float32", lambda x: is_float(x, wide=False))
+        return _cast_all(args, kwargs, compute)
+    found = _cast_all(args, kwargs, "float32")
     acts = any(dtype_name(x) == "float32" for x in _arrays(found.args, found.kwargs))
-    return Operands(found.args, found.kwargs, compute, mode) if acts else found
+    return replace(found, to=compute, mode=mode) if acts else found
 
 
 def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found = []
-    for x in (*args, *kwargs.values()):
+    for x in (*args, *(x for name, x in kwargs.items() if name != "out")):
         found += [y for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
     return found
 
 
 def _cast_all(
-    args: tuple[Any, ...], kwargs: dict[str, Any], to: str, takes: Callable[[Any], bool]
+    args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False
 ) -> Operands:
     changed = False
 
@@ -76,10 +78,41 @@ def _cast_all(
         nonlocal changed
         if type(x) in (list, tuple):
             return type(x)(map(one, x))
-        if not takes(x) or dtype_name(x) == to:
+        if not is_float(x, wide=wide) or dtype_name(x) == to:
             return x
         changed = True
         return cast(x, to)
 
-    args, kwargs = tuple(map(one, args)), {name: one(x) for name, x in kwargs.items()}
+    args = tuple(map(one, args))
+    kwargs = {name: x if name == "out" else one(x) for name, x in kwargs.items()}
     return Operands(args, kwargs, to if changed else None)
+
+
+def is_operand(x: Any) -> bool:
+    """Whether something is an array or a scalar of NumPy's; the libraries' classes of element types are neither."""
+    return is_array(x) or isinstance(x, np.generic)
+
+
+def is_float(array: Any, *, wide: bool = True) -> bool:
+    """Whether an array has one of :data:`FLOATS` as its element type; float64 only if ``wide``."""
+    return is_operand(array) and dtype_name(array) in FLOATS[not wide :]
+
+
+def times(x: Any, factor: Any) -> Any:
+    """Return a product in the type of the array, rounded once: 16-bit numbers are multiplied in float32."""
+    name = dtype_name(x)
+    wide = cast(x, "float32") if name in FLOATS[2:] else x
+    product = wide * factor
+    return product if dtype_name(product) == name else cast(product, name)
+
+
+def scaled_loss(x: Any, scale: Any) -> Any:
+    """Return a loss times a scale: in float32 where it has 16 bits and no dimensions, else in its own type."""
+    is_narrow = not shape_of(x) and dtype_name(x) in FLOATS[2:]
+    return times(cast(x, "float32") if is_narrow else x, scale)
+
+
+def has_type(xp: Any, name: str) -> bool:
+    """Whether a namespace has an element type: by its name, or with NumPy's help, as NumPy has bfloat16."""
+    module = getattr(xp, "__name__", "").split(".")[0]
+    return hasattr(xp, name) or (module == "numpy" and name in FLOATS)

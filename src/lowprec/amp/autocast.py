@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from lowprec import contractions, dispatch
-from lowprec.amp.arguments import Operands, by_list
-from lowprec.amp.casts import dtype_name, has_type, is_operand
+from lowprec.amp.arguments import Operands, by_list, has_type, is_operand
 from lowprec.amp.policy import Policy
 from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import OPERAND_DTYPES
 from lowprec.tables import Table, html, plain_text
@@ -47,17 +47,6 @@ _TORCH: dict[str, Callable[[Any], Any]] = {
     "min": lambda torch: torch.amin,
     "vecdot": lambda torch: lambda x, y, axis=-1: torch.linalg.vecdot(x, y, dim=axis),
 }
-
-
-@dataclass
-class _Calls:
-    """Of one function."""
-
-    which: str
-    calls: int = 0
-    cast: int = 0
-    by_lowprec: int = 0
-    to: str = "-"
 
 
 @dataclass(frozen=True)
@@ -120,23 +109,21 @@ class _Record:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[str, _Calls] = {}
+        self._counts: dict[str, list[Any]] = {}  # the fields of AutocastRow after the first
 
-    def add(self, name: str, which: str | None, operands: Operands, by_lowprec: bool) -> None:
+    def add(self, name: str, which: str | None, to: str | None, by_lowprec: bool) -> None:
         with self._lock:
-            row = self._calls.setdefault(name, _Calls(which or "-"))
-            row.calls += 1
-            row.by_lowprec += by_lowprec
-            if operands.to is not None:
-                row.cast += 1
-                row.to = operands.to
+            counts = self._counts.setdefault(name, [which or "-", 0, 0, 0, "-"])
+            counts[1] += 1
+            counts[3] += by_lowprec
+            if to is not None:
+                counts[2] += 1
+                counts[4] = to
 
     def rows(self) -> tuple[AutocastRow, ...]:
         with self._lock:
-            items = sorted(self._calls.items(), key=lambda item: (-item[1].cast, item[0]))
-            return tuple(
-                AutocastRow(name, c.which, c.calls, c.cast, c.by_lowprec, c.to) for name, c in items
-            )
+            rows = [AutocastRow(name, *counts) for name, counts in self._counts.items()]
+        return tuple(sorted(rows, key=lambda row: (-row.cast, row.function)))
 
 
 class AutocastNamespace:
@@ -164,32 +151,25 @@ class AutocastNamespace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._log_counts()
+        self.report()
 
-    def _log_counts(self) -> AutocastReport:
+    def report(self) -> AutocastReport:
+        """Return the calls so far, and log how many were cast (logger ``lowprec.amp``, level INFO)."""
         report = AutocastReport(str(self._policy), self._record.rows())
         _log.info("converted %d of %d calls", report.cast, report.calls)
         return report
 
-    def report(self) -> AutocastReport:
-        """Return the calls so far, and log how many were cast (logger ``lowprec.amp``, level INFO)."""
-        return self._log_counts()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__array_namespace_info__":
             raise AttributeError(name)
-        value = self._found(name)
+        in_torch = name in _TORCH and getattr(self._base, "__name__", "") == "torch"
+        value = _TORCH[name](self._base) if in_torch else getattr(self._base, name)
         if isinstance(value, ModuleType) and name in _PARTS:
             value = AutocastNamespace(value, self._policy, self._record, self._whole)
         elif callable(value) and not isinstance(value, type | ModuleType) and name[0] != "_":
             value = self._wrapped(name, value)
         self.__dict__[name] = value
         return value
-
-    def _found(self, name: str) -> Any:
-        if name in _TORCH and getattr(self._base, "__name__", "") == "torch":
-            return _TORCH[name](self._base)
-        return getattr(self._base, name)
 
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         policy, record, whole = self._policy, self._record, self._whole
@@ -214,7 +194,7 @@ class AutocastNamespace:
                     result = _multiplied(whole, name, operands)
                 else:
                     result = function(*operands.args, **operands.kwargs)
-            record.add(name, listed, operands, by_lowprec)
+            record.add(name, listed, operands.to, by_lowprec)
             return result
 
         return functools.update_wrapper(

@@ -15,8 +15,6 @@ from lowprec.errors import ArrayError, ShapeError, quoted
 def leaves(tree: Any) -> list[Any]:
     """Return the arrays of a container, in its order.
 
-    Raises ArrayError if something in it is neither a container nor an array.
-
     Examples
     --------
     >>> import numpy as np
@@ -37,36 +35,19 @@ def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     >>> paths({"norm": [np.ones(1), None, np.ones(1)]})
     [('norm', '0'), ('norm', '2')]
     """
-    if tree is None:
-        return []
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)).items()
-    else:
-        return [above]
-    return [path for key, item in items for path in paths(item, (*above, str(key)))]
+    if isinstance(tree, list | tuple):
+        tree = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
+    if not isinstance(tree, Mapping):
+        return [] if tree is None else [above]
+    return [path for key, item in tree.items() for path in paths(item, (*above, str(key)))]
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
     """Return a container of the same structure with the function's results in the place of the arrays.
 
-    The function takes an array, and the ones in the same place of the other containers, which have the same structure.
-    ``numbers`` says whether a Python number may stand where an array may; NumPy's scalars always may, and become
-    arrays.
-
-    Raises
-    ------
-    ArrayError
-        If something is neither a container nor an array.
-    ShapeError
-        If another container has another structure.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> mapped(lambda x: x * 2, {"w": np.ones(2), "b": None})
-    {'w': array([2., 2.]), 'b': None}
+    The function takes an array, and those in the same place of the other containers. ``numbers`` allows Python numbers
+    for arrays; NumPy's scalars become arrays. Raises ArrayError if something is neither a container nor an array,
+    ShapeError if another container has another structure.
     """
     if hasattr(tree, "__dlpack__"):  # most are, so this comes first
         return function(tree, *others)
@@ -112,12 +93,9 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
 
 def _check(same: bool, tree: Any, others: Any) -> None:
     if not same:
-        shapes = " and ".join(quoted(type(other).__name__) for other in others)
+        kinds = " and ".join(quoted(type(other).__name__) for other in others)
+        size = "nothing" if tree is None else len(tree)
         raise ShapeError(
-            f"containers of different structures: {quoted(type(tree).__name__)} of {_size(tree)} beside {shapes}; "
-            "give both the same keys and lengths"
+            f"containers of different structures: {quoted(type(tree).__name__)} of {size} beside {kinds}; give both "
+            "the same keys and lengths"
         )
-
-
-def _size(tree: Any) -> str:
-    return "nothing" if tree is None else f"{len(tree)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from lowprec.amp.casts import scaled_loss, times
+from lowprec.amp.arguments import scaled_loss, times
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import ScaleRule, check_scale
 from lowprec.amp.unscaling import check_gradient

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.amp.casts import FLOATS, dtype_name
+from lowprec.amp.arguments import FLOATS
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
 from lowprec.atomic import write_file
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
@@ -169,7 +170,7 @@ def suggest_scale(grads: Any) -> float:
     >>> suggest_scale({"w": np.float32([1e-7, 3e-3])})
     16777216.0
     """
-    return _scale_of(_Counts(grads).largest)
+    return _scale([_host(x) for x in leaves(grads)])
 
 
 def gradient_report(grads: Any) -> GradientReport:
@@ -198,25 +199,32 @@ def gradient_report(grads: Any) -> GradientReport:
       bfloat16  3.35544e+07   0.0000%     0.0000%   0.0000%
       tf32      3.35544e+07   0.0000%     0.0000%   0.0000%
     """
-    counts = _Counts(grads)
-    scale = _scale_of(counts.largest)
+    arrays = [_host(x) for x in leaves(grads)]
+    elements = sum(x.size for x in arrays)
+    zeros = elements - sum(int(np.count_nonzero(x)) for x in arrays)
+    scale = _scale(arrays)
     questions = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
     found = np.zeros((len(questions), 3), np.int64)
-    for magnitudes in counts.blocks():
+    histogram = np.zeros(2100, np.int64)
+    smallest = largest = math.nan
+    for magnitudes in _blocks(arrays):
+        smallest = float(np.fmin(smallest, magnitudes.min()))
+        largest = float(np.fmax(largest, magnitudes.max()))
+        histogram += np.bincount(np.frexp(magnitudes)[1] - 1 - _LEAST, minlength=2100)
         for i, (s, f) in enumerate(questions):
             found[i] += _fates(magnitudes * s, f)
-    shares = found / max(counts.counted, 1)
+    counted = int(histogram.sum())
     return GradientReport(
-        counts.elements,
-        counts.zeros,
-        counts.elements - counts.zeros - counts.counted,
-        counts.smallest,
-        counts.largest,
+        elements,
+        zeros,
+        elements - zeros - counted,
+        smallest,
+        largest,
         scale,
-        {i + _LEAST: int(n) for i, n in enumerate(counts.histogram) if n},
+        {i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
         tuple(
             FormatShares(f.name, s, *map(float, row))
-            for (s, f), row in zip(questions, shares, strict=True)
+            for (s, f), row in zip(questions, found / max(counted, 1), strict=True)
         ),
     )
 
@@ -233,36 +241,20 @@ def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
     return missing, below - missing, int(np.count_nonzero(magnitudes >= limit))
 
 
-class _Counts:
-    """The exponents of gradients, counted block by block."""
-
-    def __init__(self, grads: Any) -> None:
-        self._arrays = [_host(x) for x in leaves(grads)]
-        self.elements = sum(x.size for x in self._arrays)
-        self.zeros = sum(x.size - int(np.count_nonzero(x)) for x in self._arrays)
-        self.counted = 0
-        self.smallest = self.largest = math.nan
-        self.histogram = np.zeros(2100, np.int64)
-        for magnitudes in self.blocks():
-            self.counted += magnitudes.size
-            self.smallest = float(np.fmin(self.smallest, magnitudes.min()))
-            self.largest = float(np.fmax(self.largest, magnitudes.max()))
-            exponents = np.frexp(magnitudes)[1] - 1 - _LEAST
-            self.histogram += np.bincount(exponents, minlength=2100)
-
-    def blocks(self) -> Iterator[Any]:
-        """Yield magnitudes that are finite and not zero, as float64."""
-        for array in self._arrays:
-            flat = array.reshape(-1)
-            for first in range(0, flat.size, _BLOCK):
-                block = np.abs(flat[first : first + _BLOCK].astype(np.float64))
-                block = block[np.isfinite(block) & (block > 0)]
-                if block.size:
-                    yield block
+def _blocks(arrays: list[Any]) -> Iterator[Any]:
+    """Yield magnitudes that are finite and not zero, as float64."""
+    for array in arrays:
+        flat = array.reshape(-1)
+        for first in range(0, flat.size, _BLOCK):
+            block = np.abs(flat[first : first + _BLOCK].astype(np.float64))
+            block = block[np.isfinite(block) & (block > 0)]
+            if block.size:
+                yield block
 
 
-def _scale_of(largest: float) -> float:
-    if math.isnan(largest):
+def _scale(arrays: list[Any]) -> float:
+    largest = max((float(block.max()) for block in _blocks(arrays)), default=0.0)
+    if not largest:
         return 1.0
     fraction, exponent = math.frexp(largest)
     top = math.frexp(FLOAT16.largest)

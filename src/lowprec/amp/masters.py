@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowprec.amp.casts import cast, dtype_name, is_float, shape_of
+from lowprec.amp.arguments import is_float
 from lowprec.amp.containers import mapped
 from lowprec.amp.norms import is_module, norms_of
 from lowprec.amp.policy import Policy
 from lowprec.amp.rules import check_entries
 from lowprec.amp.scaler import LossScaler
-from lowprec.arrays.namespaces import array_module
+from lowprec.arrays.namespaces import array_module, cast, dtype_name, shape_of
 from lowprec.errors import ShapeError
 
 

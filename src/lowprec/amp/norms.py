@@ -6,7 +6,6 @@ import re
 import sys
 from typing import Any
 
-from lowprec.amp.containers import paths
 from lowprec.errors import ArrayError, quoted
 
 #: Classes of PyTorch's and of users; those of PyTorch's parametrizations (``_WeightNorm``) are private.
@@ -19,11 +18,6 @@ def is_module(value: Any) -> bool:
     """Whether something is a PyTorch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
-
-
-def names(params: Any) -> list[str]:
-    """Return the name of each array: the keys that lead to it, joined by dots."""
-    return [".".join(path) for path in paths(params)]
 
 
 def norms_of(model: Any) -> frozenset[str]:

@@ -11,16 +11,14 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any
 
-from lowprec.amp.arguments import by_list
-from lowprec.amp.casts import cast, is_float
-from lowprec.amp.containers import leaves, mapped
-from lowprec.amp.errors import SettingError
-from lowprec.amp.norms import is_module, names, norms_by_name, norms_of
-from lowprec.amp.rules import check_scale
+from lowprec.amp.arguments import by_list, is_float
+from lowprec.amp.containers import leaves, mapped, paths
+from lowprec.amp.norms import is_module, norms_by_name, norms_of
+from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
+from lowprec.arrays.namespaces import cast
 from lowprec.errors import LowprecWarning, quoted
 from lowprec.policy import environment
 
@@ -52,7 +50,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _list_table(moves: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
+def _list_table(moves: tuple[tuple[str, str], ...]) -> dict[str, str]:
     table = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split()}
     for which in LISTS:
         for name in environment.amp_list(which, "REMOVE"):
@@ -65,7 +63,7 @@ def _list_table(moves: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
             table.pop(name, None)
         else:
             table[name] = which
-    return MappingProxyType(table)
+    return table
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class Policy:
     masters: bool = False
     loss_scale: float | str | None = None
     moves: tuple[tuple[str, str], ...] = ()
-    _lists: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    _lists: dict[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, legal in (("params", _STORAGE), ("compute", _COMPUTE), ("output", _STORAGE)):
@@ -128,7 +126,9 @@ class Policy:
         for name in ("functions", "norms_float32", "masters"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False, got {quoted(getattr(self, name))}")
-        scale = self._default_scale if self.loss_scale is None else self.loss_scale
+        scale = self.loss_scale
+        if scale is None:
+            scale = "dynamic" if self.compute == "float16" else 1.0
         if scale != "dynamic":
             scale = check_scale('loss_scale, if it is not "dynamic",', scale)
         try:
@@ -144,14 +144,6 @@ class Policy:
         object.__setattr__(self, "loss_scale", scale)
         object.__setattr__(self, "moves", tuple(sorted(moves.items())))
         object.__setattr__(self, "_lists", _list_table(self.moves))
-
-    @property
-    def _default_scale(self) -> float | str:
-        return "dynamic" if self.compute == "float16" else 1.0
-
-    # A view of a dict is not pickled; the lists are made again.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
 
     # -- presets and text ---------------------------------------------------------------------
 
@@ -324,7 +316,7 @@ class Policy:
         return self._cast_params(params, None if model is None else norms_of(model))
 
     def _cast_params(self, params: Any, norms: frozenset[str] | None) -> Any:
-        all_names = names(params)
+        all_names = [".".join(path) for path in paths(params)]
         norms = norms_by_name(all_names) if norms is None else norms
         following = iter(all_names)
 
@@ -350,10 +342,6 @@ class Policy:
         if self.loss_scale == "dynamic":
             return LossScaler(**keywords)
         return LossScaler(**{"init_scale": self.loss_scale, "dynamic": False, **keywords})
-
-
-def _made(values: dict[str, Any]) -> Policy:
-    return Policy(**values)
 
 
 def _check_list(which: Any, *more: str) -> None:
@@ -413,12 +401,9 @@ def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
                 and "loss_scale=1 with float16 loses gradients below 6e-8")
         ),
         "params": not is_wide and not policy.masters
-        and f"weights in {policy.params} without masters lose updates below {_half_ulp(policy.params)} of a weight",
+        and f"weights in {policy.params} without masters lose updates below "
+        f"{'1/4096' if policy.params == 'float16' else '1/512'} of a weight",
     }  # fmt: skip
     if "masters" in overrides:
         checks["masters"] = checks["masters"] or checks["params"]
     return list(dict.fromkeys(x for name, x in checks.items() if name in overrides and x))
-
-
-def _half_ulp(name: str) -> str:
-    return {"float16": "1/4096", "bfloat16": "1/512"}[name]

@@ -14,11 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.amp.errors import SettingError
-from lowprec.errors import quoted
+from lowprec.errors import DTypeError, LowprecError, quoted
 
 #: Of float32. A scale of 0 has no inverse, and never grows again.
 _SMALLEST_NORMAL, _LEAST = 2.0**-126, 2.0**-127
+
+
+class ScalerStateError(LowprecError, RuntimeError):
+    """A method of :class:`~lowprec.amp.LossScaler` that was called out of order."""
+
+
+class GradientTypeError(DTypeError, ValueError):
+    """Gradients of an element type that must not be unscaled: float16, where small ones would be lost again."""
+
+
+class SettingError(LowprecError, ValueError):
+    """A number or a word that a scaler, a policy or a schedule does not take."""
 
 
 @dataclass(frozen=True)

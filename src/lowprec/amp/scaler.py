@@ -7,10 +7,16 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from lowprec.amp.casts import scaled_loss
+from lowprec.amp.arguments import scaled_loss
 from lowprec.amp.containers import mapped
-from lowprec.amp.errors import ScalerStateError, SettingError
-from lowprec.amp.rules import ScaleRule, check_count, check_entries, check_scale
+from lowprec.amp.rules import (
+    ScalerStateError,
+    ScaleRule,
+    SettingError,
+    check_count,
+    check_entries,
+    check_scale,
+)
 from lowprec.amp.unscaling import unscale
 from lowprec.errors import quoted
 
@@ -41,18 +47,11 @@ class LossScaler:
     ----------
     init_scale : float
         A positive number; it is rounded to float32.
-    growth_factor : float
-        The scale is multiplied by it after ``growth_interval`` steps in sequence without Inf or NaN.
-    backoff_factor : float
-        The scale is multiplied by it after a step with Inf or NaN.
-    growth_interval : int
+    growth_factor, backoff_factor, growth_interval, dynamic, min_scale, max_scale
+        As :class:`ScaleRule` takes them. With ``dynamic=False`` steps with Inf or NaN are skipped nevertheless. Floor
+        and cap are no part of the state dictionary.
     enabled : bool
         False makes everything pass through: ``scale`` and ``unscale`` return what came, ``step`` always steps.
-    dynamic : bool
-        False keeps the scale; steps with Inf or NaN are skipped nevertheless.
-    min_scale, max_scale : float, optional
-        Floor (2^-126, the smallest normal float32, by default) and cap of the scale. They are no part of the state
-        dictionary.
     reduce : callable, optional
         For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
         called once for each optimizer and update.
@@ -96,28 +95,15 @@ class LossScaler:
             raise SettingError(f"reduce is a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
         self._reduce = reduce
-        # One tuple, so that an interrupt never finds an update half done.
-        self._state: tuple[float, int, dict[Hashable, _Optimizer]] = (
-            self._rule.limited(check_scale("init_scale", init_scale)), 0, {},
-        )  # fmt: skip
+        self._scale = self._rule.limited(check_scale("init_scale", init_scale))
+        self._tracker = 0
+        self._optimizers: dict[Hashable, _Optimizer] = {}
 
     def __repr__(self) -> str:
         if not self._enabled:
             return "LossScaler(enabled=False)"
         kind = "dynamic" if self._rule.dynamic else "static"
         return f"LossScaler(scale={self._scale:g}, {kind}, growth_tracker={self._tracker})"
-
-    @property
-    def _scale(self) -> float:
-        return self._state[0]
-
-    @property
-    def _tracker(self) -> int:
-        return self._state[1]
-
-    @property
-    def _optimizers(self) -> dict[Hashable, _Optimizer]:
-        return self._state[2]
 
     def get_scale(self) -> float:
         """Return the scale; 1 if the scaler is not enabled."""
@@ -257,13 +243,15 @@ class LossScaler:
             return
         if new_scale is not None:
             scale = self._rule.limited(check_scale("new_scale", new_scale))
-            self._state = scale, self._tracker, {}
+            self._scale, self._optimizers = scale, {}
         elif not self._optimizers:
             raise ScalerStateError(
                 "update() before any gradients were unscaled; call unscale(grads) and step(fn) in each iteration"
             )
         else:
-            self._state = *self._rule.next(self._scale, self._tracker, self.found_inf), {}
+            scale, tracker = self._rule.next(self._scale, self._tracker, self.found_inf)
+            # One statement, between whose assignments no signal handler runs.
+            self._scale, self._tracker, self._optimizers = scale, tracker, {}
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
@@ -299,7 +287,7 @@ class LossScaler:
         rule = replace(self._rule, **{name: state_dict[name] for name in names})
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], 0)
         scale = rule.limited(check_scale("scale", state_dict["scale"], zero=True))
-        self._rule, self._state = rule, (scale, tracker, self._optimizers)
+        self._rule, self._scale, self._tracker = rule, scale, tracker
 
 
 def _of(optimizer: Hashable) -> str:

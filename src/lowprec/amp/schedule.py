@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lowprec.amp.errors import SettingError
-from lowprec.amp.rules import check_count, check_entries, check_number
+from lowprec.amp.rules import SettingError, check_count, check_entries, check_number
 from lowprec.errors import quoted
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import math_mode

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowprec.amp.casts import dtype_name, shape_of
 from lowprec.amp.containers import leaves, mapped
-from lowprec.amp.errors import GradientTypeError
+from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
-from lowprec.arrays.namespaces import array_module
+from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, threads
 from lowprec.errors import ArrayError, DTypeError, ShapeError
@@ -41,23 +40,16 @@ _KERNELS = "lowprec.amp.unscale_kernels"
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
 
-    Parameters
-    ----------
-    grads : container of arrays
-    scale : float
-    out : container of arrays, optional
-        Receives the results; it may be ``grads``.
-
-    Returns
-    -------
-    container of arrays
-    list
-        One flag per library and device; ``bool`` of a flag waits for its device.
+    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device, and ``bool`` of
+    it waits for the device.
     """
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    targets = [None] * len(arrays) if out is None else _targets(grads, out)
+    targets: list[Any] = arrays if out is grads else [None] * len(arrays)
+    if out is not None and out is not grads:
+        targets = []
+        mapped(lambda _, target: targets.append(target), grads, out)
     for x, target in zip(arrays, targets, strict=True):
         _check(x, target)
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
@@ -68,9 +60,9 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
         if target is not None:
-            source, written = _elements(x, name), _elements(target, name)
+            written = _elements(target, name)
             if first.setdefault(written, i) != i:
-                if source != _elements(arrays[first[written]], name):
+                if _elements(x, name) != _elements(arrays[first[written]], name):
                     raise ArrayError("out holds one array for two gradients; give each its own")
                 continue  # the gradient of weights that are tied, in two places of the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
@@ -88,12 +80,6 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
         return out, flags
     following = iter(results)
     return mapped(lambda _: next(following), grads), flags
-
-
-def _targets(grads: Any, out: Any) -> list[Any]:
-    found: list[Any] = []
-    mapped(lambda _, target: found.append(target), grads, out)
-    return found
 
 
 def _elements(array: Any, library: str) -> Any:
@@ -117,8 +103,8 @@ def _library(array: Any) -> str:
     return library
 
 
-def check_gradient(array: Any, *, coo: bool = False) -> None:
-    """Raise if an array is of an element type or a layout that gradients must not have; ``coo`` allows PyTorch's."""
+def check_gradient(array: Any, *, coo: bool = False) -> str:
+    """Return the element type of a gradient; raise for one, or a layout, that it must not have but PyTorch's COO."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -132,11 +118,11 @@ def check_gradient(array: Any, *, coo: bool = False) -> None:
         values = "coalesce().values()" if array.is_sparse else "values()"
         if not (coo and array.is_sparse):
             raise ArrayError(f"a sparse gradient: pass grad.{values}")
+    return name
 
 
 def _check(array: Any, target: Any) -> None:
-    check_gradient(array, coo=True)
-    name = dtype_name(array)
+    name = check_gradient(array, coo=True)
     if target is None or target is array:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
@@ -173,10 +159,12 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     for x, out in zip(arrays, results, strict=True):
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
-        if x.dtype.isnative and _is_flat(x, out, first, target):
+        aligned = not (first | target) % x.itemsize
+        if aligned and x.dtype.isnative and _is_flat(x, out, first, target):
             flat.setdefault(x.dtype, []).append((x, out, first, target))
         else:
-            found.append(_strided(x, out, inverse))
+            with np.errstate(all="ignore"):
+                found.append(_unscale_plain(x, out, inverse))
     elements = sum(x.size for x in arrays)
     found += [_run(pairs, inverse, elements) for pairs in flat.values()]
     return results, any(found)
@@ -192,11 +180,14 @@ def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
     return one_run and (first == target or abs(first - target) >= x.nbytes)
 
 
-def _strided(x: Any, out: Any, inverse: Any) -> bool:
+def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
+    """Unscale by NumPy's functions; return whether Inf or NaN was found."""
     found = not np.isfinite(x).all()
-    with np.errstate(all="ignore"):
-        out[...] = x * x.dtype.type(inverse)
-    return bool(found)
+    if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+        out[...] = x.astype(np.float32) * inverse
+    else:
+        np.multiply(x, x.dtype.type(inverse), out=out)
+    return found
 
 
 def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
@@ -214,10 +205,10 @@ def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
 
 
 @functools.cache
-def _kernel(dtype: str) -> Any:
+def _kernel(dtype: str) -> Callable[..., int] | None:
     from lowprec.amp import unscale_kernels
 
-    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.DTYPES else None
+    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.KINDS else None
 
 
 def _by_kernel(
@@ -226,17 +217,14 @@ def _by_kernel(
     """Return the work of each thread, which takes pieces until none is left."""
     job = array("q", [0])
     for x, _, first, target in pairs:
-        size, nbytes = x.size, x.itemsize
-        for begin in range(0, size, _PIECE):
-            at = begin * nbytes
-            job.extend((first + at, target + at, min(_PIECE, size - begin)))
+        for begin in range(0, x.size, _PIECE):
+            at = begin * x.itemsize
+            job.extend((first + at, target + at, min(_PIECE, x.size - begin)))
     count = len(job) // 3
     factor = np.array(inverse, pairs[0][0].dtype)
 
     def work() -> None:
-        scratch = np.empty(64, np.uint8)
-        beyond = kernel(job.buffer_info()[0], count, data_pointer(factor), data_pointer(scratch))
-        found.append(bool(beyond))
+        found.append(bool(kernel(job.buffer_info()[0], count, data_pointer(factor))))
 
     return work
 
@@ -257,12 +245,8 @@ def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Calla
         # NumPy's error state belongs to the thread, so each worker silences its own.
         with np.errstate(all="ignore"):
             for x, out in blocks:
-                if not np.isfinite(x).all():
+                if _unscale_plain(x, out, inverse):
                     found.append(True)
-                if x.dtype.itemsize == 2:  # the product is rounded once, from float32
-                    out[...] = x.astype(np.float32) * inverse
-                else:
-                    np.multiply(x, x.dtype.type(inverse), out=out)
 
     return work
 
@@ -338,40 +322,38 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    if any(isinstance(x, sys.modules["jax"].core.Tracer) for x in arrays):
+    jax: Any = sys.modules["jax"]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ArrayError(
             "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
             "lowprec.amp.functional inside jit, or unscale what the compiled function returns"
         )
     if any(out is not None for out in targets):
         raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
-    return _jax_program()(list(arrays), inverse)  # type: ignore[no-any-return]
+    return _jax_program(jax)(list(arrays), inverse)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _jax_program() -> Any:
-    jax: Any = sys.modules["jax"]
-    xp = jax.numpy
-
+def _jax_program(jax: Any) -> Any:
+    @jax.jit  # type: ignore[untyped-decorator]
     def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
-        found = [xp.any(~xp.isfinite(x)) for x in arrays]
-        # A bfloat16 is multiplied in float32 and rounded once.
-        return [(x * inverse).astype(x.dtype) for x in arrays], functools.reduce(
-            xp.logical_or, found
+        found = functools.reduce(
+            jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays]
         )
+        # A bfloat16 is multiplied in float32 and rounded once.
+        return [(x * inverse).astype(x.dtype) for x in arrays], found
 
-    return jax.jit(program)
+    return program
 
 
 def _by_namespace(
     arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
 ) -> tuple[list[Any], Any]:
     """Multiply and look in two passes, by the functions of the Array API."""
-    results, flag = [], None
+    xp = array_module(arrays[0])
+    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
+    results = []
     for x, out in zip(arrays, targets, strict=True):
-        xp = array_module(x)
-        found = xp.any(~xp.isfinite(x))
-        flag = found if flag is None else xp.logical_or(flag, found)
         result = x * float(inverse)
         if out is not None:
             out[...] = result

@@ -68,11 +68,7 @@ class Library(ABC):
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the array of this library that a filled buffer has become, without a copy.
 
-        Parameters
-        ----------
-        buffer : array
-        *operands : array or None
-            What it was computed from, of any library, the one that was ``like`` first.
+        ``operands``, arrays of any library or None, are those of the product, the one that was ``like`` first.
         """
         return buffer
 

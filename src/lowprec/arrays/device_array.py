@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.device_memory import Block, provider
+from lowprec.arrays.device_memory import provider
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, memory_at
 from lowprec.errors import ArrayError
@@ -21,32 +21,19 @@ _NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
-    """A :class:`DLPackArray` on a device: what it computes lies there, and is ready in the order of a stream.
+    """A new, row-major :class:`DLPackArray` on a device, whose elements are written on a stream.
 
     A NumPy array stands for shape and type. Its memory is the device's, so nothing on the host may read it.
-
-    The elements lie in ``block``, row-major, and are written on ``stream``.
     """
 
     __slots__ = ("_block", "_device", "_stream")
 
-    def __init__(
-        self, block: Block, shape: tuple[int, ...], dtype: DType, device: Device, stream: int
-    ) -> None:
-        numpy_dtype = NUMPY_DTYPES[dtype]
-        super().__init__(np.ndarray(shape, numpy_dtype, memory_at(block.address, block)))
+    def __init__(self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int) -> None:
+        block = provider(device).allocate(prod(shape) * dtype.itemsize, device, stream)
+        super().__init__(np.ndarray(shape, NUMPY_DTYPES[dtype], memory_at(block.address, block)))
         self._block = block
         self._device = device
         self._stream = stream
-
-    @classmethod
-    def empty(
-        cls, shape: tuple[int, ...], dtype: DType, device: Device, stream: int
-    ) -> DeviceArray:
-        """Return a new array whose elements are written on a stream."""
-        nbytes = prod(shape) * dtype.itemsize
-        block = provider(device).allocate(nbytes, device, stream)
-        return cls(block, shape, dtype, device, stream)
 
     def view(self) -> ArrayView:
         """Return the view of the array, whose work is on its own stream."""
@@ -111,7 +98,7 @@ class DeviceArray(DLPackArray):
 
     def _copy(self) -> DeviceArray:
         device, stream = self._device, self._stream
-        twin = DeviceArray.empty(self.shape, self._dtype, device, stream)
+        twin = DeviceArray(self.shape, self._dtype, device, stream)
         provider(device).copy(
             self._block.address, twin._block.address, self._memory.nbytes, device, stream
         )

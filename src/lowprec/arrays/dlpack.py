@@ -192,26 +192,21 @@ def device_of(array: Any) -> Device:
 
 
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
-    """Return the view of any array with ``__dlpack__``.
+    """Return the view of any array with ``__dlpack__``; an ArrayError quotes a library that refuses to export it.
 
-    ``stream`` is the consumer's, as the standard numbers them. None is right for host memory; for a CUDA array the
-    producer then makes the data ready on the legacy default stream.
-
-    Raises ArrayError if the array's library refuses to export it; its own words are in the message.
+    ``stream`` is the consumer's, as the standard numbers them; None is host memory, or CUDA's legacy default stream.
     """
-    return view_of_capsule(_capsule_of(array, {} if stream is None else {"stream": stream}))
-
-
-def _capsule_of(array: Any, keywords: dict[str, Any]) -> object:
+    keywords = {} if stream is None else {"stream": stream}
     try:
         try:
-            return array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
+            capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
         except TypeError as error:
             if not _lacks_max_version(error):
                 raise
-        return array.__dlpack__(**keywords)
+            capsule = array.__dlpack__(**keywords)
     except Exception as error:
         raise _refusal(array, error) from error
+    return view_of_capsule(capsule)
 
 
 def _lacks_max_version(error: TypeError) -> bool:
@@ -362,7 +357,9 @@ def export(
     and ``copied`` tells whether they were copied for this export.
     """
     carrier = _CARRIERS.get(dtype)
-    capsule = _numpy_capsule(memory if carrier is None else memory.view(carrier), max_version)
+    exported = memory if carrier is None else memory.view(carrier)
+    is_versioned = max_version is not None and max_version[0] >= _MAJOR
+    capsule: object = exported.__dlpack__(max_version=max_version if is_versioned else None)
     if carrier is None and device is CPU and not copied:
         return capsule
     tensor, _ = _open(capsule)
@@ -371,12 +368,3 @@ def export(
     if copied and _get_name(capsule) == _VERSIONED:
         _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
     return capsule
-
-
-def _numpy_capsule(memory: NDArray[Any], max_version: tuple[int, int] | None) -> object:
-    if max_version is not None and max_version[0] >= _MAJOR:
-        try:
-            return memory.__dlpack__(max_version=max_version)
-        except TypeError:  # NumPy 2.0 exports unversioned capsules only
-            pass
-    return memory.__dlpack__()

@@ -38,7 +38,10 @@ class DLPackLibrary(Library):
         if stream is not None and is_served(device):
             provider(device).check_captures((stream,), device)
         if kind is DeviceArray:
-            return self._own_view(array)
+            if array.stream != LEGACY_STREAM:
+                provider(device).order(array.stream, LEGACY_STREAM, device)
+            own: ArrayView = array.view()
+            return own
         view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(
@@ -47,18 +50,13 @@ class DLPackLibrary(Library):
             )
         return view
 
-    def _own_view(self, array: DeviceArray) -> ArrayView:
-        if array.stream != LEGACY_STREAM:
-            provider(array.device).order(array.stream, LEGACY_STREAM, array.device)
-        return array.view()
-
     def allocate(
         self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
     ) -> ArrayView:
         """Return the view of new memory."""
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)
-        return DeviceArray.empty(shape, dtype, device, LEGACY_STREAM).view()
+        return DeviceArray(shape, dtype, device, LEGACY_STREAM).view()
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return an array of the first operand's library, if its Array API namespace has the type; else DLPackArray."""

@@ -87,7 +87,7 @@ class JaxLibrary(Library):
             )
         if device != CPU:
             stream = provider(device).own_stream(device)
-            return DeviceArray.empty(shape, dtype, device, stream).view()
+            return DeviceArray(shape, dtype, device, stream).view()
         # XLA's CPU client copies what does not begin with a cache line.
         return host_view(aligned_empty(shape, NUMPY_DTYPES[dtype]))
 

@@ -69,12 +69,6 @@ def library_of(array: Any) -> Library:
 
     Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
     that changes what the elements mean. The message names the way out.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> library_of(numpy.zeros(3)).name
-    'numpy'
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
@@ -121,7 +115,8 @@ def _find(array: Any) -> Library:
         hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     ):
         raise ArrayError(
-            f"expected an array ({_accepted()}), got {_what(array)}; wrap it with numpy.asarray"
+            f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
+            f"{_what(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
 
@@ -168,14 +163,7 @@ def _optional_name(array: Any) -> str | None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array of some library, one that can be read or not; a description of one is none.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> is_array(numpy.zeros(3)), is_array(3.0)
-    (True, False)
-    """
+    """Whether ``x`` is an array of some library, readable or not; a description of an array is none."""
     return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
 
 
@@ -186,12 +174,6 @@ def library_name(array: Any) -> str:
     :func:`library_of` raises, and this does not.
 
     Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> library_name(numpy.zeros(3))
-    'numpy'
     """
     return _optional_name(array) or library_of(array).name
 
@@ -202,10 +184,6 @@ def _instance(name: str) -> Library:
         made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
         library = _INSTANCES.setdefault(name, made)  # another thread may have been first
     return library
-
-
-def _accepted() -> str:
-    return f"{NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__"
 
 
 def _what(array: Any) -> str:

@@ -1,4 +1,4 @@
-"""A library's own functions for arranging axes, by the names of the Array API."""
+"""An array's own library: its namespace, its element types by name, casts, and the arrangement of axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.libraries import deferred_module, library_name
+from lowprec.arrays.libraries import deferred_module, library_name, library_of
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
@@ -18,31 +18,12 @@ _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cup
 
 
 def array_module(array: Any) -> Any:
-    """Return the Array API namespace of an array's library, or what that library has in its place.
-
-    Raises ArrayError if it is no array, or its library has no such namespace.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> array_module(numpy.zeros(3)) is numpy
-    True
-    """
+    """Return the Array API namespace of an array's library, or what that library has in its place."""
     return namespace_of(array)._xp
 
 
 def namespace_of(array: Any) -> Namespace:
-    """Return the functions of an array's library.
-
-    Raises ArrayError if it is no array, or its library has no Array API namespace.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> x = numpy.arange(6.0).reshape(2, 3)
-    >>> namespace_of(x).arranged(x, (1, 0), (6,))
-    array([0., 3., 1., 4., 2., 5.])
-    """
+    """Return the functions of an array's library; raise ArrayError if it has no Array API namespace."""
     kind = type(array)
     if kind in _BY_TYPE:
         return _BY_TYPE[kind]
@@ -53,13 +34,14 @@ def namespace_of(array: Any) -> Namespace:
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
     raise ArrayError(
-        f"a contraction arranges axes by the array's own library, and {quoted(type(array).__qualname__)} has no Array "
-        "API namespace; pass an array of NumPy, PyTorch, JAX or CuPy"
+        f"{quoted(type(array).__qualname__)} has no Array API namespace, by which axes are arranged and elements cast; "
+        "pass an array of NumPy, PyTorch, JAX, CuPy or of a library with the Array API"
     )
 
 
-#: NumPy builds the name of a dtype in each call.
-_numpy_name = functools.cache(lambda dtype: dtype.name)
+@functools.lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which NumPy builds in each call
 
 
 def dtype_label(dtype: Any) -> str:
@@ -75,6 +57,46 @@ def dtype_label(dtype: Any) -> str:
 
 
 dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of an array's element type, also of one that is known only by DLPack."""
+    dtype = getattr(array, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
+    return library_of(array).view(array).dtype.label if dtype is None else dtype_label(dtype)
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Return the lengths of an array's axes."""
+    return tuple(array.shape if hasattr(array, "shape") else library_of(array).view(array).shape)
+
+
+def cast(array: Any, label: str) -> Any:
+    """Return an array with elements of another type.
+
+    It is returned as it is where it has that type already, or its library has no such type (the Array API's own has no
+    float16, and JAX none of 64 bits where they are off).
+
+    Examples
+    --------
+    >>> import numpy
+    >>> cast(numpy.ones(2, numpy.float32), "bfloat16").dtype.name
+    'bfloat16'
+    """
+    if dtype_name(array) == label:
+        return array
+    if hasattr(array, "astype"):  # NumPy's scalars have it, too
+        jax = sys.modules.get("jax")
+        wide = label in ("float64", "complex128")
+        if wide and jax and isinstance(array, jax.Array) and not jax.config.jax_enable_x64:
+            return array
+        return array.astype(NUMPY_DTYPES[dtype_from_name(label)])
+    xp = array_module(array)
+    dtype = getattr(xp, label, None)
+    if dtype is None:
+        return array
+    return array.to(dtype) if hasattr(array, "to") else xp.astype(array, dtype)
 
 
 class Namespace:
@@ -121,17 +143,6 @@ class Namespace:
         if hasattr(like, "new_ones"):
             return like.new_ones(n)
         return self._xp.ones((n,), dtype=like.dtype)
-
-    def cast(self, x: Any, label: str) -> Any:
-        """Return ``x`` in the element type of this name; unchanged where JAX has 64-bit types off."""
-        jax = sys.modules.get("jax")
-        wide = label in ("float64", "complex128")
-        if wide and jax and isinstance(x, jax.Array) and not jax.config.jax_enable_x64:
-            return x
-        if hasattr(x, "astype"):
-            return x.astype(NUMPY_DTYPES[dtype_from_name(label)])
-        dtype = getattr(self._xp, label)
-        return x.to(dtype) if hasattr(x, "to") else self._xp.astype(x, dtype)
 
     def conjugated(self, x: Any) -> Any:
         """Return the complex conjugate; what is real stays as it is."""

@@ -8,8 +8,7 @@ so they would see the allocation of its result and not the product: what they ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec.errors import ArrayError, ElsewhereError
 
@@ -17,46 +16,28 @@ from lowprec.errors import ArrayError, ElsewhereError
 ROAD = "lowprec.torch:matmul"
 
 
-class Probes(NamedTuple):
-    """Functions of torch's that are false where nothing intercepts; 20 to 50 ns each."""
+def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
+    """Return functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
 
-    #: How many are active. ``make_fx(pre_dispatch=True)`` stacks its dispatch mode elsewhere, beside a function mode.
-    dispatch_modes: Callable[[], Any]
-    function_modes: Callable[[], Any]
-    is_tracing: Callable[[], Any]  # whether ``torch.jit.trace`` records
-    transforms: Callable[[], Any]  # whether ``torch.func`` transforms
-    forward_ad: Any  # its ``_current_level`` is -1 outside ``dual_level``
-
-
-def probes_of(torch: Any) -> Probes:
-    """Return the probes of this version of torch; one that it lacks finds nothing."""
+    ``make_fx(pre_dispatch=True)`` keeps its dispatch mode apart from the others, and a function mode with them.
+    """
     core = torch._C
-    # Slower by half, and older.
-    innermost = getattr(getattr(core, "_functorch", None), "peek_interpreter_stack", _nothing)
-    forward_ad = torch.autograd.forward_ad
-    if not hasattr(forward_ad, "_current_level"):
-        forward_ad = SimpleNamespace(_current_level=-1)
-    return Probes(
-        getattr(core, "_len_torch_dispatch_stack", _nothing),
-        getattr(core, "_len_torch_function_stack", _nothing),
-        getattr(core, "_is_tracing", _nothing),
-        getattr(core, "_are_functorch_transforms_active", innermost),
-        forward_ad,
+    return (
+        core._len_torch_dispatch_stack,
+        core._len_torch_function_stack,
+        core._is_tracing,  # torch.jit.trace
+        core._are_functorch_transforms_active,
     )
 
 
-def _nothing() -> None:
-    return None
-
-
-def refuse_interception(torch: Any, probes: Probes) -> None:
+def refuse_interception(torch: Any) -> None:
     """Raise an ArrayError if what one of the probes has found would miss a product; a function mode alone does not."""
-    if probes.is_tracing():
+    if torch._C._is_tracing():
         raise ArrayError(
             "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
             "outside the traced function"
         )
-    if probes.transforms():
+    if torch._C._are_functorch_transforms_active():
         raise ElsewhereError(
             "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which acts on torch's "
             "operations; call lowprec outside the transform",
@@ -93,7 +74,6 @@ def _dispatch_mode(torch: Any) -> Any:
     if mode is not None:
         return mode
     # The stack of these modes is the process's; whether they act on this thread tells a dispatch key.
-    key = getattr(torch._C.DispatchKey, "PreDispatch", None)
-    if key is None or not torch._C._dispatch_tls_is_dispatch_key_included(key):
+    if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
         return None
     return torch._ops._get_current_dispatch_mode_pre_dispatch()

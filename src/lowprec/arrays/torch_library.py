@@ -45,7 +45,7 @@ class TorchLibrary(Library):
         self._dtypes = {t: d for d, t in self._torch_dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
         self._probes = probes_of(torch)
-        self._forward_ad = self._probes.forward_ad
+        self._forward_ad = torch.autograd.forward_ad
         self._device_types = dict(_DEVICE_TYPES)
         if getattr(torch.version, "hip", None):
             self._device_types["cuda"] = _ROCM
@@ -55,7 +55,11 @@ class TorchLibrary(Library):
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
         # What torch's own compiler calls: 0.1 us, where torch.cuda.current_stream makes an object first.
-        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", self._public_stream)
+        self._raw_stream = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda i: torch.cuda.current_stream(i).cuda_stream,
+        )
 
     def check_type(self, array: Any) -> None:
         """Refuse tensors whose class stands for something other than strided memory."""
@@ -78,9 +82,9 @@ class TorchLibrary(Library):
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of a tensor, unless what intercepts torch's operations would miss the product."""
-        dispatch_modes, function_modes, is_tracing, transforms, _ = self._probes
+        dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
-            refuse_interception(self._torch, self._probes)
+            refuse_interception(self._torch)
         return self.view_another(array)
 
     def view_another(self, array: Any) -> ArrayView:
@@ -111,8 +115,7 @@ class TorchLibrary(Library):
 
     def _view_of_dead(self, array: Any) -> ArrayView:
         """Return the view of what a transform has wrapped that has ended."""
-        functorch = getattr(self._torch._C, "_functorch", None)
-        unwrapped = getattr(functorch, "unwrap_if_dead", lambda x: x)(array)
+        unwrapped = self._torch._C._functorch.unwrap_if_dead(array)
         if unwrapped is array:
             raise self._without_memory(array) from None
         return self.view_another(unwrapped)
@@ -143,10 +146,6 @@ class TorchLibrary(Library):
         if device.type != self._device_types["cuda"]:
             return None
         return self._raw_stream(device.index) or 1
-
-    def _public_stream(self, index: int) -> int:
-        stream: int = self._torch.cuda.current_stream(index).cuda_stream
-        return stream
 
     def _device_of(self, device: Any) -> Device | None:
         """Return DLPack's name of a ``torch.device``, None if its memory has no addresses."""

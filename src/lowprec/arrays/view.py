@@ -1,14 +1,14 @@
 """Views: what the rest of lowprec knows of a caller's array.
 
-A view is made at the door from whatever the caller passed, and everything behind the door reads only the view.
-Making one must cost about as much as reading the array's own attributes, so it is a slotted class with a plain
-constructor, and what is not always needed (the address of a NumPy array) is worked out when it is asked for.
+A view is made from each array that the caller passed, and all later stages read only the view. Making one must cost
+about as much as reading the array's own attributes, so the address of a NumPy array is computed when it is read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ CPU = Device(1, 0)
 _MAX_UNUSED = 1 << 48
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ArrayView:
     """An array as lowprec sees it. Nothing changes it after it is made.
 
@@ -80,27 +81,14 @@ class ArrayView:
     ``plan`` prints: why this is a view of a copy and not of the caller's memory.
     """
 
-    __slots__ = ("_address", "copied", "device", "dtype", "owner", "read_only", "shape", "strides")
-
-    def __init__(
-        self,
-        dtype: DType,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        device: Device,
-        owner: Any,
-        read_only: bool,
-        address: int | None,
-        copied: str | None = None,
-    ) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.strides = strides
-        self.device = device
-        self.owner = owner
-        self.read_only = read_only
-        self.copied = copied
-        self._address = address
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: Device
+    owner: Any
+    read_only: bool
+    _address: int | None
+    copied: str | None = None
 
     @property
     def address(self) -> int:

@@ -135,20 +135,8 @@ def _gradient(
 ) -> Any:
     """Return the gradient of an operand: the product with the other one over the axes that only that one has.
 
-    Parameters
-    ----------
-    gradient, other
-        The result's gradient, and the other operand.
-    aval
-        Shape and type of the operand.
-    summed
-        Axes of ``gradient`` and ``other`` that are summed.
-    batches, contracted
-        Those of the operand and of ``other``, in the forward product.
-    free
-        Axes that only the operand has.
-    backward_mode
-        A guard that is open now stands above it.
+    ``aval`` is the operand's shape and type, ``free`` the axes that only it has; ``summed`` are axes of ``gradient``
+    and ``other``, ``batches`` and ``contracted`` those of the operand and ``other`` in the forward product.
     """
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))

@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowprec.arrays import CPU
+from lowprec import explain
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
-from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.jax import ambient
 from lowprec.jax.primitive import dot_general
 from lowprec.modes import MathMode, parse_mode
-from lowprec.planning import Activation, GemmPlan, plan_gemm
-from lowprec.request import ShapeDtype, bind, check_scalars, spec_of, view_of
+from lowprec.planning import Activation, GemmPlan
+from lowprec.request import ShapeDtype, view_of
 
 #: What stands for the first of the sizes that are known by name only, in checks.
 _UNKNOWN = 1009
@@ -140,14 +139,12 @@ def _checked(
         (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x
         for x in (alpha, beta)
     ]
-    request = bind(
-        None, described.get("c"), factors[0], factors[1], described.get("bias"), activation, out_dtype, None, None,
-        describing=True,
+    alpha, beta = factors
+    return explain.plan(
+        described["a"], described["b"],
+        c=described.get("c"), alpha=alpha, beta=beta, bias=described.get("bias"), activation=activation,
+        out_dtype=out_dtype, math_mode=MathMode.FP32,
     )  # fmt: skip
-    a, b = (spec_of(view_of(described[name], describing=True)) for name in "ab")
-    plan = plan_gemm(request.problem(a, b), backend_of(CPU).capabilities(CPU), MathMode.FP32)
-    check_scalars(request, plan.compute_dtype)
-    return plan
 
 
 # -- the product, and what follows it -------------------------------------------------------------

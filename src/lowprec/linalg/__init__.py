@@ -17,6 +17,11 @@ array([2., 3.], dtype=float32)
 """
 
 from lowprec.linalg.guarded import (
+    EighResult,
+    LstsqResult,
+    QRResult,
+    SlogdetResult,
+    SVDResult,
     cdist,
     cholesky,
     det,
@@ -32,7 +37,6 @@ from lowprec.linalg.guarded import (
     solve,
     svd,
 )
-from lowprec.linalg.results import EighResult, LstsqResult, QRResult, SlogdetResult, SVDResult
 
 __all__ = [
     "EighResult",

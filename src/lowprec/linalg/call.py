@@ -10,6 +10,7 @@ import numpy as np
 
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.dlpack import device_of
+from lowprec.arrays.namespaces import cast, dtype_name
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType, promote
 from lowprec.linalg import routes
@@ -34,7 +35,7 @@ def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **key
     by_dlpack = library == "dlpack"
     if by_dlpack:
         library, arrays = _adopted(function, arrays)
-    dtype, arrays = _promoted(function, library, arrays, dtypes)
+    dtype, arrays = _promoted(function, arrays, dtypes)
     work = routes.find(function, library)
     routes.check_stacks(function, library, arrays)
     if keywords.get("rtol", 0) is None:
@@ -63,11 +64,11 @@ def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
 
 
 def _promoted(
-    function: str, library: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]
+    function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]
 ) -> tuple[DType, tuple[Any, ...]]:
     """Return the operands' common element type, and the operands in it."""
     by_label = {dtype.label: dtype for dtype in dtypes}
-    given = [str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.") for x in arrays]
+    given = [dtype_name(x) for x in arrays]
     for name, label in zip(_NAMES, given, strict=False):
         if label not in by_label:
             raise DTypeError(
@@ -75,16 +76,7 @@ def _promoted(
                 "float32, and the result back where that is meant"
             )
     common = functools.reduce(promote, (by_label[label] for label in given))
-    return common, tuple(
-        x if label == common.label else _cast(library, x, common.label)
-        for x, label in zip(arrays, given, strict=True)
-    )
-
-
-def _cast(library: str, array: Any, label: str) -> Any:
-    if library == "torch":
-        return array.to(getattr(sys.modules["torch"], label))
-    return array.astype(label)
+    return common, tuple(cast(x, common.label) for x in arrays)
 
 
 # -- arrays that are known only by DLPack ---------------------------------------------------------

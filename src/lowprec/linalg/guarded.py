@@ -3,19 +3,62 @@
 Each function finds the library of its operands, checks their element types, and calls that library's function inside
 :func:`lowprec.fp32_guard`: what it multiplies in float32 on its way to the answer is multiplied in full FP32, whatever
 was set before. Shapes, algorithms, failures (a singular matrix raises in one library and gives NaN in another) and
-gradients are the library's own.
+gradients are the library's own. Results of several arrays have the names and the order of the Array API standard,
+2024.12 (https://data-apis.org/array-api), which has no least squares; the names of that result are PyTorch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.call import REAL_DTYPES, call
-from lowprec.linalg.results import EighResult, LstsqResult, QRResult, SlogdetResult, SVDResult
 from lowprec.linalg.routes import ROUTES
+
+
+class EighResult(NamedTuple):
+    """Eigenvalues, ascending, shape (..., n), and the eigenvectors as columns, shape (..., n, n)."""
+
+    eigenvalues: Any
+    eigenvectors: Any
+
+
+class QRResult(NamedTuple):
+    """Orthonormal columns ``Q``, shape (..., m, k), and the upper triangle ``R``, shape (..., k, n)."""
+
+    Q: Any
+    R: Any
+
+
+class SVDResult(NamedTuple):
+    """``U``, the singular values ``S``, descending, shape (..., min(m, n)), and ``Vh``, V's conjugate transpose."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
+class SlogdetResult(NamedTuple):
+    """Sign (of modulus 1, or 0) and the natural logarithm of the modulus of determinants, each of shape (...)."""
+
+    sign: Any
+    logabsdet: Any
+
+
+class LstsqResult(NamedTuple):
+    """Solution, squared residual norms per column, rank of ``a`` and its singular values.
+
+    What the library does not compute is empty: in most of them the residuals where ``a`` is wide or of deficient
+    rank, in PyTorch on a GPU the rank and the singular values too.
+    """
+
+    solution: Any
+    residuals: Any
+    rank: Any
+    singular_values: Any
+
 
 _QR_MODES = ("reduced", "complete")
 

@@ -33,17 +33,7 @@ class Route(NamedTuple):
 
 
 def find(function: str, library: str) -> _Function:
-    """Return the library's own function, taking the keywords that lowprec's takes.
-
-    Raises UnsupportedError if the library, or the version that is installed, has no such function; the message names
-    the way out.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> find("det", "numpy") is numpy.linalg.det
-    True
-    """
+    """Return the library's own function, taking the keywords that lowprec's takes; raise where it has none."""
     route = ROUTES[function].get(library)
     if route is None:
         raise UnsupportedError(f"{library} has no {function}; {LACKING[function, library]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,20 +56,9 @@ class Linear(torch.nn.Linear):
         )
 
     @classmethod
-    def sharing(
-        cls,
-        layer: torch.nn.Linear,
-        *,
-        math_mode: str | MathMode | None = None,
-        rtol: float | None = None,
-        bound: str | None = None,
-        backward_mode: str | MathMode | None = None,
-    ) -> Linear:
-        """Return a layer with the very parameters of another one: what trains one trains both."""
-        made = cls(
-            layer.in_features, layer.out_features, layer.bias is not None, "meta",
-            math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
-        )  # fmt: skip
+    def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
+        """Return a layer with the very parameters of another one; ``modes`` are those of the class."""
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None, "meta", **modes)
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)
 

@@ -22,12 +22,12 @@ from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec
 from lowprec.request import Request, parse_dtype
 from lowprec.tolerance import mode_within
-from lowprec.torch import sharding
 from lowprec.torch.ambient import mode as ambient_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
     COMPILED_KEY,
     OPERATOR,
+    ensure_sharded,
     multiply_plain,
     operand_gradients,
     result_dtype,
@@ -105,8 +105,12 @@ def matmul(
     """
     _check_tensors(a=a, b=b, c=c, bias=bias)
     for name, factor in (("alpha", alpha), ("beta", beta)):
-        if type(factor) is not float and not isinstance(factor, Complex):
+        if type(factor) is float or isinstance(factor, Real):
+            continue
+        if not isinstance(factor, Complex):
             raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
+        if not (a.is_complex() or b.is_complex()):
+            raise DTypeError(f"{name} is complex, but the operands are {a.dtype} and {b.dtype}")
     if beta and c is None:
         raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
     if a.is_meta != b.is_meta:
@@ -124,14 +128,9 @@ def matmul(
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
-    for name, factor in (("alpha", alpha), ("beta", beta)):
-        if type(factor) is float or isinstance(factor, Real):
-            continue
-        if not (x.is_complex() or y.is_complex()):
-            raise DTypeError(f"{name} is complex, but the operands are {x.dtype} and {y.dtype}")
-        if name == "alpha":
-            # The operator's factor is real; this one autograd sees, which conjugates it.
-            outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
+    if type(alpha) is not float and not isinstance(alpha, Real):
+        # The operator's factor is real; this one autograd sees, which conjugates it.
+        outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
     if rtol is not None or bound is not None:
         math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
     rounded = None if plain else _rounded_last(x, y, dtype)
@@ -324,7 +323,7 @@ def _product(
                 return recorded
             return multiply_plain(a, b, mode, alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
-        sharding.ensure_registered()
+        ensure_sharded()
         seen: Tensor = OPERATOR(a, b, *rest)
         return seen
     transformed: Tensor = _Transformed.apply(a, b, *rest)
