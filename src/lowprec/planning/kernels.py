@@ -117,6 +117,10 @@ class Capabilities:
         """Whether the tensor cores multiply FP8."""
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
+    def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:
+        """Return the compute capability of those that sum on a kernel, or are emulated; None where there are none."""
+        return kernel.emulates.capability if kernel.emulates else self.compute_capability
+
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:

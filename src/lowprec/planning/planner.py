@@ -9,11 +9,10 @@ from functools import cache, lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from lowprec.errors import ModeError, UnsupportedError
+from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT16, FLOAT32, ComputeType, DType, NumberFormat
-from lowprec.modes import TABLE, MathMode, mode_names, row
-from lowprec.planning.advice import advise
-from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds, operand_format
+from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import (
@@ -43,7 +42,7 @@ _COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
     """Return how a product runs on a device in a mode. Cached: the same arguments give the same object.
 
-    Raises DTypeError, ShapeError, ModeError or UnsupportedError, before any work, if the product cannot run.
+    Raises DTypeError, ShapeError or UnsupportedError, before any work, if the product cannot run.
 
     Examples
     --------
@@ -54,10 +53,6 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     >>> plan.kernel, plan.a_becomes
     ('numpy', 'bfloat16, held in float32')
     """
-    if not row(mode).available:
-        raise ModeError(
-            f"the mode {mode} is not available in this version; choose one of: {mode_names()}"
-        )
     if mode is MathMode.FP32_EMULATED:
         return replace(_emulated(problem, capabilities), mode=mode)
     compute_dtype = common_dtype(problem, capabilities)
@@ -66,9 +61,10 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     check_epilogue(problem, compute_dtype, layout)
     _check_sums(compute_dtype, layout.k, problem.k_chunk)
     fmt = operand_format(mode, compute_dtype)
-    a_exact, b_exact = _is_exact(problem.a, fmt), _is_exact(problem.b, fmt)
     has_effect = compute_dtype.is_single_precision
-    rounded = (has_effect and not a_exact, has_effect and not b_exact)
+    rounded = (
+        (_is_rounded(problem.a, fmt), _is_rounded(problem.b, fmt)) if has_effect else (False, False)
+    )
     products = make_schedule(row(mode), rounded, layout.k, problem.k_chunk)
     choose = partial(
         choose_kernel,
@@ -96,16 +92,12 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
         bytes_moved=_bytes_moved(problem, out_dtype, layout),
-        advice=(),
-        bound=error_bound(
-            mode, compute_dtype, out_dtype, layout.k, kernel, a_exact=a_exact, b_exact=b_exact,
-            capability=_capability(kernel, capabilities),
-            schedule=schedule, elements=layout.batch_count * layout.m * layout.n,
-        ),
     )  # fmt: skip
-    call = _call(plan)
-    copies = _copies_of_call(call) if kernel.is_cublaslt else _copies(plan)
-    return replace(plan, call=call, copies=copies, advice=_advice(plan, call))
+    if not kernel.is_cublaslt:
+        copies = _copies(plan)
+        return replace(plan, copies=copies) if copies else plan
+    call = _lower()(plan) if plan.flops else None
+    return replace(plan, call=call, copies=_copies_of_call(call))
 
 
 def _is_plain(
@@ -131,12 +123,6 @@ def _pays_to_copy(layout: GemmLayout) -> bool:
     return layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
 
 
-def _call(plan: GemmPlan) -> CublasLtCall | None:
-    if not (plan.kernel_row.is_cublaslt and plan.flops):
-        return None
-    return _lower()(plan)
-
-
 @cache
 def _lower() -> Callable[[GemmPlan], CublasLtCall]:
     from lowprec.planning.lowering import lower
@@ -153,17 +139,6 @@ def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayou
     return layout
 
 
-def _advice(plan: GemmPlan, call: CublasLtCall | None) -> tuple[Reason, ...]:
-    layout = plan.layout
-    converts = any(plan.rounded) and (call is None or bool(call.pack_a or call.pack_b))
-    return advise(
-        layout.m, layout.n, layout.k, plan.operand_format,
-        plan.arithmetic_intensity, plan.capabilities.flops_per_byte,
-        plan.kernel_row.cost_per_element if converts else None,
-        tensor_cores=plan.capabilities.compute_capability is not None,
-    )  # fmt: skip
-
-
 def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
     """Return what cuBLASLt is allowed, and the element type of what it multiplies."""
     if not compute_dtype.is_single_precision:
@@ -172,11 +147,6 @@ def _compute(mode: MathMode, compute_dtype: DType) -> tuple[ComputeType, DType]:
     if found.widens:
         return found.compute_type, found.accumulator(compute_dtype)
     return found.compute_type, found.data or compute_dtype
-
-
-def _capability(kernel: KernelRow, capabilities: Capabilities) -> tuple[int, int] | None:
-    """Return the compute capability of the tensor cores that sum, or are imitated; None where there are none."""
-    return kernel.emulates.capability if kernel.emulates else capabilities.compute_capability
 
 
 def _schedule(
@@ -188,7 +158,7 @@ def _schedule(
     kernel: KernelRow,
 ) -> tuple[Product, ...]:
     """Return the products of the mode's pairs of parts; what is not rounded has one part."""
-    found, capability = row(mode), _capability(kernel, capabilities)
+    found, capability = row(mode), capabilities.tensor_cores_of(kernel)
     if k_chunk is None and capability and any(rounded) and found.parts > 1:
         k_chunk = chunk_for(layout.k, found.operand_format.name, capability)
     return make_schedule(found, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
@@ -230,9 +200,10 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
     return best
 
 
-def _is_exact(spec: OperandSpec, fmt: NumberFormat | None) -> bool:
-    """Whether an operand holds only numbers of the format that is multiplied."""
-    return fmt is None or (spec.dtype.format is not None and holds(fmt, spec.dtype.format))
+def _is_rounded(spec: OperandSpec, fmt: NumberFormat | None) -> bool:
+    """Whether an operand may hold numbers beyond the format that is multiplied."""
+    own = spec.dtype.format
+    return fmt is not None and not (own is not None and holds(fmt, own))
 
 
 def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
