@@ -71,7 +71,7 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("check", "--budget", "soon"), "'soon' is not a number of seconds"),
         (("check", "--seed", "x"), "'x' is not a whole number"),
         (("check", "--dtype", "float64"), "no mode acts on float64"),
-        (("check", "float64.npy", "float64.npy"), "--dtype float32 checks the operands rounded"),
+        (("check", "float64.npy", "float64.npy"), "check the operands rounded to float32"),
         (("check", "--sizes", "99999999999"), "not enough memory: "),
         (("check", "--sizes", "99999999999", "--dtype", "int8"), "not enough memory: "),
         (("check", "--sizes", "9" * 5000), "is too large"),

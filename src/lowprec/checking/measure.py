@@ -35,16 +35,11 @@ _BUSY_SHARE = 0.25
 
 
 class Load(NamedTuple):
-    """How busy a machine was.
+    """How busy a machine was."""
 
-    Parameters
-    ----------
-    average : float or None
-        Processes that ran or waited to run, over the last minute; None where the system does not count them.
-    cpus : int
-    """
-
-    average: float | None
+    average: (
+        float | None
+    )  #: Processes that ran or waited to run, over the last minute; None where not counted.
     cpus: int
 
     @property
@@ -75,15 +70,9 @@ def load() -> Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one variant.
+    """What was measured of one variant."""
 
-    Parameters
-    ----------
-    samples : tuple of float
-        Seconds per call, one of each round.
-    """
-
-    samples: tuple[float, ...]
+    samples: tuple[float, ...]  #: Seconds per call, one of each round.
 
     @property
     def median(self) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.checking.accuracy import SINGLE
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import load
 from lowprec.cli.errors import CommandError
@@ -134,17 +133,13 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     for name in ("sizes", "distribution"):
         if getattr(options, name) is not None:
             raise CommandError(f"check: --{name} is about random operands; leave it out with files")
-    names = options.a, options.b
-    a, b = (read_array(name, options.dtype) for name in names)
-    for name, array in zip(names, (a, b), strict=True):
-        _refuse_double(name, array.dtype.name)
+    a, b = (read_array(name, options.dtype) for name in (options.a, options.b))
     yield Case.of("files", f"{options.a} @ {options.b}", a, b)
 
 
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
     sizes = options.sizes or ((_SIZE,),)
     dtype = options.dtype or DType.FLOAT32
-    _refuse_double("check", str(dtype))
     chosen = "normal" if dtype is DType.INT8 else options.distribution
     for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
         if chosen not in (None, "all", name):
@@ -154,12 +149,3 @@ def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
         words = "all its values" if dtype is DType.INT8 else distribution.words
         label = name if len(sizes) == 1 else f"{name} {'x'.join(map(str, size))}"
         yield Case(label, words, pairs(rng, size, dtype, name))
-
-
-def _refuse_double(name: str, dtype: str) -> None:
-    single = SINGLE.get(dtype)
-    if single is not None:
-        raise CommandError(
-            f"{name}: no mode acts on {dtype}, and there is no wider reference; "
-            f"--dtype {single} checks the operands rounded to {single}"
-        )
