@@ -115,7 +115,8 @@ def _rtol(text: str) -> float:
         ) from None
 
 
-def _budget(text: str) -> float:
+def budget(text: str) -> float:
+    """Read a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -188,22 +189,3 @@ def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
             nargs=None if required else "?",
             help=f"{role} operand, as numpy.save writes it",
         )
-
-
-def add_sampling(
-    parser: argparse.ArgumentParser, each: str, rounds: int, whole: str, budget: float
-) -> None:
-    """Add ``--rounds``, of ``each`` thing that is timed, and ``--budget``, of the ``whole`` of them."""
-    parser.add_argument(
-        "--rounds",
-        type=count,
-        default=rounds,
-        help=f"samples of each {each}'s time (default: {rounds})",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_budget,
-        default=budget,
-        metavar="SECONDS",
-        help=f"begin no new round of samples of a {whole} after this, once three are done (default: {budget:g})",
-    )

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
-from lowprec.checking.measure import load
+from lowprec.checking.comparison import Case, Comparison, compare, variants_of
+from lowprec.checking.measure import Load, load
 from lowprec.cli.errors import CommandError
-from lowprec.cli.exports import add_exports, check_exports, errors_by_speed, export
+from lowprec.cli.exports import check_exports, export
 from lowprec.cli.files import read_array
-from lowprec.cli.machine import conditions, describe
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
-from lowprec.cli.options import add_operands, add_sampling, add_shared, extents, listed, mode
+from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import available_modes
+from lowprec.report import info
 
 EXAMPLES = """\
 examples:
@@ -74,8 +74,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of the random operands (default: all)",
     )
     add_shared(parser, "--dtype")
-    add_sampling(parser, "mode", 7, "case", 1.0)
-    add_exports(parser, "error and bound against speed")
+    parser.add_argument(
+        "--rounds", type=count, default=7, help="samples of each mode's time (default: 7)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        default=1.0,
+        metavar="SECONDS",
+        help="begin no new round of samples of a case after this, once three are done (default: 1)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw error and bound against speed, as .png or .svg"
+    )
     add_shared(parser, "--json")
 
 
@@ -97,9 +109,7 @@ def run(options: argparse.Namespace) -> int:
                 step=partial(step, case.name),
             )
             found.append(compared)
-    export(
-        options, [_flat(c, row) for c in found for row in c.rows], lambda: errors_by_speed(found)
-    )
+    export(options, found)
     where = conditions(before)
     if options.json:
         seed = None if options.a else options.seed
@@ -114,10 +124,36 @@ def run(options: argparse.Namespace) -> int:
     return int(not all(c.within for c in found))
 
 
-def _flat(found: Comparison, row: Row) -> dict[str, Any]:
-    """Return a row with the case that it belongs to."""
-    a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (found.a, found.b))
-    return {"case": found.name, "a": a, "b": b, **row.to_dict()}
+# -- conditions ----------------------------------------------------------------------------------
+
+
+def conditions(load: Load) -> dict[str, Any]:
+    """Return what a measured time depends on: machine, how busy it was before, threads, versions."""
+    facts = info()
+    cpu = facts["devices"][0]
+    versions = {entry["name"]: entry["version"] for entry in facts["libraries"] if entry["version"]}
+    return {
+        "lowprec": facts["version"],
+        "python": facts["python"],
+        "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
+        "load_average": load.average,
+        "tile_units": any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_tile"),
+        "units": cpu["units"],
+        "blas": facts["blas"]["name"],
+        "versions": versions,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return the conditions as one line."""
+    machine, versions = found["machine"], found["versions"]
+    units = ", ".join(found["units"]) or "FP32 units alone"
+    openblas = versions.get("scipy_openblas64")
+    own = f", OpenBLAS {openblas}" if openblas else ""
+    return (
+        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
+        f"NumPy {versions['numpy']} ({found['blas']}){own}"
+    )
 
 
 # -- operands -------------------------------------------------------------------------------------
