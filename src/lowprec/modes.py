@@ -79,13 +79,7 @@ class ModeRow:
         return self.operand_format is formats.TF32
 
     def factor(self, pair: Pair) -> float:
-        """Return by what the product of a pair of parts is multiplied.
-
-        Examples
-        --------
-        >>> row(MathMode.FP16X3).factor((1, 0)) == 2**-11
-        True
-        """
+        """Return by what the product of a pair of parts is multiplied."""
         if self.factors:
             return self.factors[self.pairs.index(pair)]
         return float(2.0 ** (-self.part_exponent * sum(pair)))

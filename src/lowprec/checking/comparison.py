@@ -174,13 +174,7 @@ class Comparison:
 
 
 def seconds(value: float) -> str:
-    """Return a time in the unit that suits it.
-
-    Examples
-    --------
-    >>> seconds(0.00213), seconds(1.5), seconds(8.5e-06)
-    ('2.13 ms', '1.50 s', '8.50 us')
-    """
+    """Return a time in the unit that suits it."""
     unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
     digits = value / scale
     decimals = 2 if digits < 10 else 1 if digits < 100 else 0
@@ -188,13 +182,7 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage.
-
-    Examples
-    --------
-    >>> percent(0.034), percent(None)
-    ('3%', '-')
-    """
+    """Return a share as a percentage."""
     return "-" if share is None else f"{share:.0%}"
 
 

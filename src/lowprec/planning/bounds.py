@@ -122,13 +122,6 @@ class ErrorBound:
         """Return the bound of ``|C - AB|`` in the Frobenius norm.
 
         ``norm_a`` and ``norm_b`` are those of the operands, shapes (m, k) and (k, n).
-
-        Examples
-        --------
-        >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function")
-        >>> bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 256, numpy)
-        >>> bound.frobenius(1.0, 1.0, 256, 256) < 0.0079
-        True
         """
         spread = sqrt(self.k) * (sqrt(n) * norm_a + sqrt(m) * norm_b)
         lost = self.operand_absolute * (spread + self.k * sqrt(m * n) * self.operand_absolute)

@@ -157,16 +157,6 @@ def choose_kernel(
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
     ``products`` is the length of the schedule, ``is_chunked`` says whether some of them are over a piece of k, and
     ``is_plain`` whether one call of a BLAS is all there is to do.
-
-    Examples
-    --------
-    >>> from lowprec.planning.layout import OperandSpec, gemm_layout
-    >>> square = OperandSpec.contiguous(DType.FLOAT32, (8, 8))
-    >>> slow = KernelRow("slow", "any units", "module:function")
-    >>> fast = KernelRow("fast", "tile units", "module:other", requires="tiles", missing="no tile units")
-    >>> choice = choose_kernel("tf32", Capabilities("cpu", "any", (fast, slow)), gemm_layout(square, square))
-    >>> choice.kernel.name, *map(str, choice.passed_over)
-    ('slow', 'no tile units')
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None

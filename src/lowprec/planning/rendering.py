@@ -266,14 +266,7 @@ def kernel_reason(plan: GemmPlan) -> str:
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
-    """Return a compute type with its data, where that is not what the type is named after.
-
-    Examples
-    --------
-    >>> from lowprec.formats import DType
-    >>> compute_words(DType.BFLOAT16.compute_type, DType.BFLOAT16)
-    'COMPUTE_32F on bfloat16 data'
-    """
+    """Return a compute type with its data, where that is not what the type is named after."""
     if data is None or data.bits >= 32 or data.format is None:
         return str(compute)
     return f"{compute} on {'float8' if data.is_float8 else data} data"

@@ -307,14 +307,7 @@ def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
 
 
 def _name(plan: GemmPlan) -> str:
-    """Return the name of a product on a time line.
-
-    Examples
-    --------
-    >>> from lowprec import explain
-    >>> _name(explain.plan(((5, 8, 4), "float32"), ((4, 2), "float32"), math_mode="bf16"))
-    'lowprec bf16 40x2x4'
-    """
+    """Return the name of a product on a time line."""
     numbers = plan.mode if plan.mode_has_effect else plan.compute_dtype
     layout = plan.layout
     return f"lowprec {numbers} {extents(layout.m, layout.n, layout.k, layout.batch_count)}"

@@ -42,11 +42,6 @@ def predicted(device: str) -> Capabilities:
     """Return what a model can do by what is published of it; no library and no driver is needed.
 
     Raises DeviceError if there is no such model.
-
-    Examples
-    --------
-    >>> predicted("sm_90").name
-    'NVIDIA H100 SXM5, for compute capability 9.0'
     """
     parse_model(device)  # what is no text may not be a key either
     return _predicted(device)
