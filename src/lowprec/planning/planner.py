@@ -75,7 +75,9 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         is_plain=_is_plain(problem, mode, compute_dtype, out_dtype, layout, rounded),
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
-    if rows is not layout and choice.kernel.blas and _pays_to_copy(layout):
+    # One product of a copy of ``a`` is faster than many small ones where enough columns use it.
+    pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
+    if rows is not layout and choice.kernel.blas and pays:
         # What takes no copies would read strides that there are not.
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
@@ -116,11 +118,6 @@ def _is_plain(
         and not problem.has_epilogue
         and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
     )
-
-
-def _pays_to_copy(layout: GemmLayout) -> bool:
-    """Whether one product of a copy of ``a`` is faster than many small ones: there are enough columns to use it."""
-    return layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
 
 
 @cache
