@@ -74,7 +74,7 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
         return ()
     executor = GemmExecutor(plan)
     with runtime.on_device(arguments.a.device.index):
-        info = executor.invocation(arguments).info
+        info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
         call = executor.lowered(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
     if (
@@ -135,11 +135,10 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
+        found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
+        texts = (algorithm_text(bindings.describe_algorithm(x.algorithm)) for x in found)
         return tuple(
-            AlgorithmTiming(
-                x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
-            )
-            for x in execute.tune(arguments, candidates, progress)
+            map(AlgorithmTiming, (x.rank for x in found), (x.median_ms for x in found), texts)
         )
 
 
