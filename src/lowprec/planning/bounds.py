@@ -228,8 +228,7 @@ def error_bound(
     >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, numpy).formula
     '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
     """
-    fmt = operand_format(mode, compute_dtype)
-    acts = compute_dtype.is_single_precision
+    fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
         condition = f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates"
@@ -263,26 +262,34 @@ def error_bound(
         )
     else:
         error = _plain_error(case, size)
-    norms_loss, *early = _aligned_early(case, 1 + row(mode).parts * is_split)
+    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
+    return _with_losses(case, error, k, row(mode).parts * is_split, unconditional=not narrow)
+
+
+def _with_losses(
+    case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool
+) -> ErrorBound:
+    """Return the bound with what underflows; ``parts`` is 0 where no operand is split."""
+    is_split, out = parts > 0, case.out
+    norms_loss, *early = _aligned_early(case, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(case)
     operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
     last = [out.unit_roundoff if out else 0.0, norms_loss]
     relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
-    carried = min(1 + relative, FLOAT64.largest) * components
-    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
+    carried = min(1 + relative, FLOAT64.largest) * case.components
     return ErrorBound(
         relative,
         carried * operand_loss,
         carried * (case.terms * term_loss + out_loss),
         k,
         error.formula,
-        _absolute_text(operand_loss, term_loss, out_loss, accumulator),
+        _absolute_text(operand_loss, term_loss, out_loss, case.accumulator),
         _condition(case, is_split),
-        unconditional=not narrow,
+        unconditional=unconditional,
         probable=probable,
-        by_norms=bool(scaled),
+        by_norms=case.scaled_over > 0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
@@ -75,7 +76,6 @@ class GemmPlan:
     copies: tuple[Copy, ...]
     #: Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
     flops: int
-    bytes_moved: int  # operands and result, each read or written once
     resolved: ResolvedMode | None = None  # who chose the mode
     candidates: tuple[Candidate, ...] = ()  # what ``rtol`` considered
     call: CublasLtCall | None = None  # what cuBLASLt is asked for, where it computes
@@ -136,6 +136,14 @@ class GemmPlan:
         kernel = self.kernel_row
         real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
         return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of operands, addends and result, each read or written once."""
+        problem = self.problem
+        read = [problem.a, problem.b, problem.c if problem.has_beta else None, problem.bias]
+        stored = sum(x.stored_bytes for x in read if x)
+        return stored + self.out_dtype.itemsize * prod(self.out_shape)
 
     @property
     def arithmetic_intensity(self) -> float:

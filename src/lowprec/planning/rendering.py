@@ -213,8 +213,8 @@ def _quantity(value: float, unit: str) -> str:
 
 #: Properties of a plan that its dictionary has, besides the fields.
 _DERIVED = (
-    "bound", "advice", "kernel", "kernel_reason", "compute_type", "note", "a_becomes", "b_becomes", "fallbacks",
-    "k_chunk", "parts", "products", "arithmetic_intensity", "roofline",
+    "bytes_moved", "bound", "advice", "kernel", "kernel_reason", "compute_type", "note",
+    "a_becomes", "b_becomes", "fallbacks", "k_chunk", "parts", "products", "arithmetic_intensity", "roofline",
 )  # fmt: skip
 
 
