@@ -59,7 +59,6 @@ def mode_table() -> str:
             _gpu_words(row),
         ]
         for row in modes.TABLE
-        if row.available
     ]
     return table(header, rows)
 
@@ -75,8 +74,7 @@ def alias_table() -> str:
     """Return the other names that a mode answers to."""
     names: dict[str, list[str]] = {}
     for alias, mode in modes.ALIASES.items():
-        if modes.row(mode).available:
-            names.setdefault(mode.value, []).append(_code(alias))
+        names.setdefault(mode.value, []).append(_code(alias))
     return table(["mode", "also accepted"], [[_code(m), ", ".join(a)] for m, a in names.items()])
 
 

@@ -48,15 +48,6 @@ def absence() -> str:
     return "" if isinstance(found, Path) else f"lowprec has no cache on disk: {found}"
 
 
-def exists(name: str) -> bool:
-    """Whether the cache has a file of this name. Nobody is warned of anything."""
-    folder = _find_directory()
-    try:
-        return isinstance(folder, Path) and (folder / name).exists()
-    except OSError:  # a folder that may not be read
-        return False
-
-
 def _find_directory() -> Path | str:
     """Return the folder of the cache, or why it is not known, in words."""
     chosen = environment.cache_directory()

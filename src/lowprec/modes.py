@@ -67,7 +67,6 @@ class ModeRow:
     factors: tuple[float, ...] = ()  # of the products; empty: as part_exponent says
     sums_parts: bool = False  # the part after the last is the sum of all, rounded
     widens: bool = False  # operands are widened, and products summed and rounded once, in FP64
-    available: bool = True  # whether this version runs the mode
 
     @property
     def products(self) -> int:
@@ -80,13 +79,7 @@ class ModeRow:
         return self.operand_format is formats.TF32
 
     def factor(self, pair: Pair) -> float:
-        """Return by what the product of a pair of parts is multiplied.
-
-        Examples
-        --------
-        >>> row(MathMode.FP16X3).factor((1, 0)) == 2**-11
-        True
-        """
+        """Return by what the product of a pair of parts is multiplied."""
         if self.factors:
             return self.factors[self.pairs.index(pair)]
         return float(2.0 ** (-self.part_exponent * sum(pair)))
@@ -229,7 +222,7 @@ def row(mode: MathMode) -> ModeRow:
 
 def available_modes() -> tuple[MathMode, ...]:
     """Return the modes that this version runs, in table order."""
-    return tuple(r.mode for r in TABLE if r.available)
+    return tuple(r.mode for r in TABLE)
 
 
 def mode_names() -> str:
@@ -243,7 +236,7 @@ _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
     """Return the mode of this name or alias, in upper or lower case.
 
-    If there is none, or this version cannot run it, raise :class:`ModeError`, which calls the argument ``what``.
+    If there is none, raise :class:`ModeError`, which calls the argument ``what``.
 
     Examples
     --------
@@ -255,8 +248,4 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
     if found is None:
         raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}")
-    if not _ROWS[found].available:
-        raise ModeError(
-            f"{what} {str(name)!r}: the mode {found} is not available in this version; choose one of: {mode_names()}"
-        )
     return found

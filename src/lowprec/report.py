@@ -68,7 +68,9 @@ def info() -> dict[str, Any]:
     cpu = backend_of(CPU).info()
     mode = _mode()
     gpu, gpus = _gpus()
-    switches = switch_rows()
+    switches, unused = switch_rows(), ""
+    if gpu["driver"] is not None and not gpu["used"]:
+        unused = f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
     return {
         "version": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -85,8 +87,7 @@ def info() -> dict[str, Any]:
             *environment.problems(),
             *disagreements(switches),
             *cpu["warnings"],
-            *_unused_gpu(gpu),
-            *filter(None, [disk.absence()]),
+            *filter(None, [unused, disk.absence()]),
         ],
     }
 
@@ -166,27 +167,17 @@ def _mode() -> dict[str, Any]:
         return {"name": None, "source": None, "requested": None, "reasons": [], "error": str(error)}
     requested = None if resolved.requested is None else str(resolved.requested)
     return {
-        "name": str(resolved.mode),
-        "source": str(resolved.source),
-        "requested": requested,
-        "reasons": list(resolved.reasons),
-        "error": None,
-    }
+        "name": str(resolved.mode), "source": str(resolved.source), "requested": requested,
+        "reasons": list(resolved.reasons), "error": None,
+    }  # fmt: skip
 
 
 def _variable(row: environment.VariableRow) -> dict[str, Any]:
+    found = row._asdict()
+    effect = found.pop("effective")
     absent = row.name == "LOWPREC_CACHE_DIR" and disk.absence()
     return {
         "name": row.name,
         "value": row.value,
-        "effect": "no cache" if absent else row.effective,
-        "meaning": row.meaning,
-        "legal": row.legal,
-        "problem": row.problem,
-    }
-
-
-def _unused_gpu(gpu: dict[str, Any]) -> list[str]:
-    if gpu["used"] or gpu["driver"] is None:
-        return []
-    return [f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"]
+        "effect": "no cache" if absent else effect,
+    } | found

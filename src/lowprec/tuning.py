@@ -25,21 +25,12 @@ MOST_CANDIDATES = 256
 
 @dataclass(frozen=True, slots=True)
 class AutotuneResult:
-    """What :func:`autotune` found; ``print`` shows it as a table.
+    """What :func:`autotune` found; ``print`` shows it as a table."""
 
-    Parameters
-    ----------
-    product : str
-        Element types and shapes.
-    device : str
-    timed : tuple of AlgorithmTiming
-        The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the
-        library's own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where the device leaves
-        nothing to choose.
-    """
-
-    product: str
+    product: str  #: Element types and shapes.
     device: str
+    #: The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the library's
+    #: own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where there is nothing to choose.
     timed: tuple[AlgorithmTiming, ...]
 
     @property

@@ -39,8 +39,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]
 
     def tune(a: Any, b: Any, **options: Any) -> AutotuneResult:
         calls.append((a, b, options))
-        for done in (1, 30, 65, 65):
-            options["progress"](done, 65)
         return AutotuneResult("a product", "cuda:0: NVIDIA Something", TIMED)
 
     monkeypatch.setattr(module, "info", _gpu(used=True))
@@ -184,15 +182,3 @@ def test_a_device_without_a_choice_says_so(
         module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ())
     )
     assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")
-
-
-def test_the_bar_reaches_its_end_and_no_further() -> None:
-    steps: list[str] = []
-    advance = module._ticks("a product", steps.append)
-    shares = (0.004, 0.5, 0.5, 0.99, 1.0, 1.5, 1.0)
-    counts = []
-    for share in shares:
-        advance(share)
-        counts.append(len(steps))
-    assert counts == [1, 50, 50, 99, 100, 100, 100]
-    assert set(steps) == {"a product"}

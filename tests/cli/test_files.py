@@ -106,7 +106,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CommandError, match="Object arrays cannot be loaded"):
         files.read_array("a.npy")
     Path("b.npy").write_bytes(pickle.dumps(_Bomb()))
-    with pytest.raises(CommandError, match=r"not an \.npy file"):
+    with pytest.raises(CommandError, match=r"as an \.npy file"):
         files.read_array("b.npy")
     assert not Path("unpickled").exists()
 
@@ -114,9 +114,8 @@ def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "not an .npy file"),
-        (b"PK\x03\x04rest of an archive", r"archive of arrays \(.npz\)"),
-        (b"1.0,2.0\n", "not an .npy file"),
+        (b"", "as an .npy file: EOF"),
+        (b"PK\x03\x04rest of an archive", "as an .npy file: the magic string is not correct"),
         (b"\x93NUMPY\x01\x00", "cannot read"),
         (b"\x93NUMPY\x01\x00\x06\x00{'x':}", "cannot read"),
         (b"\x93NUMPY\x09\x00\x06\x00{'x':}", "version"),
@@ -188,7 +187,7 @@ def test_a_header_that_ends_too_early(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(128):
         path.write_bytes(whole[:length])
-        with pytest.raises(CommandError, match=r"a\.npy is not|cannot read .*a\.npy"):
+        with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
             files.read_array(str(path))
 
 
@@ -361,7 +360,7 @@ def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_a_descriptor_that_is_not_open_is_refused(number: int) -> None:
     path = f"/dev/fd/{number}"
     assert not files.is_standard_output(path)
-    with pytest.raises(CommandError, match=f"cannot write {path}: Bad file descriptor"):
+    with pytest.raises(CommandError, match=f"cannot write {path}: it is not open"):
         files.check_output(path)
 
 

@@ -19,7 +19,7 @@ from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
-from lowprec.cli.machine import conditions, describe
+from lowprec.cli.commands.check import conditions, describe
 from lowprec.formats import DType
 from lowprec.modes import MathMode
 from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm

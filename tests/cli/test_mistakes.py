@@ -71,7 +71,7 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("check", "--budget", "soon"), "'soon' is not a number of seconds"),
         (("check", "--seed", "x"), "'x' is not a whole number"),
         (("check", "--dtype", "float64"), "no mode acts on float64"),
-        (("check", "float64.npy", "float64.npy"), "--dtype float32 checks the operands rounded"),
+        (("check", "float64.npy", "float64.npy"), "check the operands rounded to float32"),
         (("check", "--sizes", "99999999999"), "not enough memory: "),
         (("check", "--sizes", "99999999999", "--dtype", "int8"), "not enough memory: "),
         (("check", "--sizes", "9" * 5000), "is too large"),
@@ -98,7 +98,7 @@ def test_no_words_at_all(command: Callable[..., Any]) -> None:
         ("missing.npy", "B.npy", "cannot read missing.npy: No such file or directory"),
         ("A.npy", "folder", "cannot read folder: Is a directory"),
         ("A.npy", "", "cannot read '': Is a directory"),
-        ("text.npy", "B.npy", "text.npy is not an .npy file"),
+        ("text.npy", "B.npy", "cannot read text.npy as an .npy file"),
         ("A.npy", "objects.npy", "cannot read objects.npy"),
         ("A.npy", "wrong.npy", "(24, 40) and (7, 5)"),
         ("A.npy", "scalar.npy", "(24, 40) and ()"),
@@ -122,7 +122,7 @@ def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> Non
 )
 def test_output(refused: Refused, monkeypatch: pytest.MonkeyPatch, output: str, says: str) -> None:
     # Refused before the operands are even read.
-    monkeypatch.setattr(np, "load", None)
+    monkeypatch.setattr(np.lib.format, "read_array", None)
     assert says in refused("matmul", "A.npy", "B.npy", "-o", output)
 
 
@@ -150,7 +150,7 @@ def test_too_little_memory(refused: Refused, monkeypatch: pytest.MonkeyPatch) ->
     def load(*args: object, **kwargs: object) -> None:
         raise MemoryError("Unable to allocate 8 EiB")
 
-    monkeypatch.setattr(np, "load", load)
+    monkeypatch.setattr(np.lib.format, "read_array", load)
     assert "not enough memory: Unable to allocate 8 EiB" in refused(*PRODUCT)
 
 

@@ -173,7 +173,7 @@ def mistake_in_the_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "_reasons_of_epilogue", lambda terms, c: [])
+    monkeypatch.setattr(lowering, "_reasons_of_epilogue", lambda terms: [])
 
 
 def missing_alpha(monkeypatch: pytest.MonkeyPatch) -> None:

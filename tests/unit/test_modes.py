@@ -116,14 +116,6 @@ def test_an_unknown_name_lists_the_known_ones(name: object) -> None:
     assert str(e.value).endswith(mode_names())
 
 
-@pytest.mark.parametrize("name", ["bf16x6", MathMode.BF16X6, "BF16_BF16_F32_X6"])
-def test_a_mode_that_does_not_run_yet_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_yet = dataclasses.replace(row(MathMode.BF16X6), available=False)
-    monkeypatch.setitem(row.__globals__["_ROWS"], MathMode.BF16X6, not_yet)
-    with pytest.raises(ModeError, match="the mode bf16x6 is not available in this version"):
-        parse_mode(name)
-
-
 def test_sources_are_words_in_order_of_precedence() -> None:
     assert [str(s) for s in ModeSource] == [
         "fp32_guard",

@@ -29,7 +29,7 @@ from lowprec.backends import Arguments, ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.planning import OperandSpec, plan_gemm
-from lowprec.profiling import nvtx, units
+from lowprec.profiling import recorder, units
 from lowprec.request import PLAIN, Request, parse_dtype
 from programs import posix, start
 
@@ -382,9 +382,9 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
 
     package.annotate = annotate
     monkeypatch.setitem(sys.modules, "nvtx", package)
-    nvtx._package.cache_clear()
+    recorder._nvtx.cache_clear()
     yield calls
-    nvtx._package.cache_clear()
+    recorder._nvtx.cache_clear()
 
 
 def test_nvtx_ranges_carry_the_names(pushed: list[str | None]) -> None:

@@ -8,10 +8,10 @@ from numbers import Integral, Real
 from typing import Any
 
 from lowprec.arrays import library_of
-from lowprec.checking.accuracy import SINGLE, Array, Errors, Verdict
+from lowprec.checking.accuracy import Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
-from lowprec.errors import DTypeError, ModeError, UnsupportedError, quoted
+from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, parse_mode
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
@@ -90,11 +90,4 @@ def _host(x: Any) -> Array:
             f"check compares on the host, and this array lies on {view.device}; copy it to the host, "
             "and use lowprec.profile to time products on a GPU"
         )
-    array = view.ndarray()
-    single = SINGLE.get(array.dtype.name)
-    if single is not None:
-        raise DTypeError(
-            f"no mode acts on {array.dtype.name}, and there is no wider reference to compare with; "
-            f"check the operands rounded to {single}"
-        )
-    return array
+    return view.ndarray()

@@ -16,9 +16,6 @@ from lowprec.planning import GemmPlan
 
 Array = npt.NDArray[Any]
 
-#: Element types for which there is no wider reference, and what to round them to.
-SINGLE = {"float64": "float32", "complex128": "complex64"}
-
 
 @unique
 class Verdict(StrEnum):
@@ -32,22 +29,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a product is off.
+    """How far a product is off."""
 
-    Parameters
-    ----------
-    relative : float
-        ``|C - AB| / |AB|`` in the Frobenius norm: digits of the result.
-    normalised : float
-        ``|C - AB| / (|A| |B|)``, which is what a bound can promise: it does not grow where terms cancel.
-    bound : float
-        The guaranteed largest ``normalised``.
-    verdict : Verdict
-    """
-
-    relative: float
-    normalised: float
-    bound: float
+    relative: (
+        float  #: ``|C - AB| / |AB|`` in the Frobenius norm, which counts the digits of the result.
+    )
+    normalised: float  #: ``|C - AB| / (|A| |B|)``, which a bound can promise; it does not grow where terms cancel.
+    bound: float  #: The guaranteed largest ``normalised``.
     verdict: Verdict
 
 

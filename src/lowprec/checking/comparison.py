@@ -12,6 +12,7 @@ import numpy as np
 from lowprec import dispatch, explain
 from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
 from lowprec.checking.measure import Load, Timing, rotation, take_turns
+from lowprec.errors import DTypeError
 from lowprec.modes import MathMode, available_modes
 from lowprec.plain import finite
 from lowprec.planning import GemmPlan
@@ -19,6 +20,9 @@ from lowprec.request import ShapeDtype
 from lowprec.tables import Table, html, plain_text
 
 Pair = tuple[Array, Array]
+
+#: Element types for which there is no wider reference, and what to round them to.
+_SINGLE = {"float64": "float32", "complex128": "complex64"}
 
 #: Left out of a table that is too wide, the first one first: ``plan`` tells the one, the plots show the other.
 _OPTIONAL = ("kernel", "error")
@@ -61,23 +65,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one way to multiply.
+    """What came out for one way to multiply."""
 
-    Parameters
-    ----------
-    name : str
-        The mode that was asked for; where no mode acts, the element types.
-    plan : GemmPlan
-    timing : Timing
-    speedup : float
-        Over the first row.
-    errors : Errors
-    """
-
-    name: str
+    name: str  #: The mode that was asked for; where no mode acts, the element types.
     plan: GemmPlan
     timing: Timing
-    speedup: float
+    speedup: float  #: Over the first row.
     errors: Errors
 
     @property
@@ -108,25 +101,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The math modes on one pair of operands. ``print`` shows a table, notebooks too; ``to_dict()`` is ready for JSON.
-
-    Parameters
-    ----------
-    name, description : str
-    a, b : ShapeDtype
-        The operands.
-    rows : tuple of Row
-        Of each mode, the baseline first.
-    load : Load
-        How busy the machine was before.
-    """
+    """The math modes on one pair of operands: a table when printed, plain values by ``to_dict()``."""
 
     name: str
     description: str
     a: ShapeDtype
     b: ShapeDtype
-    rows: tuple[Row, ...]
-    load: Load
+    rows: tuple[Row, ...]  #: Of each mode, the baseline first.
+    load: Load  #: How busy the machine was before.
 
     @property
     def within(self) -> bool:
@@ -192,13 +174,7 @@ class Comparison:
 
 
 def seconds(value: float) -> str:
-    """Return a time in the unit that suits it.
-
-    Examples
-    --------
-    >>> seconds(0.00213), seconds(1.5), seconds(8.5e-06)
-    ('2.13 ms', '1.50 s', '8.50 us')
-    """
+    """Return a time in the unit that suits it."""
     unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
     digits = value / scale
     decimals = 2 if digits < 10 else 1 if digits < 100 else 0
@@ -206,13 +182,7 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage.
-
-    Examples
-    --------
-    >>> percent(0.034), percent(None)
-    ('3%', '-')
-    """
+    """Return a share as a percentage."""
     return "-" if share is None else f"{share:.0%}"
 
 
@@ -228,9 +198,15 @@ def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Var
     """Return what to compare on these operands, the baseline first: float32 in mode ``fp32``.
 
     Operands on which no mode acts (16-bit, int8) are compared with the same values held in float32, which is what one
-    would multiply without lowprec.
+    would multiply without lowprec. Raises DTypeError for float64 and complex128.
     """
     a, b = case.sets[0]
+    for name in (a.dtype.name, b.dtype.name):
+        if name in _SINGLE:
+            raise DTypeError(
+                f"no mode acts on {name}, and there is no wider reference to compare with; "
+                f"check the operands rounded to {_SINGLE[name]}"
+            )
     if explain.plan(a, b).mode_has_effect:
         chosen = dict.fromkeys((MathMode.FP32, *(available_modes() if modes is None else modes)))
         return [Variant(str(mode), case.sets, mode) for mode in chosen]

@@ -35,27 +35,16 @@ _BUSY_SHARE = 0.25
 
 
 class Load(NamedTuple):
-    """How busy a machine was.
+    """How busy a machine was."""
 
-    Parameters
-    ----------
-    average : float or None
-        Processes that ran or waited to run, over the last minute; None where the system does not count them.
-    cpus : int
-    """
-
-    average: float | None
+    average: (
+        float | None
+    )  #: Processes that ran or waited to run, over the last minute; None where not counted.
     cpus: int
 
     @property
     def remark(self) -> str:
-        """What to know about times that were measured meanwhile; empty if nothing.
-
-        Examples
-        --------
-        >>> Load(0.2, 2).remark, Load(None, 8).remark
-        ('', '')
-        """
+        """What to know about times that were measured meanwhile; empty if nothing."""
         if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
             return ""
         return (
@@ -75,15 +64,9 @@ def load() -> Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one variant.
+    """What was measured of one variant."""
 
-    Parameters
-    ----------
-    samples : tuple of float
-        Seconds per call, one of each round.
-    """
-
-    samples: tuple[float, ...]
+    samples: tuple[float, ...]  #: Seconds per call, one of each round.
 
     @property
     def median(self) -> float:
@@ -117,12 +100,6 @@ def take_turns(
     No new round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the
     number of a round before each. ``spinning`` names variants after which threads spin for a while, which slows down
     whatever another library runs meanwhile: one outside of it that follows makes untimed calls for ``SETTLE`` seconds.
-
-    Examples
-    --------
-    >>> timings = take_turns({"nothing": lambda i: None, "sum": lambda i: sum(range(1000))}, 3, budget=1.0)
-    >>> timings["nothing"].speedup_over(timings["sum"]) > 1
-    True
     """
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -157,11 +134,5 @@ def _sample(call: Callable[[int], Any], number: int, settle: float) -> float:
 
 
 def rotation(nbytes: int) -> int:
-    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones.
-
-    Examples
-    --------
-    >>> rotation(2**20), rotation(2**28), rotation(2**34)
-    (3, 1, 1)
-    """
+    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones."""
     return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))

@@ -7,9 +7,9 @@ mistake is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals.raised(), _warnings_in_a_line():
             return _run(argv)
     except signals.Terminated as stop:
-        return signals.end_by(stop.number)
+        signal.raise_signal(stop.args[0])  # whoever started this process sees why it ended
+        return 128 + int(stop.args[0])
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -59,7 +60,11 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         try:
             options = build_parser().parse_args(argv)
-            with _results_beside(options):
+            written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
+            # Results go beside a file that is written to standard output. A closed standard error is None.
+            other = io.StringIO() if sys.stderr is None else sys.stderr
+            aside = any(map(is_standard_output, written))
+            with contextlib.redirect_stdout(other) if aside else contextlib.nullcontext():
                 code = int(options.run(options))
         except SystemExit as stop:  # argparse, after --help and --version
             code = int(stop.code or 0)
@@ -74,18 +79,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
     except LowprecError as error:
         return _refuse(str(error))
-
-
-@contextlib.contextmanager
-def _results_beside(options: argparse.Namespace) -> Iterator[None]:
-    """Print to standard error what a command prints while a file that it writes is standard output itself."""
-    written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
-    if any(map(is_standard_output, written)):
-        # Python has None for a standard error that is closed.
-        with contextlib.redirect_stdout(io.StringIO() if sys.stderr is None else sys.stderr):
-            yield
-    else:
-        yield
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ import csv
 import importlib
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec.checking import Comparison
+from lowprec.checking import Comparison, Row
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
 
@@ -20,12 +20,6 @@ _SUFFIXES = (".png", ".svg")
 #: Modes and element types often lie upon each other: one is hollow, the other inside it.
 _MARKERS = "osx^+vD*p"
 _COLOURS = ("#4c4c4c", "#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-
-
-def add_exports(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--csv`` and ``--plot``."""
-    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
-    parser.add_argument("--plot", metavar="FILE", help=f"draw {what}, as .png or .svg")
 
 
 def check_exports(options: argparse.Namespace) -> None:
@@ -42,11 +36,10 @@ def check_exports(options: argparse.Namespace) -> None:
         raise CommandError('--plot needs matplotlib: pip install "lowprec[plot]"') from None
 
 
-def export(
-    options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], draw: Callable[[], Any]
-) -> None:
-    """Write the files that were asked for: rows, all with the same keys, and the figure that ``draw`` returns."""
+def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
+    """Write the files that were asked for."""
     if options.csv is not None:
+        rows = [_flat(case, row) for case in found for row in case.rows]
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
         writer.writeheader()
@@ -59,8 +52,16 @@ def export(
         metadata = {"Date": None} if suffix == "svg" else None
         with matplotlib.rc_context({"svg.hashsalt": "lowprec", "font.size": 9}):
             drawn = io.BytesIO()  # in pipes nothing can go back
-            draw().savefig(drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight")
+            errors_by_speed(found).savefig(
+                drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
+            )
         write_output(options.plot, lambda file: file.write(drawn.getvalue()))
+
+
+def _flat(found: Comparison, row: Row) -> dict[str, Any]:
+    """Return a row with the case that it belongs to."""
+    a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (found.a, found.b))
+    return {"case": found.name, "a": a, "b": b, **row.to_dict()}
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -73,25 +74,12 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
-def _panels(count: int, width: float) -> tuple[Any, list[Any]]:
-    """Return a figure with axes side by side, of the same scales."""
-    figure: Any = importlib.import_module("matplotlib.figure")
-    drawn = figure.Figure(figsize=(width * count, 3.6), facecolor="white")
-    panels = drawn.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
-    for panel in panels:
-        panel.set_yscale("log")
-        panel.grid(alpha=0.3)
-    return drawn, list(panels)
-
-
-def _legend(panel: Any, handles: Sequence[Any]) -> None:
-    panel.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
-
-
 def errors_by_speed(found: Sequence[Comparison]) -> Any:
     """Return a figure of the error of each mode, and its bound above it, over the mode's speed; one panel per case."""
     lines: Any = importlib.import_module("matplotlib.lines")
-    figure, panels = _panels(len(found), 3.4)
+    module: Any = importlib.import_module("matplotlib.figure")
+    figure = module.Figure(figsize=(3.4 * len(found), 3.6), facecolor="white")
+    panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     names = list(dict.fromkeys(row.name for c in found for row in c.rows))
     for panel, comparison in zip(panels, found, strict=True):
         for row in comparison.rows:
@@ -104,6 +92,8 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
             panel.plot([row.speedup] * 2, ends, ":", color=style["color"], linewidth=0.8)
             panel.plot([row.speedup], ends[:1], linestyle="none", **style)
             panel.plot([row.speedup], ends[1:], linestyle="none", **limit)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
         panel.margins(x=0.15)
@@ -116,5 +106,5 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
     ]
     bound = lines.Line2D([], [], color="grey", marker="_", markersize=14, linestyle=":")
     bound.set_label("guaranteed bound")
-    _legend(panels[-1], [*handles, bound])
+    panels[-1].legend(handles=[*handles, bound], loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure

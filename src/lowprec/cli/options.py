@@ -21,13 +21,7 @@ _MOST_DIGITS = 18
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return a question to be added to a message; empty where no name is like the text.
-
-    Examples
-    --------
-    >>> did_you_mean("chek", ["check", "plan"])
-    "; did you mean 'check'?"
-    """
+    """Return a question to be added to a message; empty where no name is like the text."""
     similar = difflib.get_close_matches(text.lower(), names, n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -60,25 +54,13 @@ device: Callable[[str], str] = _one_of(
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Read a shape.
-
-    Examples
-    --------
-    >>> shape("8x128x64"), shape("16")
-    ((8, 128, 64), (16,))
-    """
+    """Read a shape."""
     words = text.lower().split("x")
     return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
 
 
 def extents(text: str) -> tuple[int, ...]:
-    """Read the extents of a product: N, or MxKxN.
-
-    Examples
-    --------
-    >>> extents("1024"), extents("512x4096x512")
-    ((1024,), (512, 4096, 512))
-    """
+    """Read the extents of a product: N, or MxKxN."""
     found = shape(text)
     if len(found) not in (1, 3):
         raise argparse.ArgumentTypeError(
@@ -115,7 +97,8 @@ def _rtol(text: str) -> float:
         ) from None
 
 
-def _budget(text: str) -> float:
+def budget(text: str) -> float:
+    """Read a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -126,13 +109,7 @@ def _budget(text: str) -> float:
 
 
 def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return the reader of a list with commas, which takes each value once.
-
-    Examples
-    --------
-    >>> listed(count)("256,1024,256")
-    (256, 1024)
-    """
+    """Return the reader of a list with commas, which takes each value once."""
     return lambda text: tuple(dict.fromkeys(read(word.strip()) for word in text.split(",")))
 
 
@@ -188,22 +165,3 @@ def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
             nargs=None if required else "?",
             help=f"{role} operand, as numpy.save writes it",
         )
-
-
-def add_sampling(
-    parser: argparse.ArgumentParser, each: str, rounds: int, whole: str, budget: float
-) -> None:
-    """Add ``--rounds``, of ``each`` thing that is timed, and ``--budget``, of the ``whole`` of them."""
-    parser.add_argument(
-        "--rounds",
-        type=count,
-        default=rounds,
-        help=f"samples of each {each}'s time (default: {rounds})",
-    )
-    parser.add_argument(
-        "--budget",
-        type=_budget,
-        default=budget,
-        metavar="SECONDS",
-        help=f"begin no new round of samples of a {whole} after this, once three are done (default: {budget:g})",
-    )

@@ -68,13 +68,7 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
 
 
 def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:
-    """Yield the offsets of each index over some dimensions, in elements of each of so many arrays.
-
-    Examples
-    --------
-    >>> list(offsets_of([(2, (30, 0)), (2, (10, 7))], 2))
-    [(0, 0), (10, 7), (30, 0), (40, 7)]
-    """
+    """Yield the offsets of each index over some dimensions, in elements of each of so many arrays."""
     for indices in product(*(range(extent) for extent, _ in dimensions)):
         yield tuple(
             sum(index * strides[i] for index, (_, strides) in zip(indices, dimensions, strict=True))

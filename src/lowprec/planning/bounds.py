@@ -45,9 +45,7 @@ most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import expm1, frexp, log1p, sqrt
 from typing import NamedTuple
 
@@ -122,13 +120,6 @@ class ErrorBound:
         """Return the bound of ``|C - AB|`` in the Frobenius norm.
 
         ``norm_a`` and ``norm_b`` are those of the operands, shapes (m, k) and (k, n).
-
-        Examples
-        --------
-        >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function")
-        >>> bound = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 256, numpy)
-        >>> bound.frobenius(1.0, 1.0, 256, 256) < 0.0079
-        True
         """
         spread = sqrt(self.k) * (sqrt(n) * norm_a + sqrt(m) * norm_b)
         lost = self.operand_absolute * (spread + self.k * sqrt(m * n) * self.operand_absolute)
@@ -151,39 +142,23 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
     return compute_dtype.format
 
 
-class _Sum(NamedTuple):
-    """How an element is summed.
+class _Case(NamedTuple):
+    """What an error is made of: rounding the operands, the sums, and rounding the result."""
 
-    ``terms`` real products per component, each carried through at most ``depth`` roundings; ``flushes`` where the
-    units count subnormals as zero, ``cuts`` where they are tensor cores.
-    """
-
+    operand: NumberFormat  # to which operands are rounded
+    operands: int  # how many are
+    scaled_over: int  # length of the rows that were scaled before, 0 where none was
     accumulator: NumberFormat
-    depth: Depth
-    terms: int
+    out: NumberFormat | None  # the result's format, if it is not the accumulator's
     components: int
-    flushes: bool = False
-    cuts: bool = False
+    depth: Depth  # roundings of each real product of the leading parts
+    terms: int  # real products per component
+    flushes: bool  # whether the units count subnormals as zero
 
     @property
     def growth(self) -> float:
         """Magnitudes of the terms together, over ``|A| |B|``."""
         return sqrt(self.components)
-
-
-def _summation(
-    schedule: tuple[Product, ...],
-    kernel: KernelRow,
-    accumulator: NumberFormat,
-    components: int,
-    depth: Depth,
-) -> _Sum:
-    # A sum that is scaled, and one that is added, may underflow like a product.
-    terms = sum(components * product.length + 1 for product in schedule[1:])
-    terms += components * schedule[0].length
-    terms *= kernel.parts**2
-    flushes = kernel.summation in (Summation.TILES, Summation.PAIRS)
-    return _Sum(accumulator, depth, terms, components, flushes, cuts=depth.cut > 0)
 
 
 def _depths(
@@ -195,63 +170,32 @@ def _depths(
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
     """Return of each pair of parts the depth of its sums, and its factor."""
-    if not (kernel.shares_sums and len(schedule) > 1):
-        return depths(schedule, _depth_of_sum(kernel, fmt, accumulator, components, capability))
-    parts = 1 + max(max(product.pairs[0]) for product in schedule)
-    chunk = TILE_K * (CHUNK_STEPS // (kernel.parts * parts))
+    summation, products = kernel.summation, kernel.parts**2
+
+    def of_sum(length: int) -> Depth:
+        if not length:
+            return Depth(0)
+        if summation is Summation.TILES:
+            # The two parts of a value are its truncation and the rest. Both have its sign, so the magnitudes of the
+            # products of parts add up to those of one product.
+            instructions = components * products * -(-length // TILE_K)
+            return Depth(_TILE_DEPTH + instructions + components - 1)
+        if summation is Summation.PAIRS:
+            return Depth(components * 2 * -(-length // 2) + components - 1)
+        if summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
+            return on_tensor_cores(components * length, fmt.name, capability)
+        return Depth(components * length)
 
     def of_chunk(number: int, length: int) -> int:
-        if kernel.summation is Summation.PAIRS:  # one product after the other
+        if summation is Summation.PAIRS:  # one product after the other
             return (len(schedule) - number) * 2 * -(-length // 2)
-        return _TILE_DEPTH + len(schedule) * kernel.parts**2 * -(-length // TILE_K)
+        return _TILE_DEPTH + len(schedule) * products * -(-length // TILE_K)
 
+    if not (kernel.shares_sums and len(schedule) > 1):
+        return depths(schedule, of_sum)
+    parts = 1 + max(max(product.pairs[0]) for product in schedule)
+    chunk = TILE_K * (CHUNK_STEPS // (kernel.parts * parts))
     return in_one_pass(schedule, of_chunk, chunk, components - 1)
-
-
-def _depth_of_sum(
-    kernel: KernelRow,
-    fmt: NumberFormat,
-    accumulator: NumberFormat,
-    components: int,
-    capability: tuple[int, int] | None,
-) -> Callable[[int], Depth]:
-    """Return the function from the length of a sum to the roundings of a term."""
-    if kernel.summation is Summation.TILES:
-        return partial(_on_tiles, kernel.parts**2, components)
-    if kernel.summation is Summation.PAIRS:
-        return partial(_in_pairs, components)
-    on_units = kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32
-    if on_units and capability:
-        return lambda length: on_tensor_cores(components * length, fmt.name, capability)
-    return lambda length: Depth(components * length)
-
-
-def _on_tiles(products: int, components: int, length: int) -> Depth:
-    # The two parts of a value x are x truncated to bfloat16 and the rest. Both have its sign, so |high| + |low| = |x|,
-    # and the magnitudes of the products of parts add up to those of one product.
-    instructions = components * products * -(-length // TILE_K)
-    return Depth(_TILE_DEPTH + instructions + components - 1 if length else 0)
-
-
-def _in_pairs(components: int, length: int) -> Depth:
-    return Depth(components * 2 * -(-length // 2) + components - 1 if length else 0)
-
-
-class _Rounding(NamedTuple):
-    """What is rounded: how many operands to which format, and the result's format if it is not the accumulator's.
-
-    ``scaled_over`` is the length of the rows that were scaled before, 0 where none was.
-    """
-
-    operand: NumberFormat
-    operands: int
-    out: NumberFormat | None
-    scaled_over: int = 0
-
-    @property
-    def loss(self) -> float:
-        """Largest relative change of an operand, in the Frobenius norm."""
-        return self.operand.unit_roundoff + _SCALED_LOSS * sqrt(self.scaled_over)
 
 
 def scales_rows(mode: MathMode) -> bool:
@@ -284,8 +228,7 @@ def error_bound(
     >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, numpy).formula
     '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
     """
-    fmt = operand_format(mode, compute_dtype)
-    acts = compute_dtype.is_single_precision
+    fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
         condition = f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates"
@@ -297,38 +240,56 @@ def error_bound(
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     found = _depths(schedule, kernel, fmt, accumulator, components, capability)
-    how = _summation(schedule, kernel, accumulator, components, found[0, 0][0])
     is_split = acts and row(mode).parts > 1 and any(rounded)
     # Parts are rounded before, and nothing is left to cut.
     cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
-    rounding = _Rounding(_TRUNCATED_TF32 if cuts else fmt, sum(rounded), out, scaled)
-    size = confidence(max(elements, 1) * max(how.terms, 1))
+    # A sum that is scaled, and one that is added, may underflow like a product.
+    terms = sum(components * product.length + 1 for product in schedule) - 1
+    case = _Case(
+        _TRUNCATED_TF32 if cuts else fmt, sum(rounded), scaled, accumulator, out, components,
+        found[0, 0][0], terms * kernel.parts**2, kernel.summation in (Summation.TILES, Summation.PAIRS),
+    )  # fmt: skip
+    size = confidence(max(elements, 1) * max(case.terms, 1))
     if is_split:
         error = split_error(
-            row(mode), rounded, found, accumulator, growth=how.growth, scaled_over=scaled, size=size
+            row(mode),
+            rounded,
+            found,
+            accumulator,
+            growth=case.growth,
+            scaled_over=scaled,
+            size=size,
         )
     else:
-        error = _plain_error(rounding, how, size)
-    norms_loss, *early = _aligned_early(rounding, how, 1 + row(mode).parts * is_split)
-    operand_loss, term_loss, out_loss = _underflow(rounding, how)
+        error = _plain_error(case, size)
+    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
+    return _with_losses(case, error, k, row(mode).parts * is_split, unconditional=not narrow)
+
+
+def _with_losses(
+    case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool
+) -> ErrorBound:
+    """Return the bound with what underflows; ``parts`` is 0 where no operand is split."""
+    is_split, out = parts > 0, case.out
+    norms_loss, *early = _aligned_early(case, 1 + parts)
+    operand_loss, term_loss, out_loss = _underflow(case)
     operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
     last = [out.unit_roundoff if out else 0.0, norms_loss]
     relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
     # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
     # magnitudes and the modulus of the components' errors give sqrt(2) each.
-    carried = min(1 + relative, FLOAT64.largest) * how.components
-    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
+    carried = min(1 + relative, FLOAT64.largest) * case.components
     return ErrorBound(
         relative,
         carried * operand_loss,
-        carried * (how.terms * term_loss + out_loss),
+        carried * (case.terms * term_loss + out_loss),
         k,
         error.formula,
-        _absolute_text(operand_loss, term_loss, out_loss, accumulator),
-        _condition(rounding, accumulator, is_split),
-        unconditional=not narrow,
+        _absolute_text(operand_loss, term_loss, out_loss, case.accumulator),
+        _condition(case, is_split),
+        unconditional=unconditional,
         probable=probable,
-        by_norms=bool(scaled),
+        by_norms=case.scaled_over > 0,
     )
 
 
@@ -337,68 +298,68 @@ def _joint(*errors: float) -> float:
     return expm1(sum(map(log1p, errors)))
 
 
-def _plain_error(rounding: _Rounding, how: _Sum, size: float) -> RelativeError:
+def _plain_error(case: _Case, size: float) -> RelativeError:
     """Return the relative error of a product of whole operands, before it is rounded to the result's format."""
-    operands = [rounding.loss] * rounding.operands
-    sums = how.depth.worst(how.accumulator), how.depth.probable(how.accumulator, size)
-    worst, probable = (_joint(how.growth * x, *operands) for x in sums)
-    return RelativeError(worst, probable, _formula(rounding, how))
+    loss = case.operand.unit_roundoff + _SCALED_LOSS * sqrt(case.scaled_over)
+    sums = case.depth.worst(case.accumulator), case.depth.probable(case.accumulator, size)
+    worst, probable = (_joint(case.growth * x, *[loss] * case.operands) for x in sums)
+    return RelativeError(worst, probable, _formula(case))
 
 
-def _underflow(rounding: _Rounding, how: _Sum) -> tuple[float, float, float]:
+def _underflow(case: _Case) -> tuple[float, float, float]:
     """Return what is lost per element of an operand beyond its relative rounding, per product, per element of C.
 
     That is half the spacing near zero where subnormals are kept, and everything below the smallest normal number on
     units that count subnormals as zero. Products of float16 values are multiples of 2^-48 and never get there.
     """
-    fmt = rounding.operand
-    operand = fmt.smallest_subnormal / 2 if rounding.operands and not rounding.scaled_over else 0.0
-    out = rounding.out.smallest_subnormal / 2 if rounding.out else 0.0
+    fmt = case.operand
+    operand = fmt.smallest_subnormal / 2 if case.operands and not case.scaled_over else 0.0
+    out = case.out.smallest_subnormal / 2 if case.out else 0.0
     # Taking the scales back may leave a subnormal number of the accumulator.
-    out += how.accumulator.smallest_subnormal if rounding.scaled_over else 0.0
-    if fmt.smallest_subnormal**2 >= how.accumulator.smallest_normal:
+    out += case.accumulator.smallest_subnormal if case.scaled_over else 0.0
+    if fmt.smallest_subnormal**2 >= case.accumulator.smallest_normal:
         return operand, 0.0, out
-    if how.flushes:
-        smallest = how.accumulator.smallest_normal
+    if case.flushes:
+        smallest = case.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
-    if how.cuts:
+    if case.depth.cut:
         # The result of a group, by up to the spacing; more than its terms, which are cut below that.
-        return operand, 2 * how.accumulator.smallest_subnormal, out
+        return operand, 2 * case.accumulator.smallest_subnormal, out
     # Half of float64's spacing is no float64.
-    return operand, max(how.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+    return operand, max(case.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
 
 
-def _aligned_early(rounding: _Rounding, how: _Sum, parts: int) -> tuple[float, float, float]:
+def _aligned_early(case: _Case, parts: int) -> tuple[float, float, float]:
     """Return what tensor cores lose because they align subnormal factors like the smallest normal number.
 
     Relative to the norms, per element of an operand, per element of C. Of parts, each is multiplied by all of the other
     operand's, which together are less than one part more than the first.
     """
-    if not how.cuts:
+    if not case.depth.cut:
         return 0.0, 0.0, 0.0
-    cut = parts * how.growth * how.depth.worst(how.accumulator)
-    if rounding.scaled_over:
-        return cut * _SCALED_NORMAL * sqrt(rounding.scaled_over), 0.0, 0.0
-    smallest = rounding.operand.smallest_normal
-    return 0.0, cut * smallest, cut * how.terms * smallest**2
+    cut = parts * case.growth * case.depth.worst(case.accumulator)
+    if case.scaled_over:
+        return cut * _SCALED_NORMAL * sqrt(case.scaled_over), 0.0, 0.0
+    smallest = case.operand.smallest_normal
+    return 0.0, cut * smallest, cut * case.terms * smallest**2
 
 
-def _formula(rounding: _Rounding, how: _Sum) -> str:
+def _formula(case: _Case) -> str:
     """Return the expression behind the relative bound, with its numbers put in."""
     factors = []
-    if rounding.operands:
-        scaled = f" + 2^-39 sqrt({rounding.scaled_over})" if rounding.scaled_over else ""
-        square = "^2" if rounding.operands == 2 else ""
-        factors.append(f"(1 + 2^-{rounding.operand.precision}{scaled}){square}")
-    if how.depth.total:
-        growth = "sqrt(2) " if how.components == 2 else ""
-        factors.append(f"(1 + {growth}gamma_{how.depth.total})")
-    if rounding.out:
-        factors.append(f"(1 + 2^-{rounding.out.precision})")
+    if case.operands:
+        scaled = f" + 2^-39 sqrt({case.scaled_over})" if case.scaled_over else ""
+        square = "^2" if case.operands == 2 else ""
+        factors.append(f"(1 + 2^-{case.operand.precision}{scaled}){square}")
+    if case.depth.total:
+        growth = "sqrt(2) " if case.components == 2 else ""
+        factors.append(f"(1 + {growth}gamma_{case.depth.total})")
+    if case.out:
+        factors.append(f"(1 + 2^-{case.out.precision})")
     if not factors:
         return "exact"
     text = f"{' '.join(factors)} - 1"
-    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{how.accumulator.precision}"
+    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{case.accumulator.precision}"
 
 
 def _absolute_text(
@@ -421,24 +382,24 @@ def _power(value: float) -> str:
     return f"2^{exponent - (mantissa == 0.5)}"
 
 
-def _condition(rounding: _Rounding, accumulator: NumberFormat, is_split: bool) -> str:
+def _condition(case: _Case, is_split: bool) -> str:
     """Return what the data must satisfy."""
     texts = []
-    narrow = [(rounding.operand, "|x|", " in the operands")] if rounding.operands else []
-    if rounding.scaled_over:
+    narrow = [(case.operand, "|x|", " in the operands")] if case.operands else []
+    if case.scaled_over:
         narrow = []
-    if rounding.out:
-        narrow.append((rounding.out, "|result|", ""))
+    if case.out:
+        narrow.append((case.out, "|result|", ""))
     for fmt, name, where in narrow:
-        if fmt.emax < accumulator.emax:
+        if fmt.emax < case.accumulator.emax:
             beyond = "Inf" if fmt.has_infinity else "NaN"
             texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
     # The largest number of a format with the same exponents is smaller by the digits that it lacks. Where a part is
     # infinite, the product is computed again from the operands as they are.
     numbers = ["partial sum"]
-    if rounding.operands and not is_split and rounding.operand.emax == accumulator.emax:
+    if case.operands and not is_split and case.operand.emax == case.accumulator.emax:
         numbers.insert(0, "rounded operand")
-    if rounding.out and rounding.out.emax == accumulator.emax:
+    if case.out and case.out.emax == case.accumulator.emax:
         numbers.append("rounded result")
-    texts.append(f"no {' or '.join(numbers)} beyond {accumulator.name}'s range")
+    texts.append(f"no {' or '.join(numbers)} beyond {case.accumulator.name}'s range")
     return "; ".join(texts)

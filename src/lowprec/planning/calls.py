@@ -118,17 +118,6 @@ class CublasLtCall:
         """Return the call for a range of the inner dimension, and the elements before it in the first and the second.
 
         ``k`` is the whole length of the inner dimension.
-
-        Examples
-        --------
-        >>> x, y, d = (LtMatrix(DType.FLOAT32, *extents, 8, 0) for extents in ((8, 6), (6, 4), (8, 4)))
-        >>> call = CublasLtCall(
-        ...     ComputeType.COMPUTE_32F, DType.FLOAT32, True, "N", "N", x, y, d, None, 1, ((0, 0, 0, 0),), "DEFAULT",
-        ...     None, None, (),
-        ... )
-        >>> part, before_first, before_second = call.over(6, 2, 5)
-        >>> part.first.cols, part.second.rows, before_first, before_second
-        (3, 3, 16, 2)
         """
         if (start, stop) == (0, k):
             return self, 0, 0

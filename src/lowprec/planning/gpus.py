@@ -147,13 +147,7 @@ def parse_model(name: object) -> GpuModel:
 
 
 def parse_capability(text: str) -> Capability | None:
-    """Return a compute capability, written as ``"sm_90"`` or ``"9.0"``; None for another text.
-
-    Examples
-    --------
-    >>> parse_capability("sm_120"), parse_capability("8.6"), parse_capability("t4")
-    ((12, 0), (8, 6), None)
-    """
+    """Return a compute capability, written as ``"sm_90"`` or ``"9.0"``; None for another text."""
     found = _CAPABILITY.fullmatch(text.strip().lower())
     if found is None:
         return None
@@ -167,26 +161,14 @@ def _plain(text: str) -> str:
 
 
 def model_of(name: str) -> GpuModel | None:
-    """Return the row of a GPU that is there, by the name that its driver tells; None for a model without a row.
-
-    Examples
-    --------
-    >>> model_of("NVIDIA H100 PCIe").key, model_of("NVIDIA A100-SXM4-40GB").key, model_of("NVIDIA L40")
-    ('h100', 'a100-40gb', None)
-    """
+    """Return the row of a GPU that is there, by the name that its driver tells; None for a model without a row."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     found = [model for model in MODELS if words.issuperset(model.key.split("-"))]
     return max(found, key=lambda model: len(model.key), default=None)
 
 
 def flops_per_byte(name: str, capability: Capability) -> float:
-    """Return the ratio of a GPU that is there: its model's, or that of a model of the nearest older capability.
-
-    Examples
-    --------
-    >>> flops_per_byte("NVIDIA H200", (9, 0)) < flops_per_byte("NVIDIA H100 PCIe", (9, 0))
-    True
-    """
+    """Return the ratio of a GPU that is there: its model's, or that of a model of the nearest older capability."""
     older = [model for model in MODELS if model.compute_capability <= capability]
     latest = max(
         (model.compute_capability for model in older), default=MODELS[0].compute_capability

@@ -117,6 +117,10 @@ class Capabilities:
         """Whether the tensor cores multiply FP8."""
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
+    def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:
+        """Return the compute capability of those that sum on a kernel, or are emulated; None where there are none."""
+        return kernel.emulates.capability if kernel.emulates else self.compute_capability
+
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return what one flop costs on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:
@@ -153,16 +157,6 @@ def choose_kernel(
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
     ``products`` is the length of the schedule, ``is_chunked`` says whether some of them are over a piece of k, and
     ``is_plain`` whether one call of a BLAS is all there is to do.
-
-    Examples
-    --------
-    >>> from lowprec.planning.layout import OperandSpec, gemm_layout
-    >>> square = OperandSpec.contiguous(DType.FLOAT32, (8, 8))
-    >>> slow = KernelRow("slow", "any units", "module:function")
-    >>> fast = KernelRow("fast", "tile units", "module:other", requires="tiles", missing="no tile units")
-    >>> choice = choose_kernel("tf32", Capabilities("cpu", "any", (fast, slow)), gemm_layout(square, square))
-    >>> choice.kernel.name, *map(str, choice.passed_over)
-    ('slow', 'no tile units')
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None

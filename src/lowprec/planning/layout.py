@@ -63,14 +63,7 @@ class MatrixStack:
         batch_shape: Shape = (),
         batch_strides: Shape = (),
     ) -> MatrixStack:
-        """Return the stack with the order and the leading dimension that its strides have.
-
-        Examples
-        --------
-        >>> stack = MatrixStack.of(DType.FLOAT32, 4, 5, 1, 8, (2, 3), (120, 40))
-        >>> stack.order, stack.leading_dimension, stack.batch_stride
-        ('col', 8, 40)
-        """
+        """Return the stack with the order and the leading dimension that its strides have."""
         order, leading_dimension = _blas_order(rows, cols, row_stride, col_stride)
         return cls(
             dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading_dimension
@@ -157,15 +150,7 @@ def _broadcast_batch(shape_a: Shape, shape_b: Shape) -> Shape:
 
 
 def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
-    """Return the shape of ``a @ b``.
-
-    Examples
-    --------
-    >>> result_shape((5, 1, 2, 3), (4, 3, 6))
-    (5, 4, 2, 6)
-    >>> result_shape((3,), (3,))
-    ()
-    """
+    """Return the shape of ``a @ b``."""
     m, n, _ = _core(shape_a, shape_b)
     batch = _broadcast_batch(shape_a, shape_b)
     return batch + (m,) * (len(shape_a) > 1) + (n,) * (len(shape_b) > 1)
@@ -229,14 +214,6 @@ def gemm_layout(
 
     ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not fit
     together, or two elements of ``out`` may share memory.
-
-    Examples
-    --------
-    >>> a = OperandSpec.contiguous(DType.FLOAT32, (8, 16, 32))
-    >>> b = OperandSpec.contiguous(DType.FLOAT32, (32, 4))
-    >>> layout = gemm_layout(a, b)
-    >>> layout.collapsed, layout.m, layout.out_shape
-    (True, 128, (8, 16, 4))
     """
     return _collapse(stacked_layout(a, b, out, out_dtype))
 
@@ -307,15 +284,7 @@ def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
 
 
 def with_rows_copied(layout: GemmLayout) -> GemmLayout:
-    """Return a layout with the batch as rows where copying ``a`` allows it and ``a`` repeats no matrix.
-
-    Examples
-    --------
-    >>> a = OperandSpec(DType.FLOAT32, (8, 16, 32), (32, 256, 1))
-    >>> layout = gemm_layout(a, OperandSpec.contiguous(DType.FLOAT32, (32, 4)))
-    >>> layout.batch_count, with_rows_copied(layout).m, with_rows_copied(layout).a.blas_expressible
-    (8, 128, False)
-    """
+    """Return a layout with the batch as rows where copying ``a`` allows it and ``a`` repeats no matrix."""
     repeats = 0 in layout.a.batch_strides
     return layout if repeats else _collapse(layout, copies_a=True)
 

@@ -9,7 +9,7 @@ requirements of the int8 and FP8 kernels).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lowprec.formats import DType
@@ -63,62 +63,38 @@ def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
     return LtMatrix(stack.dtype, *stored, stack.leading_dimension, batch_stride)
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
+class _Terms(NamedTuple):
     """What the rules below look at."""
 
     plan: GemmPlan
+    problem: GemmProblem
+    layout: GemmLayout
+    data: DType  # of what is multiplied, complex64 where it stays complex
+    summed_in: DType  # of the sums, and of alpha and beta
+    as_real: bool  # whether complex operands are multiplied as real matrices of twice the extents
+    k_contiguous: bool
+    rows: int  # of the product
     aligned: bool
-    pad_rows: bool
+    addend: MatrixStack | None
 
-    @property
-    def problem(self) -> GemmProblem:
-        return self.plan.problem
 
-    @property
-    def layout(self) -> GemmLayout:
-        """The plan's layout, in which matrices of one contiguous column are column-major.
-
-        As row-major ones they have a leading dimension of 1 and a cuBLASLt product of one row, for which no algorithm
-        reads 16 bytes at once.
-        """
-        layout, problem = self.plan.layout, self.problem
-        if self.k_contiguous or self.as_real or problem.bias is not None:
-            return layout
-        c = _addend(self.plan)
-        if problem.has_beta and (c is None or _by_column(c).order != "col"):
-            return layout
-        return replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
-
-    @property
-    def out_dtype(self) -> DType:
-        return self.plan.out_dtype
-
-    @property
-    def data(self) -> DType:
-        """Element type of what is multiplied, complex64 where it stays complex."""
-        return self.plan.multiplied_dtype
-
-    @property
-    def summed_in(self) -> DType:
-        """Element type of the sums, and of alpha and beta."""
-        return DType.FLOAT32 if self.as_real else self.plan.accumulator
-
-    @property
-    def as_real(self) -> bool:
-        """Whether complex operands are multiplied as real matrices of twice the extents."""
-        return self.plan.compute_dtype.is_complex and not self.data.is_complex
-
-    @property
-    def k_contiguous(self) -> bool:
-        return reads_k_contiguous(self.data)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the product."""
-        if self.pad_rows and self.data is DType.INT8:
-            return max(self.layout.m, _PADDED_ROWS)
-        return self.layout.m
+def _terms(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Terms:
+    problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
+    as_real, k_contiguous = (
+        plan.compute_dtype.is_complex and not data.is_complex,
+        reads_k_contiguous(data),
+    )
+    c = _addend(plan)
+    follows = not problem.has_beta or (c is not None and _by_column(c).order == "col")
+    if follows and not (k_contiguous or as_real or problem.bias is not None):
+        # As a row-major matrix, one column has a leading dimension of 1 and a product of one row, for which no
+        # algorithm reads 16 bytes at once.
+        layout = replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
+    if c is not None and layout.out.order == "col":
+        c = _by_column(c)
+    rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
+    summed_in = DType.FLOAT32 if as_real else plan.accumulator
+    return _Terms(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c)
 
 
 def lower(
@@ -130,16 +106,13 @@ def lower(
     of 16 bytes; ``fuse``, that the call itself may add and activate; ``pad_rows``, that products of int8 have 32 rows
     or more.
     """
-    terms = _Terms(plan, aligned, pad_rows)
+    terms = _terms(plan, aligned, pad_rows)
     problem, layout = terms.problem, terms.layout
     a, b = _operand(terms, "a"), _operand(terms, "b")
-    addend = _addend(plan)
-    if addend is not None and layout.out.order == "col":
-        addend = _by_column(addend)
-    staged = tuple(_reasons_to_stage(terms, a, b, addend))
+    staged = tuple(_reasons_to_stage(terms, a, b))
     if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
         staged = (Reason.of(Why.NO_FUSED_ALGORITHM),)
-    c, d = (None, _temporary(terms, b)) if staged else (addend, _result(terms))
+    c, d = (None, _temporary(terms, b)) if staged else (terms.addend, _result(terms))
     swapped = d.order == "row"
     first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
     stacks = [first, second, *([c] if c else []), d]
@@ -300,16 +273,14 @@ def _temporary(terms: _Terms, b: _Operand) -> MatrixStack:
     return MatrixStack(terms.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(
-    terms: _Terms, a: _Operand, b: _Operand, c: MatrixStack | None
-) -> Iterator[Reason]:
+def _reasons_to_stage(terms: _Terms, a: _Operand, b: _Operand) -> Iterator[Reason]:
     """Yield why cuBLASLt cannot write the result itself."""
     problem, out = terms.problem, terms.layout.out
     products = len(terms.plan.schedule)
     if products > 1:
         yield Reason.of(Why.SEVERAL_PRODUCTS, products=products)
-    if terms.out_dtype not in _writes(terms.data) and not terms.as_real:
-        yield Reason.of(Why.NOT_WRITTEN_AS, data=terms.data, out=terms.out_dtype)
+    if terms.plan.out_dtype not in _writes(terms.data) and not terms.as_real:
+        yield Reason.of(Why.NOT_WRITTEN_AS, data=terms.data, out=terms.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(Why.RESULT_STRIDES)
     if terms.k_contiguous and not (terms.aligned and _in_steps(out)):
@@ -326,7 +297,7 @@ def _reasons_to_stage(
         out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias
     ):
         yield Reason.of(Why.REAL_PRODUCT)
-    yield from _reasons_of_epilogue(terms, c)
+    yield from _reasons_of_epilogue(terms)
 
 
 def _in_steps(stack: MatrixStack) -> bool:
@@ -335,11 +306,11 @@ def _in_steps(stack: MatrixStack) -> bool:
     return not any(x * stack.dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
 
 
-def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reason]:
+def _reasons_of_epilogue(terms: _Terms) -> Iterator[Reason]:
     """Yield why the epilogue cannot be fused."""
-    problem, out = terms.problem, terms.layout.out
+    problem, out, c = terms.problem, terms.layout.out, terms.addend
     if problem.has_beta:
-        fits = c is not None and c.dtype is terms.out_dtype and c.order == out.order
+        fits = c is not None and c.dtype is terms.plan.out_dtype and c.order == out.order
         if c is not None and terms.k_contiguous:
             fits = fits and _in_steps(c)
         if not fits:
@@ -347,15 +318,15 @@ def _reasons_of_epilogue(terms: _Terms, c: MatrixStack | None) -> Iterator[Reaso
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
         yield Reason.of(Why.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and (activation not in _FUSED_ACTIVATIONS or terms.out_dtype not in _FUSES):
-        yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.out_dtype)
+    if activation and (activation not in _FUSED_ACTIVATIONS or terms.plan.out_dtype not in _FUSES):
+        yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.plan.out_dtype)
 
 
 def _fuses_bias(terms: _Terms, bias: OperandSpec) -> bool:
     return (
-        terms.out_dtype in _FUSES
-        and not (terms.k_contiguous and terms.out_dtype is DType.FLOAT32)
-        and bias.dtype is terms.out_dtype
+        terms.plan.out_dtype in _FUSES
+        and not (terms.k_contiguous and terms.plan.out_dtype is DType.FLOAT32)
+        and bias.dtype is terms.plan.out_dtype
         and terms.layout.out.order == "row"
         and bias.strides == (1,)
         and terms.aligned

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode, row
-from lowprec.planning.bounds import ErrorBound, scales_rows
+from lowprec.planning.bounds import ErrorBound, error_bound, scales_rows
 from lowprec.planning.kernels import Capabilities, KernelRow
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
 from lowprec.planning.schedule import Product
 
-if TYPE_CHECKING:  # what only cuBLASLt, or who prints a plan, needs is imported then
+if TYPE_CHECKING:  # needed by cuBLASLt alone, or by printing alone
     from lowprec.planning.calls import CublasLtCall
     from lowprec.planning.roofline import Roofline
 
 
-# What only printing a plan needs is imported once: at the exit of Python nothing can be imported, not even again.
-
-
 @cache
 def _rendering() -> Any:
+    # Imported once: at the exit of Python nothing can be imported, not even again.
     from lowprec.planning import rendering
 
     return rendering
-
-
-@cache
-def _roofline() -> Callable[[GemmPlan], Roofline | None]:
-    from lowprec.planning.roofline import roofline
-
-    return roofline
 
 
 class Copy(NamedTuple):
@@ -48,8 +39,7 @@ class Copy(NamedTuple):
     @property
     def reason(self) -> str:
         """The reasons in words."""
-        words: str = _rendering().copy_reason(self)
-        return words
+        return str(_rendering().copy_reason(self))
 
 
 class Candidate(NamedTuple):
@@ -62,7 +52,7 @@ class Candidate(NamedTuple):
     why: Reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GemmPlan:
     """What runs, and why. ``print(plan)`` shows it as a table, ``plan.to_dict()`` is ready for JSON."""
 
@@ -86,9 +76,6 @@ class GemmPlan:
     copies: tuple[Copy, ...]
     #: Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
     flops: int
-    bytes_moved: int  # operands and result, each read or written once
-    advice: tuple[Reason, ...]
-    bound: ErrorBound  # of the product, before alpha, c, bias and activation
     resolved: ResolvedMode | None = None  # who chose the mode
     candidates: tuple[Candidate, ...] = ()  # what ``rtol`` considered
     call: CublasLtCall | None = None  # what cuBLASLt is asked for, where it computes
@@ -96,6 +83,17 @@ class GemmPlan:
     prepared: Reason | None = None
     #: What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
     algorithm: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def bound(self) -> ErrorBound:
+        """The error of the product, before alpha, c, bias and activation."""
+        layout, (a_rounded, b_rounded) = self.layout, self.rounded
+        return error_bound(
+            self.scheme, self.compute_dtype, self.out_dtype, layout.k, self.kernel_row,
+            a_exact=not a_rounded, b_exact=not b_rounded,
+            capability=self.capabilities.tensor_cores_of(self.kernel_row),
+            schedule=self.schedule, elements=layout.batch_count * layout.m * layout.n,
+        )  # fmt: skip
 
     @property
     def kernel(self) -> str:
@@ -140,6 +138,14 @@ class GemmPlan:
         return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes of operands, addends and result, each read or written once."""
+        problem = self.problem
+        read = [problem.a, problem.b, problem.c if problem.has_beta else None, problem.bias]
+        stored = sum(x.stored_bytes for x in read if x)
+        return stored + self.out_dtype.itemsize * prod(self.out_shape)
+
+    @property
     def arithmetic_intensity(self) -> float:
         """Flops per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
@@ -147,54 +153,52 @@ class GemmPlan:
     @property
     def roofline(self) -> Roofline | None:
         """The least time that the device's peak rate and bandwidth allow; None where they are not known."""
-        return _roofline()(self)
+        found: Roofline | None = _rendering().roofline(self)
+        return found
 
     # In words, for people and for JSON.
 
+    @cached_property
+    def advice(self) -> tuple[Reason, ...]:
+        """The advice of the field for this product."""
+        return tuple(_rendering().advice(self))
+
     @property
     def kernel_reason(self) -> str:
-        """What the kernel runs on, and why not on more welcome units."""
-        return self._in_words("kernel_reason")
+        """What the kernel runs on, and why preferred kernels were passed over."""
+        return str(_rendering().kernel_reason(self))
 
     @property
     def compute_type(self) -> str:
         """What the mode allows, in cuBLASLt's words."""
-        return self._in_words("compute_type")
+        return str(_rendering().compute_words(self.cublas_compute_type, self.multiplied_dtype))
 
     @property
     def note(self) -> str:
         """Why the mode has no effect, empty if it has one."""
-        return self._in_words("note")
+        return str(_rendering().note(self))
 
     @property
     def a_becomes(self) -> str:
         """What is multiplied in place of ``a``."""
-        return self._in_words("a_becomes")
+        return str(_rendering().becomes(self, "a"))
 
     @property
     def b_becomes(self) -> str:
         """What is multiplied in place of ``b``."""
-        return self._in_words("b_becomes")
+        return str(_rendering().becomes(self, "b"))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """What operands the kernel cannot treat get instead."""
-        text = self._in_words("fallback")
-        return (text,) if text else ()
-
-    def _in_words(self, name: str) -> str:
-        words: str = _rendering().WORDS[name](self)
-        return words
+        return tuple(_rendering().fallbacks(self))
 
     def __str__(self) -> str:
-        words: str = _rendering().to_text(self)
-        return words
+        return str(_rendering().to_text(self))
 
     def _repr_html_(self) -> str:
-        words: str = _rendering().to_html(self)
-        return words
+        return str(_rendering().to_html(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
-        words: dict[str, Any] = _rendering().to_dict(self)
-        return words
+        return dict(_rendering().to_dict(self))

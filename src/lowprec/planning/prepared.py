@@ -39,27 +39,22 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
     if not kernel.keeps_b:
         return Why.NOT_KEPT
     if kernel.micro_kernel:
-        return _why_packed(plan)
+        out = plan.layout.out
+        if out.row_stride == 1 and out.col_stride != 1:
+            return Why.TRANSPOSED_RESULT
+        return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
     if kernel.vectors:
-        return Why.KEPT if _halves_b(plan) else Why.NOT_KEPT
+        # Kept where b is a matrix that takes half the bytes to read once it is rounded.
+        halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (
+            BFLOAT16,
+            FLOAT16,
+        )
+        return Why.KEPT if halves and multiplies_b(plan.layout) else Why.NOT_KEPT
     if kernel.rewrites:
         # Operands of small products are cast to rows, also where nothing is rounded.
         return Why.KEPT if plan.flops and plan.layout.b.batch_stride == 0 else Why.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
     return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
-
-
-def _why_packed(plan: GemmPlan) -> Why:
-    out = plan.layout.out
-    if out.row_stride == 1 and out.col_stride != 1:
-        return Why.TRANSPOSED_RESULT
-    return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
-
-
-def _halves_b(plan: GemmPlan) -> bool:
-    """Whether ``b`` is a matrix which, once rounded, takes half the bytes to read."""
-    fmt, stored = plan.operand_format, plan.problem.b.dtype
-    return multiplies_b(plan.layout) and stored is DType.FLOAT32 and fmt in (BFLOAT16, FLOAT16)
 
 
 def _converts_b(plan: GemmPlan) -> bool:

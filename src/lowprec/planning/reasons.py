@@ -85,13 +85,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason; ``str`` gives its sentence.
-
-    Examples
-    --------
-    >>> str(Reason.of(Why.NO_CHEAPER, chosen="tf32"))
-    'no cheaper than tf32'
-    """
+    """One reason; ``str`` gives its sentence."""
 
     why: Why
     data: tuple[tuple[str, object], ...] = ()  # by the words of the sentence's template

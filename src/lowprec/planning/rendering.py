@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
+from lowprec.planning.advice import advise
 from lowprec.planning.kernels import KernelRow, format_name
 from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.roofline import Roofline
+from lowprec.planning.roofline import roofline as roofline
 from lowprec.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
-    from lowprec.planning.roofline import Roofline
 
 WIDTH = 80
 
@@ -86,8 +88,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield from _bound_rows(plan)
     for candidate in plan.candidates:
         yield "candidate", _candidate(candidate)
-    for advice in plan.advice:
-        yield "advice", str(advice)
+    for reason in plan.advice:
+        yield "advice", str(reason)
 
 
 def _roofline(found: Roofline, able: Capabilities) -> str:
@@ -209,15 +211,20 @@ def _quantity(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
+#: Properties of a plan that its dictionary has, besides the fields.
+_DERIVED = (
+    "bytes_moved", "bound", "advice", "kernel", "kernel_reason", "compute_type", "note",
+    "a_becomes", "b_becomes", "fallbacks", "k_chunk", "parts", "products", "arithmetic_intensity", "roofline",
+)  # fmt: skip
+
+
 def to_dict(plan: GemmPlan) -> dict[str, Any]:
     """Return the plan as plain values: dictionaries, lists, strings, numbers, booleans and None.
 
     A bound that is infinite becomes None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
-    numbers = ("k_chunk", "parts", "products", "arithmetic_intensity", "roofline")
-    derived = ("kernel", *WORDS, "fallbacks", *numbers)
-    return {**result, **{name: _plain(getattr(plan, name)) for name in derived}}
+    return result | {name: _plain(getattr(plan, name)) for name in _DERIVED}
 
 
 def _plain(value: Any) -> Any:
@@ -237,7 +244,20 @@ def _plain(value: Any) -> Any:
 # -- what a plan says in words --------------------------------------------------------------------
 
 
-def _kernel_reason(plan: GemmPlan) -> str:
+def advice(plan: GemmPlan) -> tuple[Reason, ...]:
+    """Return the advice of the field for a product."""
+    layout, call = plan.layout, plan.call
+    converts = any(plan.rounded) and (call is None or bool(call.pack_a or call.pack_b))
+    return advise(
+        layout.m, layout.n, layout.k, plan.operand_format,
+        plan.arithmetic_intensity, plan.capabilities.flops_per_byte,
+        plan.kernel_row.cost_per_element if converts else None,
+        tensor_cores=plan.capabilities.compute_capability is not None,
+    )  # fmt: skip
+
+
+def kernel_reason(plan: GemmPlan) -> str:
+    """Return what the kernel runs on, and why preferred kernels were passed over."""
     row = plan.kernel_row
     as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
     return "; ".join(
@@ -246,20 +266,14 @@ def _kernel_reason(plan: GemmPlan) -> str:
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
-    """Return a compute type with its data, where that is not what the type is named after.
-
-    Examples
-    --------
-    >>> from lowprec.formats import DType
-    >>> compute_words(DType.BFLOAT16.compute_type, DType.BFLOAT16)
-    'COMPUTE_32F on bfloat16 data'
-    """
+    """Return a compute type with its data, where that is not what the type is named after."""
     if data is None or data.bits >= 32 or data.format is None:
         return str(compute)
     return f"{compute} on {'float8' if data.is_float8 else data} data"
 
 
-def _note(plan: GemmPlan) -> str:
+def note(plan: GemmPlan) -> str:
+    """Return why the mode has no effect, an empty string if it has one."""
     if plan.mode_has_effect:
         return ""
     dtype = plan.compute_dtype
@@ -270,14 +284,16 @@ def _note(plan: GemmPlan) -> str:
     )
 
 
-def _fallback(plan: GemmPlan) -> str:
-    why = plan.kernel_row.fallback
+def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
+    """Return what is done with operands that the kernel cannot treat."""
+    why = plan.kernel_row.fallback if plan.fallback else None
     if max(plan.split) > 1:
-        return str(Reason.of(Why.NOT_FINITE_IN_PARTS))
-    return str(Reason.of(why)) if why and plan.fallback else ""
+        why = Why.NOT_FINITE_IN_PARTS
+    return (str(Reason.of(why)),) if why else ()
 
 
-def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
+def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
+    """Return what is multiplied in place of an operand."""
     operand = int(name == "b")
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
@@ -303,20 +319,6 @@ def _becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
 def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
     wide = held_in.format
     return fmt is not None and wide is not None and fmt.precision < wide.precision
-
-
-#: What a plan says in words, by the name of its property.
-WORDS: dict[str, Callable[[GemmPlan], str]] = {
-    "kernel_reason": _kernel_reason,
-    "compute_type": lambda plan: compute_words(plan.cublas_compute_type, plan.multiplied_dtype),
-    "note": _note,
-    "a_becomes": lambda plan: _becomes(plan, "a"),
-    "b_becomes": lambda plan: _becomes(plan, "b"),
-    "fallback": _fallback,
-}
-
-
-# -- reasons --------------------------------------------------------------------------------------
 
 
 def copy_reason(copy: Copy) -> str:

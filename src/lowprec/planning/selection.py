@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import unique
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
+from typing import NamedTuple
 
 from lowprec.enums import StrEnum
 from lowprec.errors import ModeError, UnsupportedError, quoted
@@ -38,8 +38,7 @@ def check_bound(bound: object) -> Bound:
         raise ModeError(f"bound must be {names}, got {quoted(bound)}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """The mode that ``rtol`` chose, and all that were considered, the cheapest first."""
 
     mode: MathMode
@@ -57,6 +56,7 @@ def check_rtol(rtol: object) -> float:
     return value
 
 
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
 def select_mode(
     problem: GemmProblem,
     capabilities: Capabilities,
@@ -66,20 +66,9 @@ def select_mode(
 ) -> Selection:
     """Return the cheapest mode on this device whose guaranteed, or probable, relative error is at most ``rtol``.
 
-    That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``. Raises
-    ModeError if ``rtol`` is no positive finite number, or no mode meets it; the message lists the bounds.
+    That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``; ``rtol``
+    is checked (:func:`check_rtol`). Raises ModeError if no mode meets it; the message lists the bounds.
     """
-    return _select(problem, capabilities, check_rtol(rtol), excluded, bound)
-
-
-@lru_cache(maxsize=PLAN_CACHE_SIZE)
-def _select(
-    problem: GemmProblem,
-    capabilities: Capabilities,
-    rtol: float,
-    excluded: frozenset[MathMode],
-    bound: Bound,
-) -> Selection:
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # sorted is stable: among equals the table's order decides, which begins with fp32.

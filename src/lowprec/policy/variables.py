@@ -16,10 +16,6 @@ from lowprec.modes import MathMode, mode_names, parse_mode
 T = TypeVar("T")
 
 
-def _no_remark(text: str) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable."""
@@ -31,7 +27,9 @@ class Variable(Generic[T]):
     #: From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
     parse: Callable[[str], T]
     show: Callable[[T], str] = str  # from the value in force to words
-    remark: Callable[[str], str | None] = _no_remark  # from a legal text to a warning, or to None
+    remark: Callable[[str], str | None] = lambda _: (
+        None
+    )  # from a legal text to a warning, or to None
     #: Whether the first use of a mode fixes the value for the rest of the process.
     read_once: bool = False
 
@@ -86,13 +84,10 @@ _SWITCH = {"0": False, "1": True}
 def _switch_variable(
     name: str, meaning: str, default: str, words: tuple[str, str], *, read_once: bool = False
 ) -> Variable[bool]:
-    word = _one_of(name, _SWITCH)
-
-    def parse(text: str) -> bool:
-        return _SWITCH[word(text)]
-
-    legal = " or ".join(_SWITCH)
-    return Variable(name, meaning, legal, default, parse, words.__getitem__, read_once=read_once)
+    word, legal = _one_of(name, _SWITCH), " or ".join(_SWITCH)
+    return Variable(
+        name, meaning, legal, default, lambda text: _SWITCH[word(text)], words.__getitem__, read_once=read_once
+    )  # fmt: skip
 
 
 GUARD = _switch_variable(
@@ -104,16 +99,8 @@ GUARD = _switch_variable(
 )
 
 
-def _turns_tf32_off(text: str) -> bool:
-    return text == "0"
-
-
-def _tf32_effect(off: bool) -> str:
-    return "TF32 is off" if off else "lowprec does not act on this value"
-
-
 def _tf32_remark(text: str) -> str | None:
-    if _turns_tf32_off(text):
+    if text == "0":
         return None
     return f"NVIDIA_TF32_OVERRIDE={text}: NVIDIA reserves every value but 0, and lowprec does not act on it"
 
@@ -123,8 +110,8 @@ TF32_OVERRIDE = Variable(
     "0 turns every mode that is based on TF32 into fp32, in cuBLAS as in lowprec, on the GPU as on the CPU.",
     "0; NVIDIA reserves every other value",
     "TF32 is allowed",
-    _turns_tf32_off,
-    _tf32_effect,
+    lambda text: text == "0",
+    lambda off: "TF32 is off" if off else "lowprec does not act on this value",
     _tf32_remark,
     read_once=True,
 )
@@ -177,28 +164,25 @@ CACHE_DIR = Variable(
 )
 
 
-def _names(name: str) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(",") if part.strip())
-        wrong = [x for x in found if not x.replace(".", "_").isidentifier()]
-        if wrong:
-            raise EnvironmentVariableError(
-                f"environment variable {name}: {quoted(wrong[0])} is no name of a function; or unset the variable"
-            )
-        return found
-
-    return parse
-
-
 def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
     name = f"LOWPREC_AMP_{which.upper()}LIST_{action}"
     words = {"ADD": "added to", "REMOVE": "taken from"}[action]
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in text.split(",") if part.strip())
+        for x in found:
+            if not x.replace(".", "_").isidentifier():
+                raise EnvironmentVariableError(
+                    f"environment variable {name}: {quoted(x)} is no name of a function; or unset the variable"
+                )
+        return found
+
     return Variable(
         name,
         f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is made.",
         "names of functions, between commas",
         "none",
-        _names(name),
+        parse,
         ", ".join,
     )
 

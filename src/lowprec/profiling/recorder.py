@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -22,7 +24,7 @@ from lowprec.errors import UnsupportedError, quoted
 from lowprec.executors import CachedExecutor, observe
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
-from lowprec.profiling import export, nvtx
+from lowprec.profiling import export
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents, totals
 from lowprec.profiling.table import to_text
@@ -92,7 +94,7 @@ class profile:
     def __enter__(self) -> profile:
         now = time.perf_counter_ns()
         if not self._entered:
-            self._thread = threading.get_ident()
+            self._thread = threading.get_ident() if self._threads == "current" else None
             self._origin_ns = self._origin_ns or now
         self._entered.append(now)
         _listening.append(self)
@@ -119,7 +121,7 @@ class profile:
         token = _ranges.set((*_ranges.get(), (self, name)))
         start_ns = time.perf_counter_ns()
         try:
-            with nvtx.annotate(lambda: name):
+            with _annotate(lambda: name):
                 yield
         finally:
             end_ns = time.perf_counter_ns()
@@ -134,12 +136,6 @@ class profile:
 
     def _label_here(self) -> str:
         return "/".join(name for owner, name in _ranges.get() if owner is self)
-
-    def _listens(self, thread: int) -> bool:
-        return self._threads == "all" or self._thread == thread
-
-    def _add(self, measurement: Measurement) -> None:
-        self._measured.append((measurement, self._label_here()))
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -266,7 +262,7 @@ def _observer(
 ) -> CachedExecutor:
     """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
-    listeners = [p for p in dict.fromkeys(_listening) if p._listens(thread)]
+    listeners = [p for p in dict.fromkeys(_listening) if p._thread in (None, thread)]
     if not listeners:
         return product
     execute = functools.partial(_execute, product, resolved, listeners)
@@ -280,28 +276,38 @@ def _execute(
     backend = backend_of(arguments.a.device)
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:
-        with nvtx.annotate(lambda: _name(product.plan)):
+        with _annotate(lambda: _name(product.plan)):
             measurement.start(backend.stopwatch(arguments))
             product.execute(arguments)
             measurement.stop()
-        measurement.ran_on(*backend.execution_info(product.plan, product.execute))
+        measurement.ran = backend.execution_info(product.plan, product.execute)
     except BaseException as error:
         measurement.fail(error)
         raise
     finally:
         for listener in listeners:
-            listener._add(measurement)
+            listener._measured.append((measurement, listener._label_here()))
+
+
+@functools.cache
+def _nvtx() -> Any | None:
+    try:
+        return importlib.import_module("nvtx")
+    except ImportError:
+        return None
+
+
+def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
+    """Return a range of this thread for NVIDIA's profilers, where the ``nvtx`` package is installed."""
+    package = _nvtx()
+    found: AbstractContextManager[Any] = contextlib.nullcontext()
+    if package is not None:
+        found = package.annotate(name(), domain="lowprec")
+    return found
 
 
 def _name(plan: GemmPlan) -> str:
-    """Return the name of a product on a time line.
-
-    Examples
-    --------
-    >>> from lowprec import explain
-    >>> _name(explain.plan(((5, 8, 4), "float32"), ((4, 2), "float32"), math_mode="bf16"))
-    'lowprec bf16 40x2x4'
-    """
+    """Return the name of a product on a time line."""
     numbers = plan.mode if plan.mode_has_effect else plan.compute_dtype
     layout = plan.layout
     return f"lowprec {numbers} {extents(layout.m, layout.n, layout.k, layout.batch_count)}"

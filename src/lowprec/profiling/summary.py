@@ -62,13 +62,7 @@ def grouped(
 
 
 def extents(m: int, n: int, k: int, batch_count: int) -> str:
-    """Return the extents of a product in short.
-
-    Examples
-    --------
-    >>> extents(64, 32, 16, 1), extents(64, 32, 16, 5)
-    ('64x32x16', '5 * 64x32x16')
-    """
+    """Return the extents of a product in short."""
     batch = f"{batch_count} * " if batch_count != 1 else ""
     return f"{batch}{m}x{n}x{k}"
 

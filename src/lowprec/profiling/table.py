@@ -106,13 +106,7 @@ def _fitted(table: Table) -> Table:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the beginning of a text.
-
-    Examples
-    --------
-    >>> _cut("amx_bf16_pair", 13), _cut("amx_bf16_pair", 9)
-    ('amx_bf16_pair', 'amx_bf...')
-    """
+    """Return the beginning of a text."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

@@ -19,15 +19,9 @@ class Units(NamedTuple):
     reason: str
 
 
-def number_format(plan: GemmPlan) -> str:
-    """Return the format of what is multiplied, once rounded: ``"tf32"``, ``"int8"``."""
-    return format_name(plan.operand_format)
-
-
 def units_of(plan: GemmPlan, used: bool | None) -> Units:
-    """Return what is to be said of the units, of which the backend found that they were used, or does not know."""
-    capability = plan.capabilities.compute_capability
-    fmt = number_format(plan)
+    """Return whether units were used, as reported by the backend (None: unknown), and why."""
+    capability, fmt = plan.capabilities.compute_capability, format_name(plan.operand_format)
     if capability is None:
         return _tile_units(plan, fmt, used)
     since = first_capability(fmt)

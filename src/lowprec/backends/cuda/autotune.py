@@ -97,27 +97,18 @@ def _stored() -> dict[str, dict[str, Any]]:
     """Return the choices on disk by device and product, read once; what is of another form counts as nothing."""
     read = disk.read_json(_FILE)
     devices = read.get("devices") if read.get("format") == _FORMAT else None
-    choices = {
-        device: {
-            product: entry
-            for product, entry in products.items()
-            if isinstance(entry, dict) and isinstance(entry.get("algorithm"), str)
-        }
-        for device, products in (devices.items() if isinstance(devices, dict) else ())
-        if isinstance(products, dict)
-    }
-    return {device: found for device, found in choices.items() if found}
+    choices = devices if isinstance(devices, dict) else {}
+    return {device: found for device, found in choices.items() if found and isinstance(found, dict)}
 
 
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
     """Return the measured choice for a product, if cuBLASLt still takes it."""
     stored = _stored()
-    entry = stored and stored.get(device_key(), {}).get(product_key(invocation))
-    if not entry:
+    if not stored:
         return None
     try:
-        data = bytes.fromhex(entry["algorithm"])
-    except ValueError:
+        data = bytes.fromhex(stored[device_key()][product_key(invocation)]["algorithm"])
+    except (KeyError, TypeError, ValueError):  # there is none, or it is damaged
         return None
     found = bindings.check_algorithm(handle, invocation.descriptors, data)
     return found if found and found.workspace_bytes <= invocation.workspace_bytes else None

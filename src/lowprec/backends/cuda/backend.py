@@ -34,12 +34,7 @@ def capabilities(device: Device) -> Capabilities:
 
 
 def info() -> dict[str, Any]:
-    """Return what decides how products run on the GPUs that this process sees.
-
-    The highest ``clock_khz`` is 0 where the driver does not tell, ``peak_tflops`` (by format) empty where the model's
-    data sheet is not known; ``workspace_bytes`` is what cuBLASLt may use per handle and stream. Of ``versions``,
-    ``cuda`` is the newest that the driver serves.
-    """
+    """Return what decides how products run on the GPUs that this process sees; see :func:`lowprec.info`."""
     libraries()
     return {
         "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
@@ -65,13 +60,9 @@ def prepare(plan: GemmPlan) -> Executor:
     """Return the function that queues the work of a plan for a GPU on the stream of its arguments."""
     libraries()
     if 0 in plan.out_shape:
-        return _nothing
+        return lambda _: None
     make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
     return make(plan)
-
-
-def _nothing(_: Arguments) -> None:
-    """Compute a result that has no elements."""
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
@@ -83,7 +74,7 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
         return ()
     executor = GemmExecutor(plan)
     with runtime.on_device(arguments.a.device.index):
-        info = executor.invocation(arguments).info
+        info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
         call = executor.lowered(arguments).call
     rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
     if (
@@ -144,11 +135,10 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
+        found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
+        texts = (algorithm_text(bindings.describe_algorithm(x.algorithm)) for x in found)
         return tuple(
-            AlgorithmTiming(
-                x.rank, x.median_ms, algorithm_text(bindings.describe_algorithm(x.algorithm))
-            )
-            for x in execute.tune(arguments, candidates, progress)
+            map(AlgorithmTiming, (x.rank for x in found), (x.median_ms for x in found), texts)
         )
 
 

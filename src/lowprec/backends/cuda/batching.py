@@ -38,13 +38,7 @@ def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
-    """Yield the launches for a batch of ``arrays`` arrays; none if the batch is empty.
-
-    Examples
-    --------
-    >>> [x.offsets for x in launch_batches([(2, (20,)), (2, (9,)), (2, (5,)), (2, (2,))], 1)]
-    [(0,), (20,)]
-    """
+    """Yield the launches for a batch of ``arrays`` arrays; none if the batch is empty."""
     dimensions = coalesce(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
     missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))
@@ -70,11 +64,5 @@ def in_sequence(launches: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 def are_multiples(nbytes: int, itemsize: int, strides: Sequence[int]) -> bool:
-    """Whether all strides, counted in elements, are multiples of so many bytes.
-
-    Examples
-    --------
-    >>> are_multiples(16, 4, [0, -8]), are_multiples(16, 4, [6])
-    (True, False)
-    """
+    """Whether all strides, counted in elements, are multiples of so many bytes."""
     return not any(stride * itemsize % nbytes for stride in strides)

@@ -74,8 +74,8 @@ class GemmExecutor:
         """Queue the product on the stream of its arguments."""
         device = arguments.a.device.index
         if runtime.current_device() == device:
-            plain = self._plain
-            if plain is None or not plain.run_plain(device, arguments):
+            plain, places = self._plain, _places(arguments)
+            if plain is None or not plain.multiply_alone(device, arguments.stream, places):
                 self._run(device, arguments)
             return
         with runtime.on_device(device):
@@ -87,10 +87,13 @@ class GemmExecutor:
             if lowered.is_plain:
                 self._plain = lowered
 
-        self._use(arguments, run)
+        self.use(arguments, run)
 
-    def _use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        """Use the plan in the way in force, or in the first one after it that cuBLASLt takes, which is from now on."""
+    def use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
+        """Use the plan in the way in force, or in the first one after it that cuBLASLt takes, which is in force then.
+
+        The device is the current one.
+        """
         tried: list[CublasLtCall | None] = []
         refusal: UnsupportedError | None = None
         for way in range(self._way, len(_WAYS)):
@@ -126,16 +129,6 @@ class GemmExecutor:
         if self._plain is not None:
             return self._plain.last
         return getattr(self._last, "invocation", None)
-
-    def invocation(self, arguments: Arguments) -> Invocation:
-        """Return what would run, without running it; the device is current, and the plan has a call."""
-        return self._use(arguments, lambda x: x.first_invocation(arguments))
-
-    def tune(
-        self, arguments: Arguments, candidates: int, progress: Progress | None
-    ) -> tuple[Measured, ...]:
-        """Measure the algorithms on these operands and use the fastest from now on; the device is current."""
-        return self._use(arguments, lambda x: x.tune(arguments, candidates, progress))
 
     def lowered(self, arguments: Arguments, way: int | None = None) -> _LoweredPlan:
         """Return the plan as it is lowered for pointers such as these; in the way in force, or another."""
@@ -204,16 +197,11 @@ class _LoweredPlan:
         )
         self.is_plain = self._is_alone and self._staging is None
 
-    def run_plain(self, device: int, arguments: Arguments) -> bool:
-        """Queue a product with nothing around it; False if it is the first of its alignment, and does not run."""
-        places = _places(arguments)
-        return self._multiply_alone(device, arguments.stream, places, self._terms[0]) is not None
-
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
         """Queue the work on the stream of the arguments and return what ran; the device is current."""
         staging = self._staging
         if staging is None:
-            return self._multiply(device, arguments, _places(arguments), self._terms[0])
+            return self._multiply(device, arguments, _places(arguments))
         if runtime.is_capturing(arguments.stream):
             self._check_warm(device, arguments)
         room, ran = self._room, None
@@ -221,8 +209,8 @@ class _LoweredPlan:
         nbytes = staging.nbytes_beside(kept)
         with memory.temporary(nbytes + room, device, arguments.stream) as block:
             places, after = staging.fill(block, arguments, kept), block + nbytes
-            for term in self._terms:
-                ran = self._multiply(device, arguments, places, term, (after, room))
+            for index in range(len(self._terms)):
+                ran = self._multiply(device, arguments, places, index, (after, room))
                 self._room = max(self._room, ran.algorithm.workspace_bytes)
             staging.apply_epilogue(block, arguments, _alpha(arguments), kept)
         self._has_run = True
@@ -241,11 +229,16 @@ class _LoweredPlan:
             runtime.refuse_capture(arguments.stream, _ITS_ALGORITHM)
 
     def _multiply(
-        self, device: int, arguments: Arguments, places: Places, term: _Term, room: Room = NO_ROOM
+        self,
+        device: int,
+        arguments: Arguments,
+        places: Places,
+        index: int = 0,
+        room: Room = NO_ROOM,
     ) -> Invocation:
         """Queue one product of the schedule."""
-        stream = arguments.stream
-        found = self._is_alone and self._multiply_alone(device, stream, places, term, room)
+        stream, term = arguments.stream, self._terms[index]
+        found = self._is_alone and self.multiply_alone(device, stream, places, index, room)
         if found:
             return found
         handle, operands, invocation = self._prepared(arguments, places, term)
@@ -253,11 +246,11 @@ class _LoweredPlan:
         invocation.run(handle, stream, operands, room)
         return invocation
 
-    def _multiply_alone(
-        self, device: int, stream: int, places: Places, term: _Term, room: Room = NO_ROOM
+    def multiply_alone(
+        self, device: int, stream: int, places: Places, index: int = 0, room: Room = NO_ROOM
     ) -> Invocation | None:
         """Queue a product of which nothing but its three addresses varies; None if it is the first of its alignment."""
-        a, b, d = places
+        (a, b, d), term = places, self._terms[index]
         first, second = (b, a) if self._swapped else (a, b)
         first += term.first
         second += term.second

@@ -3,10 +3,8 @@
 Nothing here is imported before: ``import lowprec`` and products in host memory need none of it. What is missing is told
 apart, because each has its own remedy: the Python packages, the driver, a device, cuBLAS itself.
 
-Of cuda.core only what makes kernels is used. Its streams, events and memory resources are compiled against the driver:
-no stand-in can take the driver's place below them, so that nothing that uses them runs without a GPU, while the
-functions of cuda-bindings can be stood in for one by one. Its buffers also free memory in their finalisers, which here
-call no function of CUDA, and a call that takes numbers would have to make an object for each of them.
+Of cuda.core only what makes kernels is used. Its streams, events and memory resources are compiled against the driver,
+which no stand-in can replace below them, and its buffers free memory in finalisers, which here call nothing of CUDA.
 """
 
 from __future__ import annotations

@@ -250,11 +250,7 @@ def _each(do: Callable[[_Pool], Any]) -> list[Any]:
 
 
 def temporary(nbytes: int, device: int, stream: int) -> Block:
-    """Return memory for a ``with`` block that queues work on a stream of the device, which is the current one.
-
-    It is aligned to 256 bytes or more. While the stream is being captured, the graph allocates and frees it when it
-    runs; where the device has no memory pools, that is a BackendError.
-    """
+    """Return memory, aligned to 256 bytes, for a ``with`` block that queues work on a stream of the current device."""
     return _pool(device, stream).allocate(nbytes, stream, is_temporary=True)
 
 
@@ -329,9 +325,8 @@ def hold(owners: Sequence[Any], device: Device) -> None:
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
     """Hold objects until the work that a stream of a device holds now is done.
 
-    They are let go by a thread that waits for the work, or by a later call of this function. More than 64 calls that
-    are still at work make the host wait for the first. While the stream is being captured, the objects stay for good.
-    If this raises, nothing tells when the work is done, and they stay until :func:`release`.
+    A thread, or a later call, lets go of them. While the stream is being captured, they stay for good; if this raises,
+    until :func:`release`.
     """
     hold(owners, device)
     with runtime.on_device(device.index):

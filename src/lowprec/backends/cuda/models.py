@@ -42,24 +42,12 @@ def predicted(device: str) -> Capabilities:
     """Return what a model can do by what is published of it; no library and no driver is needed.
 
     Raises DeviceError if there is no such model.
-
-    Examples
-    --------
-    >>> predicted("sm_90").name
-    'NVIDIA H100 SXM5, for compute capability 9.0'
     """
-    parse_model(device)  # what is no text may not be a key either
-    return _predicted(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _predicted(device: str) -> Capabilities:
-    model = parse_model(device)
-    capability = parse_capability(device)
-    standing = "" if capability is None else ", for compute capability {}.{}".format(*capability)
+    model, capability = parse_model(device), parse_capability(device)
+    stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
     return Capabilities(
         device="cuda",
-        name=model.name + standing,
+        name=model.name + stands_for,
         kernels=KERNELS,
         flops_per_byte=model.flops_per_byte,
         compute_capability=model.compute_capability,

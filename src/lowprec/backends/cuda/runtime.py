@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda.libraries import cached, libraries
@@ -25,11 +25,12 @@ def call(function: str, *arguments: Any) -> Any:
     module = found.runtime if function.startswith("cuda") else found.driver
     status, *values = getattr(module, function)(*arguments)
     if status != 0:
-        raise _error(function, status)
+        _fail(function, status)
     return values[0] if values else None
 
 
-def _error(function: str, status: Any) -> BackendError:
+def _fail(function: str, status: Any) -> NoReturn:
+    """Raise what a function returned instead of success."""
     runtime, driver = libraries().runtime, libraries().driver
     if function.startswith("cuda"):
         _, text = runtime.cudaGetErrorString(status)
@@ -38,7 +39,7 @@ def _error(function: str, status: Any) -> BackendError:
     else:
         _, text = driver.cuGetErrorString(status)
     words = text.decode() if isinstance(text, bytes) else str(text)
-    return BackendError(f"{function} failed with {status.name}: {words}")
+    raise BackendError(f"{function} failed with {status.name}: {words}")
 
 
 def _put_back(function: str, before: Any) -> None:
@@ -187,8 +188,8 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
             "give back what they cache with torch.cuda.empty_cache() or "
             "cupy.get_default_memory_pool().free_all_blocks())"
         )
-    if status != runtime.cudaError_t.cudaSuccess:
-        raise _error("cudaMalloc", status)
+    if status != 0:
+        _fail("cudaMalloc", status)
     return int(address)
 
 
@@ -230,8 +231,8 @@ def is_capturing(stream: int) -> bool:
     if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
         runtime.cudaGetLastError()
         return True
-    if status != runtime.cudaError_t.cudaSuccess:
-        raise _error("cudaStreamIsCapturing", status)
+    if status != 0:
+        _fail("cudaStreamIsCapturing", status)
     return bool(found != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
 
 
@@ -264,6 +265,6 @@ def event_is_done(event: Any) -> bool:
     if status == runtime.cudaError_t.cudaErrorNotReady:
         runtime.cudaGetLastError()
         return False
-    if status != runtime.cudaError_t.cudaSuccess:
-        raise _error("cudaEventQuery", status)
+    if status != 0:
+        _fail("cudaEventQuery", status)
     return True

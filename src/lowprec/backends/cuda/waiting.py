@@ -2,14 +2,9 @@
 
 An operand that is held too long costs its library: JAX computes on a copy where it would have reused a donated array.
 
-CUDA can call a function of the host behind the work of a stream (``cudaLaunchHostFunc``), which would need no thread of
-ours. It is not safe here. The function runs on a thread of the driver's and would have to take the interpreter's lock;
-whoever holds that lock may be waiting for the same stream, in a library that does not give it up meanwhile, and then
-each waits for the other. It may call no function of CUDA, which the deleter of another library's array is free to do.
-And CUDA would call it while the interpreter ends, or has ended.
-
-A thread of Python's has none of this. It asks whether events are done, as the next call of lowprec would, and pauses in
-between: to wait in ``cudaEventSynchronize`` costs a core for as long, and the event must not be used again meanwhile.
+``cudaLaunchHostFunc`` is not safe for it: its function would need the interpreter's lock, whose holder may be waiting
+for the same stream, and may call no function of CUDA, as deleters of other libraries' arrays do. A thread of Python's
+polls events instead; ``cudaEventSynchronize`` would cost a core, and keep the event from being reused meanwhile.
 """
 
 from __future__ import annotations
@@ -26,13 +21,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 
 
 class Waiter:
-    """Looks again and again, on a thread of its own, for as long as there is something to wait for.
+    """Calls ``look`` on a thread of its own for as long as that returns that there is more to wait for.
 
-    The thread starts with the first :meth:`wake`. Between two looks it holds nothing, so it may be left behind: by the
-    end of the interpreter, and by a fork, after which the child starts its own. Where no thread can be started, nothing
-    is lost: the next call looks.
-
-    ``look`` lets go of what is done, and returns whether there is more to wait for. One thread at a time calls it.
+    The thread starts with the first :meth:`wake`; the child of a fork starts its own. Between two calls it holds
+    nothing, so the end of the interpreter may leave it behind.
     """
 
     def __init__(self, look: Callable[[], bool]) -> None:

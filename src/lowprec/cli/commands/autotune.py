@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,6 @@ examples:
   lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
   LOWPREC_CACHE_DIR=choices lowprec autotune --shapes 4096x4096 4096x4096 --json
 """
-
-#: Steps of the progress bar per product.
-_STEPS = 100
 
 Shape = tuple[int, ...]
 #: From a shape, an element type and a generator to a random array on the GPU.
@@ -76,40 +73,46 @@ def _candidates(text: str) -> int:
     return number
 
 
-class _Result(NamedTuple):
-    a: Shape
-    b: Shape
-    mode: str | None
-    tuning: AutotuneResult
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     environment.autotune()  # a bad value of LOWPREC_AUTOTUNE is a mistake on every machine
-    pairs = _pairs(options.shapes)
+    shapes, element = options.shapes, options.dtype
+    if len(shapes) % 2:
+        raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
+    pairs = list(zip(shapes[::2], shapes[1::2], strict=True))
     modes = [_mode(a, b, options) for a, b in pairs]
     gpu = info()["gpu"]
     if not gpu["used"]:
         return _nothing(gpu, options)
-    make = _maker()
-    with progress("autotune", _STEPS * len(pairs)) as step:
-        found = [
-            _Result(a, b, mode, _tune(a, b, options, make, step))
-            for (a, b), mode in zip(pairs, modes, strict=True)
-        ]
-    device = found[0].tuning.device
+    make, found = _maker(), []
+    with progress("autotune", len(pairs)) as step:
+        for a, b in pairs:
+            step(_words(a, b))
+            rng = np.random.default_rng(options.seed)
+            x, y = make(a, element, rng), make(b, element, rng)
+            found.append(
+                tuning.autotune(x, y, math_mode=options.mode, candidates=options.candidates)
+            )
+    results = list(zip(pairs, modes, found, strict=True))
     if options.json:
-        results = [_facts(r, options.dtype) for r in found]
-        print_json({"device": device, "reason": None, "results": results})
+        facts = [
+            {
+                "a": list(a), "b": list(b), "dtype": str(element), "mode": mode,
+                "speedup": result.speedup, "timed": [x._asdict() for x in result.timed],
+            }
+            for (a, b), mode, result in results
+        ]  # fmt: skip
+        print_json({"device": found[0].device, "reason": None, "results": facts})
     else:
-        print_table(_table(device, found, options.dtype))
+        columns = (
+            "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
+        )  # fmt: skip
+        rows = [
+            (_words(a, b), str(element), mode or "-", *_cells(result))
+            for (a, b), mode, result in results
+        ]
+        print_table(Table(f"products on {found[0].device}", columns, rows))
     return 0
-
-
-def _pairs(shapes: list[Shape]) -> list[tuple[Shape, Shape]]:
-    if len(shapes) % 2:
-        raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
-    return list(zip(shapes[::2], shapes[1::2], strict=True))
 
 
 def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
@@ -123,7 +126,7 @@ def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
 
 
 def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
-    """Say that there is no GPU; one that is there and cannot be used is a mistake."""
+    """Report that there is no GPU; one that is there and cannot be used is a mistake."""
     if gpu["driver"] is not None:
         raise CommandError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
     if options.json:
@@ -131,6 +134,21 @@ def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
     else:
         print_text(f"nothing to tune: {gpu['reason']}")
     return 0
+
+
+def _words(a: Shape, b: Shape) -> str:
+    return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
+
+
+def _cells(result: AutotuneResult) -> tuple[str, ...]:
+    """Return what the table shows of a result."""
+    timed = result.timed
+    if not timed:
+        return "0", "-", "-", "-", "nothing to choose"
+    taken, first = timed[0], min(timed, key=lambda x: x.rank)
+    times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
+    algorithm = f"choice {taken.rank + 1}: {taken.algorithm}"
+    return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
 
 
 # -- arrays ---------------------------------------------------------------------------------------
@@ -163,83 +181,16 @@ _MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
 
 def _maker() -> Make:
     """Return what makes arrays on the GPU."""
-    obstacles = []
+    reasons = []
     for name, offer in _MAKERS.items():
         try:
             make = offer()
         except ImportError:
-            obstacles.append(f"{name} is not installed")
+            reasons.append(f"{name} is not installed")
             continue
         if make is not None:
             return make
-        obstacles.append(f"{name} sees no GPU")
+        reasons.append(f"{name} sees no GPU")
     raise CommandError(
-        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(obstacles)}"
+        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}"
     )
-
-
-# -- measuring and showing ------------------------------------------------------------------------
-
-
-def _tune(
-    a: Shape, b: Shape, options: argparse.Namespace, make: Make, step: Callable[[str], None]
-) -> AutotuneResult:
-    rng = np.random.default_rng(options.seed)
-    x, y = make(a, options.dtype, rng), make(b, options.dtype, rng)
-    words = _words(a, b)
-    ticks = _ticks(words, step)
-    found = tuning.autotune(
-        x,
-        y,
-        math_mode=options.mode,
-        candidates=options.candidates,
-        progress=lambda done, total: ticks(done / total),
-    )
-    ticks(1.0)
-    return found
-
-
-def _ticks(words: str, step: Callable[[str], None]) -> Callable[[float], None]:
-    """Return a function that advances the bar to a share of a product's steps."""
-    shown = 0
-
-    def advance(share: float) -> None:
-        nonlocal shown
-        while shown < min(share, 1.0) * _STEPS:
-            step(words)
-            shown += 1
-
-    return advance
-
-
-def _words(a: Shape, b: Shape) -> str:
-    return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
-
-
-def _table(device: str, found: list[_Result], element: DType) -> Table:
-    columns = (
-        "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
-    for result in found:
-        timed = result.tuning.timed
-        words = (_words(result.a, result.b), str(element), result.mode or "-", str(len(timed)))
-        if not timed:
-            rows.append((*words, "-", "-", "-", "nothing to choose"))
-            continue
-        taken, first = timed[0], min(timed, key=lambda x: x.rank)
-        times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
-        ratio = f"{result.tuning.speedup:.2f}x"
-        rows.append((*words, *times, ratio, f"choice {taken.rank + 1}: {taken.algorithm}"))
-    return Table(f"products on {device}", columns, rows)
-
-
-def _facts(result: _Result, element: DType) -> dict[str, Any]:
-    return {
-        "a": list(result.a),
-        "b": list(result.b),
-        "dtype": str(element),
-        "mode": result.mode,
-        "speedup": result.tuning.speedup,
-        "timed": [x._asdict() for x in result.tuning.timed],
-    }

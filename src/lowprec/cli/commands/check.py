@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.checking.accuracy import SINGLE
-from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
-from lowprec.checking.measure import load
+from lowprec.checking.comparison import Case, Comparison, compare, variants_of
+from lowprec.checking.measure import Load, load
 from lowprec.cli.errors import CommandError
-from lowprec.cli.exports import add_exports, check_exports, errors_by_speed, export
+from lowprec.cli.exports import check_exports, export
 from lowprec.cli.files import read_array
-from lowprec.cli.machine import conditions, describe
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
-from lowprec.cli.options import add_operands, add_sampling, add_shared, extents, listed, mode
+from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import available_modes
+from lowprec.report import info
 
 EXAMPLES = """\
 examples:
@@ -75,8 +74,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of the random operands (default: all)",
     )
     add_shared(parser, "--dtype")
-    add_sampling(parser, "mode", 7, "case", 1.0)
-    add_exports(parser, "error and bound against speed")
+    parser.add_argument(
+        "--rounds", type=count, default=7, help="samples of each mode's time (default: 7)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        default=1.0,
+        metavar="SECONDS",
+        help="begin no new round of samples of a case after this, once three are done (default: 1)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw error and bound against speed, as .png or .svg"
+    )
     add_shared(parser, "--json")
 
 
@@ -98,9 +109,7 @@ def run(options: argparse.Namespace) -> int:
                 step=partial(step, case.name),
             )
             found.append(compared)
-    export(
-        options, [_flat(c, row) for c in found for row in c.rows], lambda: errors_by_speed(found)
-    )
+    export(options, found)
     where = conditions(before)
     if options.json:
         seed = None if options.a else options.seed
@@ -115,10 +124,36 @@ def run(options: argparse.Namespace) -> int:
     return int(not all(c.within for c in found))
 
 
-def _flat(found: Comparison, row: Row) -> dict[str, Any]:
-    """Return a row with the case that it belongs to."""
-    a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (found.a, found.b))
-    return {"case": found.name, "a": a, "b": b, **row.to_dict()}
+# -- conditions ----------------------------------------------------------------------------------
+
+
+def conditions(load: Load) -> dict[str, Any]:
+    """Return what a measured time depends on: machine, how busy it was before, threads, versions."""
+    facts = info()
+    cpu = facts["devices"][0]
+    versions = {entry["name"]: entry["version"] for entry in facts["libraries"] if entry["version"]}
+    return {
+        "lowprec": facts["version"],
+        "python": facts["python"],
+        "machine": {key: cpu[key] for key in ("name", "cores", "threads")},
+        "load_average": load.average,
+        "tile_units": any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_tile"),
+        "units": cpu["units"],
+        "blas": facts["blas"]["name"],
+        "versions": versions,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return the conditions as one line."""
+    machine, versions = found["machine"], found["versions"]
+    units = ", ".join(found["units"]) or "FP32 units alone"
+    openblas = versions.get("scipy_openblas64")
+    own = f", OpenBLAS {openblas}" if openblas else ""
+    return (
+        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
+        f"NumPy {versions['numpy']} ({found['blas']}){own}"
+    )
 
 
 # -- operands -------------------------------------------------------------------------------------
@@ -134,17 +169,13 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     for name in ("sizes", "distribution"):
         if getattr(options, name) is not None:
             raise CommandError(f"check: --{name} is about random operands; leave it out with files")
-    names = options.a, options.b
-    a, b = (read_array(name, options.dtype) for name in names)
-    for name, array in zip(names, (a, b), strict=True):
-        _refuse_double(name, array.dtype.name)
+    a, b = (read_array(name, options.dtype) for name in (options.a, options.b))
     yield Case.of("files", f"{options.a} @ {options.b}", a, b)
 
 
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
     sizes = options.sizes or ((_SIZE,),)
     dtype = options.dtype or DType.FLOAT32
-    _refuse_double("check", str(dtype))
     chosen = "normal" if dtype is DType.INT8 else options.distribution
     for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
         if chosen not in (None, "all", name):
@@ -154,12 +185,3 @@ def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
         words = "all its values" if dtype is DType.INT8 else distribution.words
         label = name if len(sizes) == 1 else f"{name} {'x'.join(map(str, size))}"
         yield Case(label, words, pairs(rng, size, dtype, name))
-
-
-def _refuse_double(name: str, dtype: str) -> None:
-    single = SINGLE.get(dtype)
-    if single is not None:
-        raise CommandError(
-            f"{name}: no mode acts on {dtype}, and there is no wider reference; "
-            f"--dtype {single} checks the operands rounded to {single}"
-        )
