@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from lowprec.arrays.namespaces import dtype_label, namespace_of
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import ShapeError, UnsupportedError, quoted
+from lowprec.policy.interrupts import raised_in
 
 #: Recipes that are kept.
 _RECIPES = 1024

@@ -75,7 +75,7 @@ def _set_default(controller: Controller, mode: MathMode) -> str | None:
         return f"{controller.name} has no switch for {mode}"
     if not isinstance(controller, HasDefault):
         return f"{controller.name}'s switches belong to the thread"
-    _, error = attempt(partial(controller.set_default, mode))
+    _, error = attempt(controller, partial(controller.set_default, mode))
     return None if error is None else in_words(error)
 
 
@@ -83,7 +83,7 @@ def changes() -> list[str]:
     """Return a sentence for each library under the guard whose switches the program has changed since."""
     said = []
     for controller, inside in _guarded.items():
-        now, error = attempt(controller.describe)
+        now, error = attempt(controller, controller.describe)
         if now is None:
             said.append(f"the switches of {controller.name} cannot be read: {in_words(error)}")
             continue

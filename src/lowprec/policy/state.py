@@ -105,8 +105,7 @@ def set_math_mode(name: str | MathMode | None) -> None:
     """
     global _process_mode
     _process_mode = None if name is None else parse_mode(name)
-    if entries.changed is not None:
-        entries.changed(True)
+    entries.notify(True)
 
 
 def get_math_mode() -> MathMode:

@@ -32,9 +32,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lowprec.backends.cpu.gate import Gate, close
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import BackendError
 from lowprec.policy import environment
+from lowprec.policy.interrupts import raised_in
 
 T = TypeVar("T")
 
