@@ -20,7 +20,7 @@ from lowprec.policy.controllers import controllers, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
 from lowprec.policy.entries import NO_LIBRARY, PolicyEntry, Scope, held, innermost
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import hold
+from lowprec.policy.switches import FLOOR, hold
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: What ``frameworks=`` takes: every loaded library, none, or those of these names.
-Frameworks = bool | Iterable[str] | None
+Frameworks = bool | Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LibraryStatus:
         return f"{self.library}: {self.status} ({self.reason})"
 
 
-def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None:
+def selection(frameworks: Frameworks) -> frozenset[str] | None:
     """Return the names of the libraries that are meant; None for all.
 
     Raises TypeError if it is neither a flag nor a collection of names, UnsupportedError if there is no controller of
@@ -52,11 +52,9 @@ def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None
 
     Examples
     --------
-    >>> sorted(selection(["torch", "jax"], by_default=True))
+    >>> sorted(selection(["torch", "jax"]))
     ['jax', 'torch']
     """
-    if frameworks is None:
-        frameworks = by_default
     if isinstance(frameworks, bool):
         return None if frameworks else NO_LIBRARY
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):
@@ -128,12 +126,9 @@ class PolicyScope(Scope):
         """
         return cast(F, decorated(self, function, Wrapped))
 
-    def _frameworks_in_words(self, everything: str = "", nothing: str = "") -> str:
-        libraries = self._libraries
-        told = everything if libraries is None else nothing
-        if libraries:
-            told = f"frameworks={sorted(libraries)}"
-        return f", {told}" if told else ""
+    @property
+    def _frameworks(self) -> bool | list[str]:
+        return self._libraries is None or sorted(self._libraries) or False
 
     def _last_entry(self) -> PolicyEntry | None:
         # Called in a context that does not know of it, __exit__ means one that another context has entered.
@@ -157,16 +152,12 @@ class PolicyScope(Scope):
             self._warn("changes nothing in", effects.news(set_here, mode))
         self._warn(
             "does not protect" if mode is None else "does not reach",
-            [
-                f"{name} ({why.reason})"
-                for name, why in sorted(entry.failures.items())
-                if not why.is_guarded
-            ],
+            [f"{name} ({why})" for name, why in sorted(entry.failures.items()) if why != FLOOR],
         )
 
     def _warn(self, verb: str, libraries: list[str]) -> None:
         if libraries:
-            warnings.warn(f"{self!r} {verb} {'; '.join(libraries)}", LowprecWarning, stacklevel=6)
+            warnings.warn(f"{self!r} {verb} {'; '.join(libraries)}", LowprecWarning, stacklevel=5)
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -203,16 +194,13 @@ class PolicyScope(Scope):
         if entry is None:
             return False, "the block is not entered in this thread or task"
         if name in entry.failures:
-            return False, entry.failures[name].reason
+            return False, entry.failures[name]
         if name not in entry.layers:
             return False, "imported inside the block; the next entry finds it"
         if not entry.is_open:
             return False, "the block was left in another context"
         if controller.tier == Tier.THREAD and entry.thread != get_ident():
-            return (
-                False,
-                "its switch belongs to the thread that entered the block; wrap what runs in this one",
-            )
+            return False, "its switch belongs to the thread that entered the block; use wrap() here"
         reason = f"its switches belong to the {controller.tier}"
         if self._mode is not None:
             from lowprec.policy import effects

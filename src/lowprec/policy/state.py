@@ -75,10 +75,11 @@ class math_mode(PolicyScope):
 
     def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
         self._mode = parse_mode(name)
-        self._libraries = selection(frameworks, by_default=False)
+        self._libraries = selection(frameworks)
 
     def __repr__(self) -> str:
-        return f"math_mode({str(self._mode)!r}{self._frameworks_in_words('frameworks=True')})"
+        chosen = self._frameworks
+        return f"math_mode({str(self._mode)!r}{f', frameworks={chosen}' if chosen else ''})"
 
 
 def set_math_mode(name: str | MathMode | None) -> None:

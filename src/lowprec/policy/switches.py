@@ -17,22 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec import forking
 from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt, in_words
 from lowprec.policy.protocol import Controller, Tier
 
-
-class NotSet(NamedTuple):
-    """Why a block did not set a library's switches; whether because a guard holds them."""
-
-    reason: str
-    is_guarded: bool = False
-
-
-FLOOR = NotSet("nothing lowers it while an fp32_guard is open", is_guarded=True)
+#: Why a block did not set a library's switches that a guard holds.
+FLOOR = "nothing lowers it while an fp32_guard is open"
 
 #: What the layers and the failures of a block are that has asked for nothing.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -44,7 +37,7 @@ class Block:
     __slots__ = ("failures", "layers", "thread")
 
     layers: Mapping[str, _Layer]  # by library: the layer of its switches
-    failures: Mapping[str, NotSet]  # by library: why it was not set
+    failures: Mapping[str, str]  # by library: why it was not set
     thread: int  # the thread that entered the block
 
     def __init__(self) -> None:
@@ -141,15 +134,13 @@ def hold(
     no block without it lowers the switches while this one is open. ``is_guarded`` gets the name of a library, and says
     whether a guard of the caller's covers it.
     """
-    failures: dict[str, NotSet] = {}
+    failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
     block.layers, block.failures = layers, failures
     with _lock:
         if _changing.locked():
-            changing = NotSet(
-                "the block was entered by a finalizer or signal handler, while switches were being changed"
-            )
-            failures.update(dict.fromkeys((c.name for c in found), changing))
+            changing = "the block was entered by a finalizer or signal handler, while switches were being changed"
+            failures.update(dict.fromkeys([c.name for c in found], changing))
             return
         with _changing:
             for controller in found:
@@ -160,7 +151,7 @@ def hold(
                 join = partial(_join, block, layers, controller, mode, is_floor)
                 why_not, error = attempt(controller, join)
                 if error is not None:
-                    why_not = NotSet(in_words(error))
+                    why_not = in_words(error)
                     if name in layers:
                         layers[name].blocks.pop(block, None)
                         del layers[name]
@@ -171,14 +162,14 @@ def hold(
 
 def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> NotSet | None:
+) -> str | None:
     """Have the block rely on a layer of this library's switches, or return why it does not."""
     stack = _stack_of(controller)
     _settle(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
-        return NotSet(f"{controller.name} has no switch for {mode}")
+        return f"{controller.name} has no switch for {mode}"
     now = controller.save()
     layer = stack[-1] if stack else None
     if (

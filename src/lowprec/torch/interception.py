@@ -240,17 +240,18 @@ class _Intercepting(TorchDispatchMode):
 def _product(terms: Terms, mode: str) -> Tensor:
     """Multiply; here autograd is done with the operands, which may still say that they require grad."""
     a, b, c, alpha, beta = terms
-    found: Tensor
-    if c is None:
-        found = dispatch.matmul(a.detach(), b.detach(), math_mode=mode)
-    elif c.ndim == 1 and a.ndim == b.ndim == 2 and alpha == beta == 1 and len(c) == b.shape[-1]:
-        found = dispatch.matmul(a.detach(), b.detach(), bias=c.detach(), math_mode=mode)
-    elif beta == 0:
-        found = dispatch.matmul(a.detach(), b.detach(), alpha=alpha, math_mode=mode)
-    else:
-        found = dispatch.matmul(
-            a.detach(), b.detach(), c=c.detach(), alpha=alpha, beta=beta, math_mode=mode
-        )
+    rest: dict[str, Any] = {}
+    if (
+        c is not None
+        and c.ndim == 1
+        and a.ndim == b.ndim == 2
+        and alpha == beta == 1
+        and len(c) == b.shape[-1]
+    ):
+        rest = {"bias": c.detach()}
+    elif c is not None:
+        rest = {"alpha": alpha} if beta == 0 else {"c": c.detach(), "alpha": alpha, "beta": beta}
+    found: Tensor = dispatch.matmul(a.detach(), b.detach(), math_mode=mode, **rest)
     return found
 
 
