@@ -203,7 +203,7 @@ class Round:
         self.left_alone.clear()
 
     def struck_guard(self, at: int, frameworks: bool) -> bool:
-        """Enter and leave a guard with an exception where Python looks for signals: False if there are not so many."""
+        """Enter and leave scopes with an exception where Python looks for signals: False if there are not so many."""
         kind = KINDS[at % len(KINDS)]
         passed = 0
 
@@ -220,7 +220,10 @@ class Round:
         came = None
         sys.setprofile(look)
         try:
-            with lowprec.fp32_guard(frameworks=frameworks):
+            with (
+                lowprec.math_mode("tf32", frameworks=frameworks),
+                lowprec.fp32_guard(frameworks=frameworks),
+            ):
                 pass
         except BaseException as error:  # noqa: BLE001 - looked at below
             came = error

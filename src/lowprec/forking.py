@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging  # noqa: F401 - see below
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,18 +14,11 @@ class _Lock(Protocol):
     def release(self) -> object: ...
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        #: Of each fork that this thread is in the middle of, a signal handler's last: what gives back its locks.
-        self.forks: list[list[Callable[[], object]]] = []
-
-
 #: Held while an executor is made, which may import modules and compile kernels: Python would leave the locks of these
 #: modules taken in a child. First, since it is held while others are acquired.
 making = threading.RLock()
 
 _locks: list[_Lock] = [making]
-_thread = _OfThread()
 
 
 def hold(lock: _Lock) -> None:
@@ -35,19 +27,14 @@ def hold(lock: _Lock) -> None:
 
 
 def _begin() -> None:
-    held: list[Callable[[], object]] = []
-    _thread.forks.append(held)
     for lock in _locks:
-        held.append(lock.release)  # first, so that an interrupt between the two leaks no lock
         lock.acquire()
 
 
 def _end() -> None:
-    if _thread.forks:
-        held = _thread.forks.pop()
-        while held:
-            with suppress(RuntimeError):  # not acquired, after an interrupt
-                held.pop()()
+    for lock in _locks:
+        with suppress(RuntimeError):  # not acquired, after an exception of a signal handler
+            lock.release()
 
 
 if hasattr(os, "register_at_fork"):

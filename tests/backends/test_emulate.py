@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import interrupts
 import lowprec
 import lowprec.planning
-from interrupting import at_every_step
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation import arithmetic
@@ -340,7 +340,7 @@ def test_an_exception_of_a_signal_handler_leaves_nothing_open() -> None:
     def nothing_is_open() -> None:
         assert emulated() is None
 
-    assert at_every_step(block, nothing_is_open, KeyboardInterrupt) > 10
+    assert interrupts.count(block, nothing_is_open, KeyboardInterrupt) > 10
 
 
 def test_eight_threads_at_once(operands: Any) -> None:

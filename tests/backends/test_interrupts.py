@@ -23,7 +23,6 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, threads
-from lowprec.backends.cpu.packed import job, packed_gemm, templates
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
@@ -79,7 +78,7 @@ def _pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("meet", [False, True], ids=["at once", "after a helper came"])
-def test_an_exception_at_any_instruction_waits_for_the_helpers(meet: bool) -> None:
+def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) -> None:
     assert a_helper_comes()
     works: list[Slow] = []
 
@@ -87,15 +86,13 @@ def test_an_exception_at_any_instruction_waits_for_the_helpers(meet: bool) -> No
         works.append(Slow(0.002, meet=meet))
         threads.run(works[-1], 2)
 
-    count = 0
-    for error in interrupts.interrupted(call, opcodes=True):
-        assert type(error) is interrupts.Interrupt
+    def all_have_returned() -> None:
         assert not any(work.inside for work in works)
-        count += 1
-    assert count > 100
-    if meet:
-        assert sum(work.helped.is_set() for work in works) > 20
+
+    assert interrupts.count(call, all_have_returned, interrupts.Interrupt) > 15
+    assert not meet or any(work.helped.is_set() for work in works)
     assert a_helper_comes()
+    assert len(threads._pool._workers) == 1
 
 
 @posix
@@ -135,28 +132,6 @@ def operands(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
-#: Through OpenBLAS's panels, where it is installed; rounding shared by the threads; the macro-kernel, in parts too.
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "bf16x6"])
-def test_nobody_writes_after_an_exception(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    a, b, want = operands(400)
-    out = np.zeros_like(want)
-
-    def call() -> None:
-        lowprec.matmul(a, b, out=out, math_mode=mode)
-
-    call()
-    for number, error in enumerate(interrupts.interrupted(call)):
-        assert type(error) is interrupts.Interrupt
-        out[...] = 7
-        time.sleep(0.001)
-        assert (out == 7).all()
-        # What an interrupt leaves wrong, the next ones meet as well.
-        if number % 8 == 0:
-            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
-    np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
-
-
 @posix
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16x6"])
 def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,40 +151,7 @@ def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
             assert (out == 7).all()
 
 
-def test_the_tile_kernel_is_not_left_behind_with_memory_that_was_given_back() -> None:
-    """The macro-kernel packs into memory of the caller's and computes in memory of each thread's own."""
-    main, inside, clashes = threading.get_ident(), [], []
-
-    def drive(address: int, scratch: int) -> int:
-        packed = ctypes.c_int64.from_address(address + 8 * job.B_PACKED).value
-        inside.append(packed)
-        if threading.get_ident() != main:
-            time.sleep(0.001)
-        # What is in a free list now would be lent to the next product.
-        free = [buffer.address for buffer in buffers._free.buffers]
-        clashes.extend(x for x in free if x in (packed, scratch))
-        inside.pop()
-        return 0
-
-    template = templates.Template(
-        b"", drive, packed_b_bytes=1 << 17, scratch_bytes=1 << 17, tasks=2
-    )
-    for error in interrupts.interrupted(
-        lambda: packed_gemm._run(template, (ctypes.c_int64 * job.WORDS)(), 2), opcodes=True
-    ):
-        assert type(error) is interrupts.Interrupt
-        assert inside == clashes == []
-
-
 # -- no worker is lost ----------------------------------------------------------------------------
-
-
-def test_no_worker_is_lost_and_none_is_added() -> None:
-    assert a_helper_comes()
-    for _ in interrupts.interrupted(lambda: threads.run(lambda: None, 2)):
-        pass
-    assert a_helper_comes()
-    assert len(threads._pool._workers) == 1
 
 
 def test_where_no_thread_can_be_started_the_caller_works_alone() -> None:
@@ -246,64 +188,46 @@ def test_at_the_end_of_the_interpreter_the_caller_works_alone(
 
 
 @posix
-def test_a_handler_that_forks_in_the_middle_of_a_product() -> None:
+@pytest.mark.parametrize("when", ["before the caller begins", "while it works"])
+def test_a_handler_that_forks_in_the_middle_of_a_product(when: str) -> None:
+    """The child has no helper, and would wait for the rest of what one has begun forever."""
     code = """
-        import os, signal, threading, time
+        import os, signal, sys, threading, time
         import lowprec
         from lowprec.backends.cpu import threads
 
         parent, main, came = os.getpid(), threading.get_ident(), threading.Event()
-        children = []
-        signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
-
-        def work():
-            if threading.get_ident() == main:
-                assert came.wait(10)
-                signal.raise_signal(signal.SIGUSR1)
-            else:
-                came.set()
-                time.sleep(0.2)
-
-        try:
-            threads.run(work, 2)
-        except lowprec.LowprecError as error:
-            assert os.getpid() != parent and "forked" in str(error)
-            threads.run(lambda: None, 2)
-            os._exit(5)
-        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
-    """
-    assert run_python(code) == "5"
-
-
-@posix
-def test_a_child_forked_before_the_caller_begins_does_not_work_on_what_helpers_began() -> None:
-    # Of a product that a helper has begun to pack, the child would wait for the rest forever.
-    code = """
-        import os, signal
-        import lowprec
-        from lowprec.backends.cpu import threads
-
-        parent, children = os.getpid(), []
+        children, early = [], sys.argv[1].startswith("before")
         signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
         offer = threads._Pool._offer
 
         def interrupted(*args):
             offer(*args)
-            signal.raise_signal(signal.SIGUSR1)
+            if early:
+                signal.raise_signal(signal.SIGUSR1)
 
         def work():
-            if os.getpid() != parent:
+            if threading.get_ident() != main:
+                came.set()
+                time.sleep(0.2)
+            elif not early:
+                assert came.wait(10)
+                signal.raise_signal(signal.SIGUSR1)
+            elif os.getpid() != parent:
                 os._exit(1)
 
         threads._Pool._offer = interrupted
         try:
             threads.run(work, 2)
-        except lowprec.BackendError as error:
+        except lowprec.LowprecError as error:
             assert os.getpid() != parent and "forked" in str(error)
+            early = True
+            threads._Pool._offer = offer
+            threads.run(lambda: None, 2)
             os._exit(5)
         print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
     """
-    assert run_python(code) == "5"
+    assert run_python(code, when) == "5"
 
 
 # -- scratch memory -------------------------------------------------------------------------------
@@ -313,7 +237,7 @@ def retained_here() -> int:
     return sum(buffer.nbytes for buffer in buffers._free.buffers)
 
 
-def test_buffers_interrupted_at_any_instruction() -> None:
+def test_buffers_interrupted_anywhere() -> None:
     buffers.release_all()
     others = buffers.retained_bytes()
 
@@ -322,51 +246,12 @@ def test_buffers_interrupted_at_any_instruction() -> None:
             pass
 
     call()
-    for _ in interrupts.interrupted(call, opcodes=True):
+    for _ in interrupts.interrupted(call):
         with buffers.borrow(1 << 20) as first, buffers.borrow(1 << 20) as second:
             assert abs(first - second) >= 1 << 20
         assert buffers.retained_bytes() - others == retained_here()
     buffers.release_all()
     assert buffers.retained_bytes() == others
-
-
-@pytest.mark.parametrize(
-    ("kept", "sizes"),
-    [(1 << 20, [70_000, 300_000, 100_000, 1 << 20]), (60_000, [60_000])],
-    ids=["taken away", "in another order"],
-)
-def test_a_handler_that_borrows_at_any_instruction(kept: int, sizes: list[int]) -> None:
-    """Sizes around those in use, so that a buffer that is looked at often lies elsewhere meanwhile."""
-    lent: dict[int, int] = {}
-
-    def use(nbytes: int, inner: Callable[[], Any] = lambda: None) -> None:
-        with buffers.borrow(nbytes) as address:
-            for start, size in lent.items():
-                assert address + nbytes <= start or start + size <= address
-            lent[address] = nbytes
-            # Past its end there would be somebody else's memory.
-            ctypes.memset(address, 1, nbytes)
-            inner()
-            del lent[address]
-
-    def nested() -> None:
-        for size in reversed(sizes):
-            use(size)
-
-    at, struck = 0, True
-    while struck:
-        buffers.release_all()
-        use(100_000, lambda: use(kept))
-        loan = buffers.borrow(90_000)
-
-        def call(loan: Any = loan) -> None:
-            with loan:
-                assert loan._buffer.nbytes >= 90_000
-
-        struck = interrupts.strike(call, at, nested, opcodes=True)
-        at += 1
-    assert at > 50
-    buffers.release_all()
 
 
 # -- OpenBLAS is opened once ----------------------------------------------------------------------
@@ -400,7 +285,7 @@ def test_threads_that_open_openblas_together() -> None:
 
 
 @needs_openblas
-def test_openblas_interrupted_at_any_line_while_it_is_opened() -> None:
+def test_openblas_interrupted_while_it_is_opened() -> None:
     """And what it sets in the environment is put back all the same."""
     code = """
         import os, sys, ctypes
@@ -415,7 +300,7 @@ def test_openblas_interrupted_at_any_line_while_it_is_opened() -> None:
         for error in interrupts.interrupted(openblas.openblas, also=(ctypes.__file__,)):
             assert type(error) is interrupts.Interrupt, error
             count += 1
-        assert count > 5
+        assert count > 2
         print(openblas.openblas() is not None, before == inherited())
     """
     assert run_python(code, os.path.dirname(interrupts.__file__)) == "True True"
@@ -589,7 +474,7 @@ def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) ->
     assert run_python(code, str(tmp_path)) == "15 10 15"
 
 
-def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:
+def test_a_handler_that_multiplies_in_a_first_product() -> None:
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -608,7 +493,7 @@ def test_a_handler_that_multiplies_at_any_line_of_a_first_product() -> None:
         at = 0
         while interrupts.strike(multiply, at, multiply):
             at += 1
-        print(at > 300)
+        print(at > 100)
     """
     assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
 

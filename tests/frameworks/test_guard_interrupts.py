@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from interrupting import Late, at_every_step
+import interrupts
 from lowprec import fp32_guard, math_mode
 from lowprec.policy import entries
 
-ERRORS = (KeyboardInterrupt, TimeoutError, RuntimeError, Late)
+ERRORS = (KeyboardInterrupt, TimeoutError, RuntimeError, interrupts.Late)
 PAIRS = [
     *[("generic", "all"), ("cuda", "all"), ("mkldnn", "all")],
     *[(backend, what) for backend in ("cuda", "mkldnn") for what in ("matmul", "conv", "rnn")],
@@ -96,7 +93,7 @@ def test_pytorch_at_every_step(core: Any, state: str, error: type[BaseException]
             assert core._get_float32_matmul_precision() == "medium"
         assert read(core) == before
 
-    assert at_every_step(empty if state != "medium" else mode, check, error) > 50
+    assert interrupts.count(empty if state != "medium" else mode, check, error) > 50
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -121,68 +118,8 @@ def test_jax_at_every_step(chosen: str | None, error: type[BaseException]) -> No
             pass
 
     if chosen is None:
-        assert at_every_step(action, check, error) > 50
+        assert interrupts.count(action, check, error) > 50
     else:
         with jax.default_matmul_precision(chosen):
-            assert at_every_step(action, check, error) > 50
+            assert interrupts.count(action, check, error) > 50
     assert now() == of_process
-
-
-_SIGNALS = """
-import random, signal, warnings
-warnings.simplefilter("error")
-import torch
-import lowprec
-
-class Late(Exception):
-    pass
-
-def late(*_):
-    global fired
-    fired = True
-    raise Late
-
-# A function, since Python 3.13 may leave the jump back of a loop out of the try statement around it.
-def run(scope):
-    while not fired:
-        with scope:
-            pass
-
-def read():
-    get = torch._C._get_fp32_precision_getter
-    return [torch.get_float32_matmul_precision(), *(get(*pair) for pair in {pairs})]
-
-torch.set_float32_matmul_precision("medium")
-before = read()
-signal.signal(signal.SIGALRM, late)
-warnings.filterwarnings("ignore", ".*changes nothing in")
-rng, guard = random.Random(0), lowprec.fp32_guard()
-mode = lowprec.math_mode("tf32", frameworks=True)
-with mode:  # whether the switch has an effect is asked once
-    pass
-lost = wrong = refused = 0
-for turn in range({turns}):
-    fired, arrived = False, False
-    try:
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 3e-4))
-        run(guard if turn % 2 else mode)
-    except Late:
-        arrived = True
-    lost += not arrived
-    wrong += read() != before
-    with mode:
-        refused += torch.get_float32_matmul_precision() != "high"
-print(lost, wrong, refused)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timers")
-def test_signals_arrive_and_leave_pytorch_as_it_was() -> None:
-    """A timer interrupts blocks wherever it happens to go off."""
-    module("torch")
-    program = _SIGNALS.format(pairs=PAIRS, turns=5000)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stderr == ""
-    assert done.stdout.split() == ["0", "0", "0"]

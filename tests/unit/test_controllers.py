@@ -616,10 +616,14 @@ def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     state = SimpleNamespace(value=7, has_driver=True, written=[])
 
+    # CuPy's errors come from a package of another name.
+    backend: dict[str, Any] = {"__name__": "cupy_backends.cuda.api.runtime"}
+    exec("def fail(): raise RuntimeError('cudaErrorInsufficientDriver')", backend)
+
     def set_compute_type(dtype: str, value: int) -> None:
         assert dtype == "f"
         if value in (6, 7) and not state.has_driver:
-            raise RuntimeError("cudaErrorInsufficientDriver")
+            backend["fail"]()
         state.value = value
         state.written.append(value)
 

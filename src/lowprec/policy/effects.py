@@ -37,7 +37,7 @@ def without_effect(
         return None
     key = controller.name, mode
     if key not in _known:
-        found, error = attempt(partial(controller.without_effect, mode))
+        found, error = attempt(controller, partial(controller.without_effect, mode))
         # What cannot be asked now (PyTorch is tracing, say) may be another time.
         if (
             error is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.policy.entries import innermost
-from lowprec.policy.scopes import PolicyScope, selection
+from lowprec.policy.entries import NO_LIBRARY, innermost
+from lowprec.policy.scopes import PolicyScope
 
 
 class emulate(PolicyScope):
@@ -55,7 +55,7 @@ class emulate(PolicyScope):
 
     def __init__(self, architecture: str | Architecture) -> None:
         self._mode = None
-        self._libraries = selection(False, by_default=False)
+        self._libraries = NO_LIBRARY
         self._emulates = parse_architecture(architecture)
 
     def __repr__(self) -> str:

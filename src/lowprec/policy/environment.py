@@ -89,9 +89,8 @@ def refresh() -> None:
     For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
     """
     _taken.clear()
-    if entries.changed is not None:
-        entries.changed(True)
-        _taken.clear()  # whoever was told has looked, and was no use of a mode
+    entries.notify(True)
+    _taken.clear()  # a listener has looked, which is no use of a mode
 
 
 class VariableRow(NamedTuple):

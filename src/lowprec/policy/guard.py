@@ -57,9 +57,10 @@ class fp32_guard(PolicyScope):
     __slots__ = ()
     _guards = True
 
-    def __init__(self, *, frameworks: Frameworks = None) -> None:
+    def __init__(self, *, frameworks: Frameworks | None = None) -> None:
         self._mode = None
-        self._libraries = selection(frameworks, by_default=True)
+        self._libraries = selection(True if frameworks is None else frameworks)
 
     def __repr__(self) -> str:
-        return f"fp32_guard({self._frameworks_in_words(nothing='frameworks=False').removeprefix(', ')})"
+        chosen = self._frameworks
+        return "fp32_guard()" if chosen is True else f"fp32_guard(frameworks={chosen})"

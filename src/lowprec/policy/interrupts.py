@@ -1,96 +1,50 @@
-"""Exceptions of a library's own, and interrupts, which come from elsewhere.
-
-A signal handler may raise anywhere, also inside a library's call, and an exception of any class (a time limit raises
-TimeoutError as a rule); so may another thread, through Python's C API. What tells a library's own exception from these:
-it comes again.
-"""
+"""Whose exception it is: a library's own, or that of a signal handler, which may raise any class at any call."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lowprec.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from lowprec.policy.protocol import Controller
+
 T = TypeVar("T")
 
-#: How often a step that fails is done again to hear the same words twice.
-_ATTEMPTS = 4
 
+def raised_in(error: BaseException, *modules: str) -> bool:
+    """Whether an exception was raised in a module whose name begins with one of these.
 
-def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what a step of a library's returns, or the exception that is its own.
-
-    An exception that does not come again when the step is done again was an interrupt, and is raised on.
+    A function of C counts for the module that calls it.
 
     Examples
     --------
-    >>> attempt(lambda: 2)
-    (2, None)
-    >>> attempt(lambda: {}["no"])
-    (None, KeyError('no'))
+    >>> import json
+    >>> try:
+    ...     json.loads("[")
+    ... except ValueError as error:
+    ...     raised_in(error, __name__), raised_in(error, __name__, "json")
+    (False, True)
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    return bool(name.startswith(modules))
+
+
+def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of a call of a controller's, or the exception that it or its library raised.
+
+    An exception from any other module is a signal handler's, and is raised.
     """
     try:
         return step(), None
-    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to act
-        return attempt_again(step, error)
-
-
-def attempt_again(step: Callable[[], T], error: Exception) -> tuple[T | None, Exception | None]:
-    """Return what :func:`attempt` does, for a step that has raised this exception."""
-    errors = [error]
-    own: Exception | None = None
-    value: T | None = None
-    is_same = _has_same_words
-    for _ in range(_ATTEMPTS):
-        try:
-            value, own = step(), None
-            break
-        except Exception as again:  # noqa: BLE001
-            own = None if _is_of_a_handler(again) else again
-            if own is not None and [e for e in errors if is_same(e, own)]:
-                break
-            errors.append(again)
-    else:
-        is_same = _has_same_class  # its words are new each time
-    interrupts = [e for e in errors if own is None or _is_of_a_handler(e) or not is_same(e, own)]
-    errors.clear()  # whose tracebacks lead here
-    if interrupts:
-        raise interrupts.pop()
-    return value, own
-
-
-def _is_of_a_handler(error: Exception) -> bool:
-    """Whether a signal handler raised it, one that is still installed; then there is no need to guess."""
-    installed = filter(callable, map(signal.getsignal, signal.valid_signals()))
-    codes = list(map(_code_of, installed))
-    position = error.__traceback__
-    while position is not None:
-        if position.tb_frame.f_code in codes:
-            return True
-        position = position.tb_next
-    return False
-
-
-def _code_of(handler: Any) -> Any:
-    handler = getattr(handler, "func", handler)  # of a partial
-    method = getattr(handler, "__func__", handler)
-    return getattr(method, "__code__", getattr(type(method).__call__, "__code__", None))
-
-
-def _has_same_class(error: Exception, own: Exception) -> bool:
-    return type(error) is type(own)
-
-
-def _has_same_words(error: Exception, own: Exception) -> bool:
-    return type(error) is type(own) and str(error) == str(own)
-
-
-def comes_again(step: Callable[[], object], error: Exception) -> bool:
-    """Whether the step raises this again, with the same words: for an ``except`` that raises an interrupt on."""
-    _, own = attempt(step)
-    return own is not None and _has_same_words(error, own)
+    except Exception as error:
+        if not raised_in(error, "lowprec", controller.module, type(controller).__module__):
+            raise
+        return None, error
 
 
 def in_words(error: BaseException | None) -> str:

@@ -55,7 +55,7 @@ def without_effect(name: str, order: str) -> str | None:
 def _set(block: Block, controller: Controller, mode: MathMode, is_floor: bool) -> str | None:
     is_guarded = None if is_floor else guarded_libraries()
     if is_guarded is not None and is_guarded(controller.name):
-        return FLOOR.reason
+        return FLOOR
     if controller not in loaded_controllers():
         return f"{controller.module} has not been imported"
     why_not: str | None
@@ -63,8 +63,7 @@ def _set(block: Block, controller: Controller, mode: MathMode, is_floor: bool) -
         why_not = _set_default(controller, mode)
     else:
         hold(block, [controller], mode, is_floor)
-        failure = block.failures.get(controller.name)
-        why_not = failure and failure.reason
+        why_not = block.failures.get(controller.name)
     if is_floor and why_not is None:
         _guarded[controller] = controller.describe()
     return why_not
@@ -75,7 +74,7 @@ def _set_default(controller: Controller, mode: MathMode) -> str | None:
         return f"{controller.name} has no switch for {mode}"
     if not isinstance(controller, HasDefault):
         return f"{controller.name}'s switches belong to the thread"
-    _, error = attempt(partial(controller.set_default, mode))
+    _, error = attempt(controller, partial(controller.set_default, mode))
     return None if error is None else in_words(error)
 
 
@@ -83,7 +82,7 @@ def changes() -> list[str]:
     """Return a sentence for each library under the guard whose switches the program has changed since."""
     said = []
     for controller, inside in _guarded.items():
-        now, error = attempt(controller.describe)
+        now, error = attempt(controller, controller.describe)
         if now is None:
             said.append(f"the switches of {controller.name} cannot be read: {in_words(error)}")
             continue

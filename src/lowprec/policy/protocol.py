@@ -29,10 +29,9 @@ class Controller(Protocol):
     thread, and must not enter a guard. Calls come in pairs, ``set_mode`` before ``restore``, and the pairs are nested;
     for ``Tier.THREAD`` both calls of a pair come in one thread.
 
-    A call that raises is made once more. An exception that comes again never reaches the caller of the guard: the
-    library is reported as not protected, with the exception's text. One that does not was an interrupt (a signal
-    handler may raise anywhere), and is raised on. So each call can be repeated, after one that ended half-way:
-    ``restore`` writes values, and counts nothing.
+    An exception that is raised in the controller's module, or in one whose name begins as :attr:`module`, does not
+    reach the caller of the guard: the library is reported as not protected, with the text of the exception. Any other
+    is a signal handler's, and is raised. After it ``restore`` may be called twice.
     """
 
     @property

@@ -15,24 +15,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
-from lowprec.policy import entries, environment
-from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
+from lowprec.policy import environment
+from lowprec.policy.controllers import controllers, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
-from lowprec.policy.entries import Entry, Exit, close_after_all, held, innermost
+from lowprec.policy.entries import NO_LIBRARY, PolicyEntry, Scope, held, innermost
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import hold
+from lowprec.policy.switches import FLOOR, hold
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
 
 F = TypeVar("F", bound=Callable[..., Any])
-S = TypeVar("S", bound="PolicyScope")
 
 #: What ``frameworks=`` takes: every loaded library, none, or those of these names.
-Frameworks = bool | Iterable[str] | None
-
-#: As :func:`selection` returns it: no library at all.
-_NO_LIBRARY: frozenset[str] = frozenset()
+Frameworks = bool | Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class LibraryStatus:
         return f"{self.library}: {self.status} ({self.reason})"
 
 
-def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None:
+def selection(frameworks: Frameworks) -> frozenset[str] | None:
     """Return the names of the libraries that are meant; None for all.
 
     Raises TypeError if it is neither a flag nor a collection of names, UnsupportedError if there is no controller of
@@ -56,13 +52,11 @@ def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None
 
     Examples
     --------
-    >>> sorted(selection(["torch", "jax"], by_default=True))
+    >>> sorted(selection(["torch", "jax"]))
     ['jax', 'torch']
     """
-    if frameworks is None:
-        frameworks = by_default
     if isinstance(frameworks, bool):
-        return None if frameworks else _NO_LIBRARY
+        return None if frameworks else NO_LIBRARY
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):
         raise TypeError(
             f'frameworks must be True, False or a list of names such as ["torch"], got {quoted(frameworks)}'
@@ -78,12 +72,12 @@ def selection(frameworks: Frameworks, by_default: bool) -> frozenset[str] | None
     return names
 
 
-class PolicyScope:
+class PolicyScope(Scope):
     """A change of policy that lasts as long as a ``with`` block or a decorated function.
 
     Each entry is noted in the context (thread and task) that made it. So one instance may be entered twice, and be
-    shared by threads and tasks. A ``with`` statement takes away its own entry, and a call of ``__exit__`` the
-    instance's innermost one, wherever that lies, which keeps scopes that close out of order from undoing each other.
+    shared by threads and tasks. A ``with`` statement leaves its own entry, and a bare call of ``__exit__`` the
+    innermost one of the instance, in whichever order.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -92,36 +86,7 @@ class PolicyScope:
     _guards: bool = False
     _emulates: Architecture | None = None
 
-    __exit__ = Exit()
-
-    def __enter__(self: S) -> S:
-        entry = entries.prepared
-        if (
-            entry is None
-            or entry.is_open is not None
-            or (entry.scope is not self and entry.scope is not None)
-            or entry.thread != get_ident()
-        ):
-            entry = Entry(self)
-        try:
-            mode = self._mode
-            entry.scope = self
-            entry.outer = outer = innermost.get()
-            entry.mode = mode or outer.mode
-            entry.guarded = self._guards or outer.guarded
-            entry.emulates = self._emulates or outer.emulates
-            entry.is_open = True
-            innermost.set(entry)
-            if entries.changed is not None:
-                entries.changed()
-            if self._libraries is not _NO_LIBRARY and not sys.modules.keys().isdisjoint(
-                known_modules
-            ):
-                self._hold(entry)
-            return self
-        except BaseException:
-            close_after_all(entry)
-            raise
+    _entry_type = PolicyEntry
 
     def __call__(self, function: F) -> F:
         """Return the function with this scope around each of its calls.
@@ -161,14 +126,16 @@ class PolicyScope:
         """
         return cast(F, decorated(self, function, Wrapped))
 
-    def _frameworks_in_words(self, everything: str = "", nothing: str = "") -> str:
-        libraries = self._libraries
-        told = everything if libraries is None else nothing
-        if libraries:
-            told = f"frameworks={sorted(libraries)}"
-        return f", {told}" if told else ""
+    @property
+    def _frameworks(self) -> bool | list[str]:
+        return self._libraries is None or sorted(self._libraries) or False
 
-    def _hold(self, entry: Entry) -> None:
+    def _last_entry(self) -> PolicyEntry | None:
+        # Called in a context that does not know of it, __exit__ means one that another context has entered.
+        elsewhere = [entry for entry in list(held) if entry.scope is self]
+        return innermost.get().of(self) or (elsewhere[-1] if elsewhere else None)
+
+    def _set_libraries(self, entry: PolicyEntry) -> None:
         found = loaded_controllers(self._libraries)
         if not found:
             return
@@ -178,27 +145,19 @@ class PolicyScope:
             hold(entry, found, MathMode.FP32, True)
         else:
             hold(entry, found, mode, False, guarded_libraries())
-            self._tell_without_effect(found, entry, mode)
-        if not entry.failures:
-            return
-        verb = "does not protect" if mode is None else "does not reach"
-        told = [
-            f"{name} ({why.reason})"
-            for name, why in sorted(entry.failures.items())
-            if not why.is_guarded
-        ]
-        if told:
-            warnings.warn(f"{self!r} {verb} {'; '.join(told)}", LowprecWarning, stacklevel=3)
+            from lowprec.policy import effects
 
-    def _tell_without_effect(self, found: list[Controller], entry: Entry, mode: MathMode) -> None:
-        from lowprec.policy import effects
+            layers = entry.layers
+            set_here = [(c, layers[c.name].inside) for c in found if c.name in layers]
+            self._warn("changes nothing in", effects.news(set_here, mode))
+        self._warn(
+            "does not protect" if mode is None else "does not reach",
+            [f"{name} ({why})" for name, why in sorted(entry.failures.items()) if why != FLOOR],
+        )
 
-        layers = entry.layers
-        told = effects.news([(c, layers[c.name].inside) for c in found if c.name in layers], mode)
-        if told:
-            warnings.warn(
-                f"{self!r} changes nothing in {'; '.join(told)}", LowprecWarning, stacklevel=4
-            )
+    def _warn(self, verb: str, libraries: list[str]) -> None:
+        if libraries:
+            warnings.warn(f"{self!r} {verb} {'; '.join(libraries)}", LowprecWarning, stacklevel=5)
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -228,23 +187,20 @@ class PolicyScope:
             rows.append(LibraryStatus(controller.name, status, reason))
         return tuple(rows)
 
-    def _state_of(self, controller: Controller, entry: Entry | None) -> tuple[bool, str]:
+    def _state_of(self, controller: Controller, entry: PolicyEntry | None) -> tuple[bool, str]:
         name = controller.name
         if self._libraries is not None and name not in self._libraries:
             return False, "left out by frameworks="
         if entry is None:
             return False, "the block is not entered in this thread or task"
         if name in entry.failures:
-            return False, entry.failures[name].reason
+            return False, entry.failures[name]
         if name not in entry.layers:
             return False, "imported inside the block; the next entry finds it"
         if not entry.is_open:
             return False, "the block was left in another context"
         if controller.tier == Tier.THREAD and entry.thread != get_ident():
-            return (
-                False,
-                "its switch belongs to the thread that entered the block; wrap what runs in this one",
-            )
+            return False, "its switch belongs to the thread that entered the block; use wrap() here"
         reason = f"its switches belong to the {controller.tier}"
         if self._mode is not None:
             from lowprec.policy import effects
@@ -258,12 +214,8 @@ def guarded_libraries() -> Callable[[str], bool] | None:
     """Return what says of a library whether a guard here covers it, None where there is no guard."""
     if environment.snapshot().fp32_guard:
         return lambda name: True
-    entry = innermost.get()
-    return _covered_by(entry) if entry.guarded else None
-
-
-def _covered_by(innermost_one: Entry) -> Callable[[str], bool]:
-    """Return whether a guard among these blocks means a library, also one that was imported inside it."""
-    open_ones = [entry.scope for entry in innermost_one.chain() if entry.scope is not None]
-    guards = [scope._libraries for scope in open_ones if scope._guards]
+    here = innermost.get()
+    if not here.guarded:
+        return None
+    guards = [entry.scope._libraries for entry in here.entries() if entry.scope._guards]
     return lambda name: any(libraries is None or name in libraries for libraries in guards)

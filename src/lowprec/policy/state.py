@@ -75,10 +75,11 @@ class math_mode(PolicyScope):
 
     def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
         self._mode = parse_mode(name)
-        self._libraries = selection(frameworks, by_default=False)
+        self._libraries = selection(frameworks)
 
     def __repr__(self) -> str:
-        return f"math_mode({str(self._mode)!r}{self._frameworks_in_words('frameworks=True')})"
+        chosen = self._frameworks
+        return f"math_mode({str(self._mode)!r}{f', frameworks={chosen}' if chosen else ''})"
 
 
 def set_math_mode(name: str | MathMode | None) -> None:
@@ -105,8 +106,7 @@ def set_math_mode(name: str | MathMode | None) -> None:
     """
     global _process_mode
     _process_mode = None if name is None else parse_mode(name)
-    if entries.changed is not None:
-        entries.changed(True)
+    entries.notify(True)
 
 
 def get_math_mode() -> MathMode:
@@ -144,22 +144,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     Then ``NVIDIA_TF32_OVERRIDE=0`` turns a mode that is based on TF32 into ``fp32``.
 
-    Parameters
-    ----------
-    argument : str, MathMode or None
-        The caller's ``math_mode=``.
-
-    Returns
-    -------
-    ResolvedMode
-        The same object for the same question, so a warm call costs a fraction of a microsecond.
-
-    Raises
-    ------
-    ModeError
-        If the argument is not a mode that this version runs, whether or not it would have been overruled.
-    EnvironmentVariableError
-        If one of lowprec's environment variables holds a value that it may not hold.
+    Raises ModeError if the argument is not a mode that this version runs, whether or not it is overruled, and
+    EnvironmentVariableError for an illegal value of a variable.
 
     Examples
     --------
@@ -173,7 +159,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     except TypeError:
         if argument is None or isinstance(argument, str):
             raise
-        # The cache hashes the argument before anybody can look at it.
+        # The cache hashes the argument before it is checked.
         raise ModeError(
             f"math_mode must be a name or a MathMode, got {type(argument).__name__}"
         ) from None
@@ -183,13 +169,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 def overriding_mode() -> ResolvedMode | None:
     """Return the mode that the guard or ``LOWPREC_FORCE_MATH_MODE`` decides, None if neither acts.
 
-    It is for a caller that has a choice of its own to make in the place of the ``math_mode=`` argument, as ``rtol=``
-    does; what it chooses goes through :func:`finish`.
-
-    Examples
-    --------
-    >>> overriding_mode() is None
-    True
+    For a caller that chooses the mode itself, as ``rtol=`` does; its choice goes through :func:`finish`.
     """
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
@@ -198,20 +178,13 @@ def overriding_mode() -> ResolvedMode | None:
 
 
 def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
-    """Return what becomes of a mode that was chosen already: overruled, raised or without TF32, with the reasons.
-
-    Examples
-    --------
-    >>> finish(MathMode.BF16, ModeSource.RTOL).mode
-    <MathMode.BF16: 'bf16'>
-    """
+    """Return a mode that was chosen already after what stands above it: overruled, raised or without TF32."""
     here = innermost.get()
     found = _impose(mode, source, here.guarded, environment.snapshot())
     return _emulating(found, here.emulates)
 
 
-# Everything that can change the answer is an argument, so the cached answers never go stale. A bound, since the
-# spellings of a name are without number ("TF32", " tf32").
+# All that the result depends on is an argument. Bounded, since a name has many spellings ("TF32", " tf32").
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     argument: str | MathMode | None,
@@ -226,7 +199,6 @@ def _resolve(
         (ModeSource.PROCESS, process),
         (ModeSource.ENVIRONMENT, taken.math_mode),
     )
-    # No generator: an interrupt that strikes as one is thrown away would be lost.
     made = [request for request in requests if request[1] is not None]
     source, asked = made[0] if made else (ModeSource.DEFAULT, None)
     return _impose(asked, source, guarded, taken)

@@ -28,7 +28,7 @@ def switch_rows() -> tuple[SwitchRow, ...]:
     rows: list[SwitchRow] = []
     for controller in loaded_controllers():
         name, tier = controller.name, str(controller.tier)
-        found, error = attempt(controller.describe)
+        found, error = attempt(controller, controller.describe)
         if found is None:
             rows.append(SwitchRow(name, None, None, tier, in_words(error)))
             continue

@@ -6,9 +6,8 @@ switches as the top layer left them joins that layer, any other one puts a new l
 last block has left and nothing lies above it; so blocks may end in any order, and what the user had set comes back
 exactly once. One lock guards all stacks.
 
-An interrupt (``policy.interrupts``) may come between any two steps. So a layer is on its stack before a switch is
-changed, what is to be put back is settled before the first switch is, and every step can be done again:
-:func:`release`, called again, does what an interrupt has left undone.
+A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to put
+back are settled before the first is: :func:`release`, called again, does the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec import forking
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt_again, in_words
+from lowprec.policy.interrupts import attempt, in_words
 from lowprec.policy.protocol import Controller, Tier
 
-
-class NotSet(NamedTuple):
-    """Why a block did not set a library's switches; whether because a guard holds them."""
-
-    reason: str
-    is_guarded: bool = False
-
-
-FLOOR = NotSet("nothing lowers it while an fp32_guard is open", is_guarded=True)
+#: Why a block did not set a library's switches that a guard holds.
+FLOOR = "nothing lowers it while an fp32_guard is open"
 
 #: What the layers and the failures of a block are that has asked for nothing.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -45,7 +37,7 @@ class Block:
     __slots__ = ("failures", "layers", "thread")
 
     layers: Mapping[str, _Layer]  # by library: the layer of its switches
-    failures: Mapping[str, NotSet]  # by library: why it was not set
+    failures: Mapping[str, str]  # by library: why it was not set
     thread: int  # the thread that entered the block
 
     def __init__(self) -> None:
@@ -142,15 +134,13 @@ def hold(
     no block without it lowers the switches while this one is open. ``is_guarded`` gets the name of a library, and says
     whether a guard of the caller's covers it.
     """
+    failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
-    failures: dict[str, NotSet] = {}
     block.layers, block.failures = layers, failures
     with _lock:
         if _changing.locked():
-            why_not = NotSet(
-                "the block was entered by a finalizer or signal handler, while switches were being changed"
-            )
-            failures.update(dict.fromkeys((c.name for c in found), why_not))
+            changing = "the block was entered by a finalizer or signal handler, while switches were being changed"
+            failures.update(dict.fromkeys([c.name for c in found], changing))
             return
         with _changing:
             for controller in found:
@@ -158,38 +148,28 @@ def hold(
                 if is_guarded is not None and is_guarded(name):
                     failures[name] = FLOOR
                     continue
-                failure = _try_to_join(block, layers, controller, mode, is_floor)
-                if failure is not None:
-                    failures[name] = failure
+                join = partial(_join, block, layers, controller, mode, is_floor)
+                why_not, error = attempt(controller, join)
+                if error is not None:
+                    why_not = in_words(error)
+                    if name in layers:
+                        layers[name].blocks.pop(block, None)
+                        del layers[name]
+                if why_not is not None:
+                    failures[name] = why_not
             _settle_all()
-
-
-def _try_to_join(
-    block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> NotSet | None:
-    try:
-        return _join(block, layers, controller, mode, is_floor)
-    except Exception as error:  # noqa: BLE001 - whatever a library does, the others are to be set
-        join = partial(_join, block, layers, controller, mode, is_floor)
-        why_not, own = attempt_again(join, error)
-    if own is None:
-        return why_not
-    _drop(block, layers, controller)
-    return NotSet(in_words(own))
 
 
 def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> NotSet | None:
+) -> str | None:
     """Have the block rely on a layer of this library's switches, or return why it does not."""
-    if controller.name in layers:
-        _drop(block, layers, controller)  # what an attempt before this has left
     stack = _stack_of(controller)
     _settle(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
-        return NotSet(f"{controller.name} has no switch for {mode}")
+        return f"{controller.name} has no switch for {mode}"
     now = controller.save()
     layer = stack[-1] if stack else None
     if (
@@ -205,15 +185,6 @@ def _join(
     if layer.inside is None:
         layer.inside = controller.set_mode(mode)
     return None
-
-
-def _drop(block: Block, layers: dict[str, _Layer], controller: Controller) -> None:
-    """Have the block rely on none of this library's layers."""
-    layer = layers.get(controller.name)
-    if layer is not None:
-        layer.blocks.pop(block, None)
-        del layers[controller.name]
-    _settle(_stack_of(controller))
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -256,13 +227,10 @@ def _settle(stack: list[_Layer]) -> list[str]:
     said: list[str] = []
     while stack and not stack[-1].blocks:
         layer = stack[-1]
-        try:
-            layer.put_back()
-        except Exception as error:  # noqa: BLE001 - the other libraries are to be put back
-            _, own = attempt_again(layer.put_back, error)
-            if own is not None:
-                name = layer.controller.name
-                layer.told = [f"the switches of {name} could not be put back: {in_words(own)}"]
+        _, error = attempt(layer.controller, layer.put_back)
+        if error is not None:
+            name = layer.controller.name
+            layer.told = [f"the switches of {name} could not be put back: {in_words(error)}"]
         said += layer.told
         stack.pop()
     return said

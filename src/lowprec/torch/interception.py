@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
-from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar, cast
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,7 +26,8 @@ from lowprec.errors import (
 )
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy.decorators import decorated
-from lowprec.policy.switches import Block, hold, release
+from lowprec.policy.entries import Entry, Scope
+from lowprec.policy.switches import hold, release
 from lowprec.torch.attention import CONTROLLER
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.torch.products import ACTED_ON, Form, Terms, form_of
@@ -41,8 +39,6 @@ _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
 F = TypeVar("F", bound=Callable[..., Any])
 _Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
 
-
-_thread = threading.local()
 
 #: By which PyTorch's compiler knows that such a mode is active, and compiles nothing. They belong to the process, and
 #: modes of threads that overlap leave them wrong, so they are put back here.
@@ -57,75 +53,41 @@ _open: dict[_Visit, None] = {}
 _outside: dict[str, bool] = {}
 
 
-class _Visit:
-    """One run of a block: what it has changed, and whether that was undone.
+class _Visit(Entry):
+    """One run of a block."""
 
-    An interrupt may come at any line; what is done again then does the rest.
-    """
+    __slots__ = ("_depth",)
 
-    def __init__(self) -> None:
-        self._block = Block()
-        self._mode: TorchDispatchMode | None = None
-        self._depth = 0
-        #: To what a ``with`` statement calls at its end.
-        self.statement: ref[Any] | None = None
-
-    def enter(self, mode: TorchDispatchMode) -> None:
+    def open(self, scope: intercept) -> None:
+        """Push the mode, and switch attention to its plain form."""
+        self.scope = scope
         self._depth = _len_torch_dispatch_stack()
         if not _open:
             _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
-        self._mode = mode  # from here on there is something to undo
+        self.is_open = True
         _open[self] = None
-        hold(self._block, [CONTROLLER], MathMode.FP32, False)
-        mode.__enter__()
+        hold(self, [CONTROLLER], MathMode.FP32, False)
+        scope._mode.__enter__()
 
-    def leave(self, *_: object) -> None:
-        try:
-            self._undo()
-        except BaseException:
-            self._undo()
-            raise
-
-    def _undo(self) -> None:
-        mode = self._mode
-        if mode is None:
-            return
+    def close(self) -> list[str]:
+        """Pop the mode and all above it."""
+        if not self.is_open:
+            return []
         while _len_torch_dispatch_stack() > self._depth:
             try:
-                mode.__exit__(None, None, None)
-            except IndexError:  # an interrupt has left the mode's own stack of flags one short
+                self.scope._mode.__exit__(None, None, None)
+            except IndexError:  # the mode's own stack of flags is one short if this was interrupted
                 _python_dispatch._pop_mode()
         _open.pop(self, None)
         for name, value in _outside.items():
             setattr(_python_dispatch, name, value or bool(_open))
-        release(self._block)
-        self._mode = self.statement = None
+        release(self)
+        self.is_open = False
+        self.statement = None
+        return []
 
 
-class _Exit:
-    """``__exit__``: a ``with`` statement looks it up right before it enters, and drops what it got once it is over.
-
-    So the block is left, too, where an interrupt comes before the first line of what would leave it; see
-    ``policy.entries``.
-    """
-
-    def __get__(self, seen: intercept | None, owner: object = None) -> Callable[..., None]:
-        visit = _thread.prepared = _Visit()
-        leave = partial(_leave, visit) if seen is None else partial(_leave, visit, seen)
-        visit.statement = ref(leave, visit.leave)
-        return leave
-
-
-def _leave(visit: _Visit, seen: intercept, *exception: object) -> None:
-    visits = seen._visits
-    if visit in visits:
-        visits.remove(visit)
-    elif visits:  # looked up for its own sake: seen.__exit__(None, None, None)
-        visit = visits.pop()
-    visit.leave()
-
-
-class intercept:
+class intercept(Scope):
     """Take the products of PyTorch's own operators through lowprec.
 
     It is entered as a ``with`` block, or decorates a function.
@@ -159,23 +121,15 @@ class intercept:
     [('addmm', False, 1), ('mm', True, 1)]
     """
 
-    __exit__ = _Exit()
+    _entry_type = _Visit
 
     def __init__(self, math_mode: str | MathMode) -> None:
         self.math_mode = parse_mode(math_mode)
         self._mode = _Intercepting(self.math_mode)
-        self._visits: list[_Visit] = []
 
-    def __enter__(self) -> intercept:
-        visit = getattr(_thread, "prepared", None) or _Visit()
-        _thread.prepared = None
-        try:
-            visit.enter(self._mode)
-            self._visits.append(visit)
-            return self
-        except BaseException:  # an interrupt
-            visit.leave()
-            raise
+    def _last_entry(self) -> _Visit | None:
+        found = [visit for visit in list(_open) if visit.scope is self]
+        return found[-1] if found else None
 
     def __call__(self, function: F) -> F:
         """Return the function with this block around each of its calls; those of all calls are in one report.
@@ -286,17 +240,18 @@ class _Intercepting(TorchDispatchMode):
 def _product(terms: Terms, mode: str) -> Tensor:
     """Multiply; here autograd is done with the operands, which may still say that they require grad."""
     a, b, c, alpha, beta = terms
-    found: Tensor
-    if c is None:
-        found = dispatch.matmul(a.detach(), b.detach(), math_mode=mode)
-    elif c.ndim == 1 and a.ndim == b.ndim == 2 and alpha == beta == 1 and len(c) == b.shape[-1]:
-        found = dispatch.matmul(a.detach(), b.detach(), bias=c.detach(), math_mode=mode)
-    elif beta == 0:
-        found = dispatch.matmul(a.detach(), b.detach(), alpha=alpha, math_mode=mode)
-    else:
-        found = dispatch.matmul(
-            a.detach(), b.detach(), c=c.detach(), alpha=alpha, beta=beta, math_mode=mode
-        )
+    rest: dict[str, Any] = {}
+    if (
+        c is not None
+        and c.ndim == 1
+        and a.ndim == b.ndim == 2
+        and alpha == beta == 1
+        and len(c) == b.shape[-1]
+    ):
+        rest = {"bias": c.detach()}
+    elif c is not None:
+        rest = {"alpha": alpha} if beta == 0 else {"c": c.detach(), "alpha": alpha, "beta": beta}
+    found: Tensor = dispatch.matmul(a.detach(), b.detach(), math_mode=mode, **rest)
     return found
 
 

@@ -9,8 +9,8 @@ import functools
 import os
 import platform
 
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.policy import environment
+from lowprec.policy.interrupts import raised_in
 
 
 @functools.cache

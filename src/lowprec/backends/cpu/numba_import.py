@@ -11,8 +11,8 @@ import importlib.util
 import sys
 import warnings
 
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import LowprecWarning
+from lowprec.policy.interrupts import raised_in
 
 #: The module that uses most of numba's interfaces.
 NATIVE = "lowprec.backends.cpu.packed.native"

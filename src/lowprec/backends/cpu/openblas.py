@@ -28,7 +28,6 @@ import numpy as np
 from lowprec import forking
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import cpuinfo, threads
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.panels import (
     SMALLEST_PANEL,
     panels_for_shape,
@@ -37,6 +36,7 @@ from lowprec.backends.cpu.panels import (
 )
 from lowprec.planning import MatrixStack
 from lowprec.policy import c_environment
+from lowprec.policy.interrupts import raised_in
 
 _PACKAGE = "scipy_openblas64"
 

@@ -1,21 +1,15 @@
 """A small pool of worker threads, and how many of them to use.
 
-The kernels of this backend are native code that releases the GIL and shares work among its callers
-by an atomic counter. So all that is needed here is to have several threads make the same call:
-`run(work, workers)` calls `work()` in the calling thread and, as far as idle workers exist, in up
-to `workers - 1` others. No worker is waited for that has not started: if the caller alone came to
-the end of the work first, the others find the job closed.
+The kernels of this backend are native code that releases the GIL and shares work among its callers by an atomic
+counter: `run(work, workers)` calls `work()` in the calling thread and in up to `workers - 1` idle workers. A worker
+that has not started when the caller is done is not waited for: it finds the job closed.
 
-A helper is kept off the CPU that its caller runs on: a scheduler that sees one thread wake another
-likes to put the two on one CPU, where the helper waits until the caller is done (measured: in half
-of all products of 2 ms). Its affinity mask is the caller's without that one CPU, for every job.
+A worker is kept off the CPU that its caller runs on: a scheduler that sees one thread wake another likes to put the two
+on one CPU (measured: in half of all products of 2 ms). There is no OpenMP in this: a second OpenMP runtime beside a
+framework's would oversubscribe the machine, and its threads spin after each parallel region.
 
-There is no OpenMP in this: a second OpenMP runtime beside a framework's would oversubscribe the
-machine, and its threads spin after each parallel region.
-
-`num_threads` follows the CPUs that this process may use and what the BLAS library in this process
-was told, so `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS` and
-`threadpoolctl.threadpool_limits` act on this pool as well.
+`num_threads` follows the CPUs that this process may use and the setting of the BLAS library in this process, so
+`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS` and `threadpoolctl.threadpool_limits` act on this pool too.
 """
 
 from __future__ import annotations
@@ -32,9 +26,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lowprec.backends.cpu.gate import Gate, close
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.errors import BackendError
 from lowprec.policy import environment
+from lowprec.policy.interrupts import raised_in
 
 T = TypeVar("T")
 
@@ -135,23 +129,28 @@ class _Pool:
         except IndexError:
             gate = Gate()
         job = _Job(work, gate)
-        # No helper may outlive this call, whatever a signal handler raises and wherever. The interpreter looks for
-        # signals where functions begin, where loops go back and after calls, so nothing comes between the beginning of
-        # a `finally` and the call that waits. The second `finally` is for what does come there: a trace function, and
-        # before Python 3.11 a signal beside another exception.
+        # No helper may outlive this call, whatever a signal handler raises. Python looks for signals where functions
+        # begin, where loops go back and after calls, so none comes between the beginning of `finally` and the wait.
         try:
-            try:
-                self._offer(job, workers - 1)
-                # In a child that a handler has just forked, nobody ends what helpers have begun.
-                if not self.is_forked:
-                    work()
-                if _linger is not None:
-                    _linger(gate.address)
-            finally:
-                if not self.is_forked:
-                    close(gate.address)
+            self._offer(job, workers - 1)
+            # In a child that a handler has just forked, the parts that helpers have begun are never completed.
+            if not self.is_forked:
+                work()
+            if _linger is not None:
+                _linger(gate.address)
         finally:
-            self._end(job)
+            if not self.is_forked:
+                close(gate.address)
+        if self.is_forked:
+            raise BackendError(
+                "a signal handler forked this process in the middle of a product, and the threads that computed parts "
+                "of it are not here; multiply again"
+            )
+        # A helper that comes late holds the job a moment longer than its caller does. It must not be the last to hold
+        # an operand: at the end of the process, Python may stop the thread in the middle of a C++ destructor.
+        job.work = _nothing
+        gate.reopen()
+        self._gates.append(gate)
         if job.errors:
             raise job.errors.pop()
 
@@ -169,23 +168,6 @@ class _Pool:
                 if not raised_in(error, __name__):
                     raise
                 return  # the system has no thread to give; the next product asks again
-
-    def _end(self, job: _Job) -> None:
-        gate = job.gate
-        if self.is_forked:
-            raise BackendError(
-                "a signal handler forked this process in the middle of a product, and the threads that computed parts "
-                "of it are not here; multiply again"
-            )
-        if gate.enter():  # it was not closed
-            gate.leave()
-            close(gate.address)
-        # A helper that comes late holds the job a moment longer than its caller does. It must not be the last to hold
-        # an operand: that would be freed there, and if the process is just about to end, Python may stop the thread in
-        # the middle of a C++ destructor.
-        job.work = _nothing
-        gate.reopen()
-        self._gates.append(gate)
 
 
 _pool = _Pool()
@@ -206,11 +188,8 @@ if hasattr(os, "register_at_fork"):
 def run(work: Callable[[], None], workers: int) -> None:
     """Call `work()` in this thread and in up to ``workers - 1`` pool threads at the same time.
 
-    Returns when every call that began has returned. `work` must divide the work among its callers
-    itself, and one call must be enough to complete all of it: how many helpers take part is not
-    promised.
-
-    Raises whatever `work` raised, after all calls have ended. If several did, one of them.
+    Returns when every call that began has returned, or raises an exception of one of them. `work` must divide the work
+    among its callers itself, and one call must be enough to complete all of it.
     """
     if workers <= 1 or sys.is_finalizing():
         work()
@@ -219,11 +198,7 @@ def run(work: Callable[[], None], workers: int) -> None:
 
 
 def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `run_one` with each item, the products of a batch, in this thread or in several.
-
-    With few items each is left all threads to itself; with many, threads take whole items, which
-    saves the meeting at the end of each.
-    """
+    """Call `run_one` with each item, the products of a batch; few items use all threads each, many are shared out."""
     workers = num_threads() if len(items) > 1 else 1
     if workers == 1 or len(items) < 2 * workers:
         for item in items:
@@ -382,9 +357,8 @@ _limits = _Limits()
 def num_threads() -> int:
     """How many threads a product may use now, the calling one included.
 
-    The least of the CPUs in the affinity mask of the calling thread, and of the control group's
-    quota, ``MKL_NUM_THREADS`` and what NumPy's OpenBLAS would use, which are the process's. All but
-    the last are looked up once a second.
+    The least of the CPUs in the calling thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS`` and the
+    threads of NumPy's OpenBLAS. All but the last are looked up once a second.
     """
     limits, own = _limits, _limits.affinity
     now = time.monotonic()

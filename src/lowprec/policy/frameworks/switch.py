@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import comes_again
 from lowprec.policy.protocol import Tier
 
 
 def attribute(path: str, library: str) -> Any:
     """Return what stands under this dotted path in a loaded module."""
     name, attributes = path.split(".", 1)
-    find = partial(attrgetter(attributes), sys.modules[name])
     try:
-        return find()
-    except AttributeError as error:
-        if not comes_again(find, error):
-            raise
+        return attrgetter(attributes)(sys.modules[name])
+    except AttributeError:
         version = getattr(sys.modules[name], "__version__", None) or "of an unknown version"
         raise UnsupportedError(
             f"{library} {version} has no {path}: it is still being imported, or its switches are not those that "

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt, comes_again
+from lowprec.policy.interrupts import raised_in
 from lowprec.policy.protocol import Tier
 
 T = TypeVar("T")
@@ -84,7 +84,6 @@ class _Functions:
 
     def __init__(self, torch: ModuleType) -> None:
         self.module = torch
-        find = partial(attrgetter(*self._paths), torch._C)
         self.get_old: Callable[[], str]
         self.put_old: Callable[[str], None]
         self.get_cudnn: Callable[[], bool]
@@ -92,10 +91,10 @@ class _Functions:
         self.get: Callable[[str, str], str]
         self.put: Callable[[str, str, str], None]
         try:
-            self.get_old, self.put_old, self.get_cudnn, self.put_cudnn, self.get, self.put = find()
+            self.get_old, self.put_old, self.get_cudnn, self.put_cudnn, self.get, self.put = (
+                attrgetter(*self._paths)(torch._C)
+            )
         except AttributeError as error:
-            if not comes_again(find, error):
-                raise
             raise UnsupportedError(
                 f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec "
                 f"knows (2.9 and later): {error}"
@@ -108,7 +107,7 @@ class _Functions:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for getter in (self.get_old, self.get_cudnn):
-                attempt(getter)  # where the old and the newer do not agree, save() knows what to do
+                _read(getter)  # where the old and the newer do not agree, save() knows what to do
 
 
 class TorchController:
@@ -149,18 +148,13 @@ class TorchController:
         del leaves[len(_PAIRS) :]
         if parents != _PASSED_ON:
             leaves = _own(do, leaves)
-        try:
-            old = do.get_old()
-        except RuntimeError as error:
-            if not comes_again(do.get_old, error):
-                raise
+        old = _read(do.get_old)
+        if old is None:
             old = _while_full(do, leaves, _MATMULS, do.get_old)
-        try:
-            cudnn = do.get_cudnn()
-        except RuntimeError as error:
-            if not comes_again(do.get_cudnn, error):
-                raise
-            cudnn = _while_full(do, leaves, _CUDNN, partial(_hidden_cudnn, do))
+        cudnn = _read(do.get_cudnn)
+        if cudnn is None:
+            # With full FP32 in the newer switches, only True is a contradiction.
+            cudnn = _while_full(do, leaves, _CUDNN, partial(_read, do.get_cudnn)) is not False
         return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
@@ -186,11 +180,9 @@ class TorchController:
     def describe(self) -> dict[str, Any]:
         """Return the switches as PyTorch's user reads them."""
         do = self._functions()
-        read: dict[str, Callable[[], Any]] = {_OLD: do.get_old, _OLD_CUDNN: do.get_cudnn}
-        found: dict[str, Any] = {}
-        for name, getter in read.items():
-            found[name], refused = attempt(getter)
-            if refused:
+        found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
+        for name, value in found.items():
+            if value is None:
                 found[name] = "refused by PyTorch: the old and the newer switches do not agree"
         return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
 
@@ -201,23 +193,27 @@ class TorchController:
         return torch_leaves(sys.modules["torch"])
 
 
+def _read(getter: Callable[[], T]) -> T | None:
+    """Return the value of an old switch, None where PyTorch refuses to read it."""
+    try:
+        return getter()
+    except RuntimeError as error:
+        if not raised_in(error, __name__):
+            raise
+        return None
+
+
 def _while_set(
     do: _Functions, pairs: Sequence[Pair], held: Sequence[str], value: str, read: Callable[[], T]
 ) -> T:
     """Read while these of the newer switches have this value for a moment; then they hold again what they held."""
     first, second = zip(*pairs, strict=True)
+    back = map(do.put, first, second, held)
     try:
         list(map(do.put, first, second, repeat(value)))
-        found = read()
-        list(map(do.put, first, second, held))
-        return found
-    except BaseException:
-        # An interrupt may come before the first `list`, too, though not inside it.
-        try:
-            list(map(do.put, first, second, held))
-        finally:
-            list(map(do.put, first, second, held))
-        raise
+        return read()
+    finally:
+        list(back)  # one call of C, so that no signal handler runs before its end
 
 
 def _while_full(
@@ -225,12 +221,6 @@ def _while_full(
 ) -> T:
     """Read while these switches are at full FP32, with which every value of the old ones agrees."""
     return _while_set(do, pairs, [leaves[_PAIRS.index(pair)] for pair in pairs], "ieee", read)
-
-
-def _hidden_cudnn(do: _Functions) -> bool:
-    # With full FP32 in the newer switches, only True is a contradiction.
-    found, refused = attempt(do.get_cudnn)
-    return True if refused else bool(found)
 
 
 def _own(do: _Functions, leaves: list[str]) -> list[str]:

@@ -15,9 +15,9 @@ from numba import types
 
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.backends.cpu.emulation.operands import NOWHERE, Operand
-from lowprec.backends.cpu.interrupts import raised_in
 from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's target, safely
 from lowprec.backends.cpu.packed.stored_code import sources_digest
+from lowprec.policy.interrupts import raised_in
 
 # numba compiles constants of a module into the code.
 _LEAST = np.int32(-126)  # of a float32, normal or not
