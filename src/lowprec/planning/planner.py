@@ -76,7 +76,6 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
         is_complex=compute_dtype.is_complex,
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
-        is_plain=_is_plain(problem, mode, compute_dtype, out_dtype, layout, rounded),
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
     if rows is not layout and choice.kernel.blas and _pays_to_copy(layout):
@@ -106,24 +105,6 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     call = _call(plan)
     copies = _copies_of_call(call) if kernel.is_cublaslt else _copies(plan)
     return replace(plan, call=call, copies=copies, advice=_advice(plan, call))
-
-
-def _is_plain(
-    problem: GemmProblem,
-    mode: MathMode,
-    compute_dtype: DType,
-    out_dtype: DType,
-    layout: GemmLayout,
-    rounded: tuple[bool, bool],
-) -> bool:
-    """Whether one call of a BLAS, with the arrays as they are, is all that there is to do."""
-    accumulator = row(mode).accumulator(compute_dtype)
-    return (
-        problem.a.dtype is problem.b.dtype is out_dtype is accumulator
-        and not any(rounded)
-        and not problem.has_epilogue
-        and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
-    )
 
 
 def _pays_to_copy(layout: GemmLayout) -> bool:

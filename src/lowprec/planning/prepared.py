@@ -42,9 +42,6 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
         return _why_packed(plan)
     if kernel.vectors:
         return Why.KEPT if _halves_b(plan) else Why.NOT_KEPT
-    if kernel.rewrites:
-        # Operands of small products are cast to rows, also where nothing is rounded.
-        return Why.KEPT if plan.flops and plan.layout.b.batch_stride == 0 else Why.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
     return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
 
