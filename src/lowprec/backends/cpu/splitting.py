@@ -22,6 +22,9 @@ _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 #: Numbers that are scaled at a time, and stay in the cache.
 _BLOCK = 1 << 16
 
+#: Magnitudes of two exponents together for which a scaled product stays a normal number.
+_SMALL_EXPONENT = 50
+
 #: Powers of two with exponents of this magnitude are normal float32 numbers.
 _LARGEST_FACTOR = 126
 
@@ -58,11 +61,10 @@ def split(
     if count == 1:
         return Split(parts, exponents)
     rest = scratch(stack, x.shape, dtype)
-    rest[...] = x
-    factor = dtype.type(2.0**row.part_exponent)
+    left, factor = x, dtype.type(2.0**row.part_exponent)
     with np.errstate(all="ignore"):
         while len(parts) < min(count, row.parts):
-            rest -= parts[-1]
+            left = np.subtract(left, parts[-1], out=rest, dtype=dtype, casting="unsafe")
             if row.part_exponent:
                 rest *= factor
             parts += rounded((rest,), dtype, fmt, stack)
@@ -141,17 +143,18 @@ def _scaled(
     source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
     out = scratch(stack, source.shape, dtype)
     *batch, rows, cols = out.shape
-    numbers = _components(out).reshape(-1, rows, cols, dtype.itemsize // 4)
+    components = () if dtype == np.float32 else (2,)
+    numbers = _components(out).reshape(-1, rows, cols, *components)
     if x.dtype == dtype == np.float32:
-        read = source.reshape(-1, rows, cols, 1)
+        read = source.reshape(-1, rows, cols)
     else:
         casting.cast([(source, out)], None)
         read = numbers
-    blocks = _blocks(*numbers.shape)
+    blocks = _blocks(len(numbers), rows, cols * dtype.itemsize // 4)
     largest = np.zeros(
         (len(numbers), rows, 1) if along_rows else (len(numbers), 1, cols), np.uint32
     )
-    over = (2, 3) if along_rows else (1, 3)
+    over = (2 if along_rows else 1, *([3] if components else []))
     found: list[tuple[tuple[slice, slice], Any]] = []
 
     def seek(block: tuple[slice, slice]) -> None:
@@ -172,7 +175,7 @@ def _scaled(
     # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
     halves = [exponents // 2, exponents - exponents // 2]
     steps = halves if np.abs(exponents).max(initial=0) > _LARGEST_FACTOR else [exponents]
-    factors = [np.ldexp(np.float32(1), step)[..., None] for step in steps]
+    factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
 
     def scale(block: tuple[slice, slice]) -> None:
         matrices, _ = block
@@ -189,9 +192,9 @@ def _scaled(
     return out, exponents
 
 
-def _blocks(count: int, rows: int, cols: int, components: int) -> list[tuple[slice, slice]]:
+def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]]:
     """Return slices over matrices and over their rows which stay in the cache."""
-    height = max(1, _BLOCK // max(1, cols * components))
+    height = max(1, _BLOCK // max(1, row_numbers))
     step = max(1, height // max(1, rows))
     return [
         (slice(i, i + step), slice(j, j + height))
@@ -206,16 +209,23 @@ def unscale(out: Any, a: Split, b: Split) -> None:
     if not scaled:
         return
 
+    # Results are multiples of 2^-70: by small powers they stay normal numbers.
+    is_exact = (
+        out.dtype.kind != "c" and sum([np.abs(x).max(initial=0) for x in scaled]) <= _SMALL_EXPONENT
+    )
+
     def take_back(rows: slice) -> None:
         here = out[..., rows, :]
         for part in (here.real, here.imag) if out.dtype.kind == "c" else (here,):
-            wide = part.astype(
-                np.float64
-            )  # in which both powers are exact, so that it is rounded once
-            for x in scaled:
-                wide *= np.ldexp(1.0, -(x[..., rows, :] if x.shape[-2] > 1 else x))
+            # In float64 both powers are exact, so that it is rounded once.
+            wide = part if is_exact else part.astype(np.float64)
             with np.errstate(all="ignore"):
-                part[...] = wide
+                for x in scaled:
+                    wide *= np.ldexp(
+                        wide.dtype.type(1), -(x[..., rows, :] if x.shape[-2] > 1 else x)
+                    )
+                if not is_exact:
+                    part[...] = wide
 
     height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
     threads.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])
