@@ -16,12 +16,8 @@ from lowprec.backends.cpu.kernel_rows import (
     AVX512_BF16_PARTS,
     AVX512_FP32_ROUNDED,
     AVX512_VNNI,
-    DIRECT,
-    DIRECT_INT8,
-    DIRECT_PARTS,
     GEMV,
     GEMV_INT8,
-    GEMV_WIDE,
     OPENBLAS,
 )
 from lowprec.modes import TABLE, MathMode
@@ -149,30 +145,27 @@ def _meets_vectors(shape: Shape, row: KernelRow = GEMV) -> bool:
     return min(shape.m, shape.n) in vectors and shape.elements >= row.minimum_elements
 
 
-def _meets_more(shape: Shape) -> bool:
-    return _meets_vectors(shape, GEMV_WIDE)
-
-
-def _is_small(shape: Shape) -> bool:
-    return shape.elements <= (DIRECT.maximum_elements or 0)
-
-
-def _has_small_parts(shape: Shape) -> bool:
-    return shape.elements <= (DIRECT_PARTS.maximum_elements or 0)
-
-
 def _of_one_call(shape: Shape) -> bool:
     return shape.count == 1 or shape.flops >= OPENBLAS.minimum_batch_flops
 
 
 def _without_bfloat16(shape: Shape) -> bool:
-    return not (_is_small(shape) or _meets_vectors(shape) or _meets_more(shape)) and _of_one_call(
-        shape
-    )
+    return not _meets_vectors(shape) and _of_one_call(shape)
+
+
+def _is_packed(shape: Shape, row: KernelRow = AVX512_BF16) -> bool:
+    if shape.count > 1:
+        return shape.flops >= row.minimum_batch_flops
+    return shape.elements >= row.minimum_elements
 
 
 def _is_rounded_as_packed(shape: Shape) -> bool:
-    return _without_bfloat16(shape) and min(shape.m, shape.n) >= AVX512_FP32_ROUNDED.minimum_mn
+    row = AVX512_FP32_ROUNDED
+    return (
+        not _meets_vectors(shape)
+        and _is_packed(shape, row)
+        and min(shape.m, shape.n) >= row.minimum_mn
+    )
 
 
 def _road(
@@ -189,14 +182,9 @@ def _road(
     )  # fmt: skip
 
 
-def _is_small_int8(shape: Shape) -> bool:
-    row = DIRECT_INT8
-    return shape.elements <= (row.maximum_elements or 0) and shape.k <= (row.maximum_k or 0)
-
-
 def _in_eight_bits(shape: Shape) -> bool:
     enough = shape.count == 1 or shape.flops >= AVX512_VNNI.minimum_batch_flops
-    return enough and not _is_small_int8(shape) and not _meets_vectors(shape, GEMV_INT8)
+    return enough and not _meets_vectors(shape, GEMV_INT8)
 
 
 def _is_large_complex(shape: Shape) -> bool:
@@ -212,19 +200,16 @@ ROADS: dict[str, Road] = {
     "gemv of 16 bits": _road(
         "gemv", [("bfloat16", "bfloat16"), ("float16", "float16")], ALL, _meets_vectors, "numba"
     ),
-    "gemv_wide": _road(
-        "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba", _TILES, costs=4
-    ),
     "gemv of int8": _road(
         "gemv_int8", [("int8", "int8")], ALL, lambda x: _meets_vectors(x, GEMV_INT8), "numba", costs=4
     ),
     "bfloat16": _road(
         "avx512_bf16", [_SINGLE, *_HALVES], ["bf16"],
-        lambda x: x.elements >= AVX512_BF16.minimum_elements and not _meets_vectors(x), "avx512_bf16", _TILES,
+        lambda x: _is_packed(x) and not _meets_vectors(x), "avx512_bf16", _TILES,
     ),
     "bfloat16 as stored": _road(
         "avx512_bf16", [("bfloat16", "bfloat16")], ALL,
-        lambda x: x.elements >= AVX512_BF16.minimum_elements and not _meets_vectors(x), "avx512_bf16", _TILES,
+        lambda x: _is_packed(x) and not _meets_vectors(x), "avx512_bf16", _TILES,
     ),
     "bfloat16, complex": _road(
         "avx512_bf16", _COMPLEX, ["bf16"], _is_large_complex, "avx512_bf16", _TILES,
@@ -232,16 +217,12 @@ ROADS: dict[str, Road] = {
     ),
     "parts": _road(
         "avx512_bf16_parts", [_SINGLE, *_HALVES[:2]], _IN_BFLOAT16,
-        lambda x: x.elements >= AVX512_BF16_PARTS.minimum_elements
-        and (x.count == 1 or x.flops >= AVX512_BF16_PARTS.minimum_batch_flops),
+        lambda x: _is_packed(x, AVX512_BF16_PARTS),
         "avx512_bf16", _TILES,
     ),
     "parts, complex": _road(
         "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
-    ),
-    "int8, small": _road(
-        "direct_int8", [("int8", "int8")], ALL, _is_small_int8, "numba", _TILES
     ),
     "int8": _road(
         "avx512_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx512_vnni", _TILES
@@ -254,7 +235,7 @@ ROADS: dict[str, Road] = {
         "avx512_fp32", [_SINGLE], PLAIN, lambda x: True, "avx512_fp32", has_epilogue=False, at_any_size=True,
     ),
     "FP32 units, and an epilogue": _road(
-        "avx512_fp32", [_SINGLE], PLAIN, lambda x: not _is_small(x), "avx512_fp32",
+        "avx512_fp32", [_SINGLE], PLAIN, lambda x: True, "avx512_fp32",
         has_epilogue=True, at_any_size=True, costs=4,
     ),
     "rounded": _road(
@@ -265,25 +246,9 @@ ROADS: dict[str, Road] = {
         "avx512_fp32_rounded", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL, _is_rounded_as_packed,
         "avx512_fp32", [*_TILES, "avx512_bf16"], costs=4,
     ),
-    "small": _road(
-        "direct", [_SINGLE, *_HALVES], ROUNDING, lambda x: _is_small(x) and not _meets_vectors(x), "numba",
-        [*_TILES, "avx512_bf16"],
-    ),
-    "small of 16 bits": _road(
-        "direct", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL,
-        lambda x: _is_small(x) and not _meets_vectors(x), "numba", [*_TILES, "avx512_bf16"],
-    ),
-    "small, in parts": _road(
-        "direct_parts", [_SINGLE, *_HALVES[:2]], [*_IN_BFLOAT16, *_IN_OTHERS], _has_small_parts, "numba",
-        [*_TILES, "avx512_bf16"],
-    ),
-    "small, not rounded": _road(
-        "direct", [_SINGLE, *_HALVES, ("float64", "float64"), ("float64", "float16")], [*PLAIN, "fp64"],
-        _is_small, "numba", has_epilogue=True,
-    ),
     "OpenBLAS": _road(
         "openblas", [_SINGLE, ("float64", "float64"), ("float64", "float32")], ["fp32", "fp64"],
-        lambda x: not _is_small(x) and _of_one_call(x), "openblas", has_epilogue=True,
+        _of_one_call, "openblas", has_epilogue=True,
     ),
     "OpenBLAS, one call": _road(
         "openblas", [(x, x) for x in ("float32", "float64", "complex64", "complex128")], PLAIN, _of_one_call,
@@ -299,7 +264,7 @@ ROADS: dict[str, Road] = {
     ),
     "OpenBLAS, parts": _road(
         "openblas", [_SINGLE, *_HALVES[:2]], _IN_OTHERS,
-        lambda x: not _has_small_parts(x) and _of_one_call(x), "openblas", _TILES,
+        _of_one_call, "openblas", _TILES,
     ),
     "OpenBLAS, complex parts": _road("openblas", _COMPLEX[:2], _IN_OTHERS, _of_one_call, "openblas", _TILES),
     "NumPy": _road(

@@ -1,4 +1,4 @@
-"""Small products by native code and by NumPy, whose bits must be the same."""
+"""Small products whose steps were made with the plan, and step by step without native code but a BLAS's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 
 import lowprec
 from lowprec import executors
-from lowprec.backends.cpu import direct
+from lowprec.backends.cpu import casting, single_products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def matmul(a: Any, b: Any, *, native: bool = True, **keywords: Any) -> Any:
-    """Multiply by the kernels, or by NumPy; the test fails where the plan has another kernel."""
-    assert lowprec.plan(a, b, **keywords).kernel in ("direct", "direct_parts", "direct_int8")
+    """Multiply by BLAS, rounded and written by native kernels or by NumPy; fail where the plan has another kernel."""
+    assert lowprec.plan(a, b, **keywords).kernel_row.blas
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(direct, "_has_kernels", lambda: native)
+        if not native:
+            monkeypatch.setattr(single_products, "prepare", lambda *_: None)
+            monkeypatch.setattr(casting, "is_ready", lambda: False)
         executors.forget()
         return lowprec.matmul(a, b, **keywords)
 

@@ -874,8 +874,7 @@ import lowprec
 rng = np.random.default_rng(0)
 for m, n, k in ((64, 64, 64), (63, 59, 70), (5, 37, 200), (300, 311, 1030), (17, 9, 30)):
     a, b = (rng.integers(-128, 128, s).astype(np.int8) for s in ((m, k), (k, n)))
-    kernel = "direct_int8" if m == 17 else "avx_vnni"
-    assert lowprec.plan(a, b).kernel == kernel, lowprec.plan(a, b)
+    assert lowprec.plan(a, b).kernel == "avx_vnni", lowprec.plan(a, b)
     for x, y in ((a, b), (a, np.asfortranarray(b)), (np.asfortranarray(a), b)):
         guarded = np.full((m + 2, n + 2), 7, np.int32)
         lowprec.matmul(x, y, out=guarded[1:-1, 1:-1])

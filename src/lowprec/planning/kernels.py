@@ -64,18 +64,15 @@ class KernelRow(NamedTuple):
     concatenates: bool = False  # products of parts run as one, the parts side by side
     real_only: bool = False  # runs no product of complex numbers
     vectors: range | None = None  # runs products of a matrix and so many vectors only
-    rewrites: bool = False  # runs only what one call of a BLAS is not all of
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     keeps_b: bool = False  # what it makes of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
-    minimum_elements: int = 0  # of each product of a batch
+    minimum_elements: int = 0  # of each product of a batch, unless its flops decide
     minimum_elements_complex: int = 0
-    maximum_elements: int | None = None  # above these it does not pay either
     minimum_k: int = 0
-    maximum_k: int | None = None
     minimum_mn: int = 0  # of both m and n
     is_shallow: bool = False  # k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
@@ -150,13 +147,11 @@ def choose_kernel(
     is_complex: bool = False,
     products: int = 1,
     is_chunked: bool = False,
-    is_plain: bool = False,
 ) -> KernelChoice:
     """Return the first kernel of a device that it can run and that pays at this size.
 
     Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
-    ``products`` is the length of the schedule, ``is_chunked`` says whether some of them are over a piece of k, and
-    ``is_plain`` whether one call of a BLAS is all there is to do.
+    ``products`` is the length of the schedule, and ``is_chunked`` says whether some of them are over a piece of k.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
@@ -167,13 +162,7 @@ def choose_kernel(
             continue
         if row.vectors and min(layout.m, layout.n) not in row.vectors:
             continue
-        if row.rewrites and is_plain:
-            continue
         if row.sums_products and products == 1:
-            continue
-        if row.maximum_elements is not None and _elements(layout) > row.maximum_elements:
-            continue
-        if row.maximum_k is not None and layout.k > row.maximum_k:
             continue
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
         if reason is not None:
@@ -194,12 +183,6 @@ def choose_kernel(
     )
 
 
-def _elements(layout: GemmLayout) -> int:
-    """Return the elements of a, b and the result, of one product of a batch."""
-    m, n, k = layout.m, layout.n, layout.k
-    return m * k + k * n + m * n
-
-
 def _unsupported_reason(
     row: KernelRow,
     capabilities: Capabilities,
@@ -213,16 +196,25 @@ def _unsupported_reason(
     Tile kernels pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass.
     """
     m, n, k = layout.m, layout.n, layout.k
-    elements = _elements(layout)
+    elements = m * k + k * n + m * n
     if row.requires is not None and row.requires not in capabilities.features:
         return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
     if is_chunked and row.shares_sums:
         return Reason.of(Why.OWN_CHUNKS, kernel=row.name)
+    flops, least = 2 * m * n * k, row.minimum_batch_flops
+    if is_complex and row.minimum_batch_flops_complex is not None:
+        least = row.minimum_batch_flops_complex
+    if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
+        least = row.minimum_batch_flops_vector
     minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
+    if layout.batch_count > 1 and least and not is_complex:
+        minimum = 0
     if elements < minimum:
         return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)
+    if layout.batch_count > 1 and flops < least:
+        return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=least, flops=flops)
     extent = row.minimum_extent_complex if is_complex else row.minimum_k
     if (min(m, n, k) if is_complex else k) < extent:
         return Reason.of(Why.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
@@ -230,12 +222,4 @@ def _unsupported_reason(
         return Reason.of(Why.TOO_FEW_ROWS_OR_COLUMNS, kernel=row.name, minimum=row.minimum_mn)
     if row.is_shallow and k > min(m, n):
         return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
-    flops = 2 * m * n * k
-    minimum = row.minimum_batch_flops
-    if is_complex and row.minimum_batch_flops_complex is not None:
-        minimum = row.minimum_batch_flops_complex
-    if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
-        minimum = row.minimum_batch_flops_vector
-    if layout.batch_count > 1 and flops < minimum:
-        return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=minimum, flops=flops)
     return None

@@ -75,13 +75,6 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         is_complex=compute_dtype.is_complex,
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
-        # One call of a BLAS, with the arrays as they are, is all that there is to do.
-        is_plain=(
-            problem.a.dtype is problem.b.dtype is out_dtype is accumulator
-            and not any(rounded)
-            and not problem.has_epilogue
-            and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
-        ),
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
     # One product of a copy of ``a`` is faster than many small ones where enough columns use it.

@@ -50,9 +50,6 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
             FLOAT16,
         )
         return Why.KEPT if halves and multiplies_b(plan.layout) else Why.NOT_KEPT
-    if kernel.rewrites:
-        # Operands of small products are cast to rows, also where nothing is rounded.
-        return Why.KEPT if plan.flops and plan.layout.b.batch_stride == 0 else Why.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
     return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
 

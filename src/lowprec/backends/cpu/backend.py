@@ -20,7 +20,7 @@ from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, plan_gemm
 
-_BY_UNITS = (packed.execute, launch.execute, launch.execute_shared)
+_BY_UNITS = (packed.execute, packed.execute_job, launch.execute, launch.execute_shared)
 
 
 def prepare(plan: GemmPlan) -> Executor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, numba_import, threads
+from lowprec.backends.cpu import numba_import, threads
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
@@ -36,6 +37,17 @@ _PAYS_TO_CALL = 1 << 12
 SCRATCH_BYTES = 512
 
 Kernel = Callable[..., int]
+
+
+class _Scratch(threading.local):
+    """The scratch memory of each thread, which one call of a kernel uses at a time, a signal handler's included."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(SCRATCH_BYTES, np.uint8)
+        self.address = data_pointer(self.memory)
+
+
+kernel_scratch = _Scratch()
 
 
 @functools.lru_cache(maxsize=64)
@@ -151,11 +163,16 @@ def narrow(source: Any, out: Any) -> None:
     )
 
 
+def is_ready() -> bool:
+    """Whether numba was imported with a plan, and compiles the kernels."""
+    return numba_import.is_ready() and has_kernels()
+
+
 def _pays(elements: int, to: NumberFormat | None) -> bool:
     """Whether numba was imported with a plan, and the kernels pay."""
     if to is None and elements < _PAYS_TO_CALL:
         return False
-    return numba_import.is_ready() and has_kernels()
+    return is_ready()
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
@@ -216,15 +233,13 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
 def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
     """Call kernels; return what each returned, with the number before it."""
     results: list[tuple[Any, int]] = []
-    if not pieces:
-        return results
     queue = iter(pieces)
 
     def work() -> None:
-        with buffers.borrow(SCRATCH_BYTES) as scratch:
-            # Taking the next element of a list's iterator is atomic.
-            for number, kernel, *arguments in queue:
-                results.append((number, kernel(*arguments, scratch)))
+        scratch = kernel_scratch.address
+        # Taking the next element of a list's iterator is atomic.
+        for number, kernel, *arguments in queue:
+            results.append((number, kernel(*arguments, scratch)))
 
     if elements < _PAYS_TO_SHARE:
         work()

@@ -13,11 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import casting
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.backends.cpu.gelu import gelu_float32
+from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
+from lowprec.backends.cpu.packed.rows import epilogue_of
+from lowprec.backends.cpu.packed.templates import anywhere, operand_of
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
-_GELU_SLOPE = math.sqrt(2.0 / math.pi)
+#: Elements that NumPy activates at a time, and stay in the cache; and rows of a product that a thread takes.
+_BLOCK, _PIECE = 1 << 13, 1 << 16
 
 
 def relu(x: Any) -> Any:
@@ -27,15 +33,21 @@ def relu(x: Any) -> Any:
 
 def gelu(x: Any) -> Any:
     """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    if x.dtype == np.float32:
+        flat = x.reshape(-1)
+        for i in range(0, flat.size, _BLOCK):
+            flat[i : i + _BLOCK] = gelu_float32(flat[i : i + _BLOCK])
+        x[...] = flat.reshape(x.shape)
+        return x
     np.maximum(x, np.finfo(x.dtype).min, out=x)  # of -Inf the formula makes NaN, not its limit
     inner = np.square(x, out=np.empty_like(x))  # an array where x has no dimensions, too
-    inner *= x.dtype.type(0.044715)
+    inner *= 0.044715
     inner += 1
     inner *= x
-    inner *= x.dtype.type(_GELU_SLOPE)
+    inner *= math.sqrt(2.0 / math.pi)
     np.tanh(inner, out=inner)
     inner += 1
-    inner *= x.dtype.type(0.5)
+    inner *= 0.5
     x *= inner
     return x
 
@@ -70,6 +82,17 @@ def apply(
     ``c`` may be ``out`` itself, which gets the result rounded to its dtype. ``c`` is not read where ``beta`` is zero,
     as in BLAS.
     """
+    operands = [x for x in (out, c, bias) if x is not None]
+    if (
+        product.dtype == np.float32
+        and product.flags.c_contiguous
+        and activation in ACTIVATIONS
+        and (alpha != 1 or operands[1:] or activation)
+        and casting.is_ready()
+        and all(step % x.itemsize == 0 for x in operands for step in x.strides)
+    ):
+        _apply_native(product, out, alpha.real, beta.real, c, bias, activation)
+        return
     scalar = product.dtype.type
     with np.errstate(all="ignore"):
         if alpha != 1:
@@ -89,3 +112,39 @@ def apply(
             # ml_dtypes rounds float64 to bfloat16 by way of float32, which would be a rounding more.
             twice = product.dtype == np.float64 and out.dtype.itemsize == 2
             casting.narrow(rounded_to_odd(product) if twice else product, out)
+
+
+def _apply_native(
+    product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None
+) -> None:
+    """Apply the epilogue of the packed kernels, in threads where it pays."""
+    n, c = product.shape[-1], c if beta else None
+    vector = (
+        None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
+    )
+    place = 0 if bias is None else data_pointer(bias)
+
+    def run(piece: tuple[Any, ...]) -> None:
+        numbers, to, addend = piece
+        m = len(numbers)
+        target, other = operand_of(to), None if addend is None else operand_of(addend)
+        finish = epilogue_of(m, n, anywhere(target), other and anywhere(other), vector, activation)
+        with buffers.borrow(BLOCK_SCRATCH_BYTES) as memory:
+            at = data_pointer(numbers), target.address, other.address if other else 0, place
+            finish(*at, alpha, beta, memory)
+
+    pieces = []
+    for matrices in _as_matrices(product, out, c):
+        height = max(1, _PIECE // n)
+        for i in range(0, len(matrices[0]), height):
+            pieces.append(tuple(None if x is None else x[i : i + height] for x in matrices))
+    threads.share(run, pieces)
+
+
+def _as_matrices(*arrays: Any) -> list[tuple[Any, ...]]:
+    """Return matrices that make up arrays of one shape: one, if the leading dimensions of all can be taken for one."""
+    shape = arrays[0].shape
+    try:
+        return [tuple(x if x is None else x.reshape(-1, shape[-1], copy=False) for x in arrays)]
+    except ValueError:
+        return [tuple(x if x is None else x[i] for x in arrays) for i in np.ndindex(shape[:-2])]

@@ -16,14 +16,18 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
-from lowprec.backends.cpu import gemm, splitting
+from lowprec.backends.cpu import gemm, single_products, splitting, threads
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, KernelRow, Product
+from lowprec.planning import GemmPlan, KernelRow
 from lowprec.planning.prepared import kept_modes
+
+#: Elements of an operand or result up to which products of a batch run in slices, and those of each slice.
+_SMALL_PRODUCT, _SLICE = 1 << 14, 1 << 17
 
 #: dtypes that a BLAS multiplies.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
@@ -34,7 +38,11 @@ def prepare(plan: GemmPlan) -> Executor:
     blas = _blas(plan.kernel_row)
     if _is_plain(plan) and blas.takes_whole(plan.layout):
         return blas.call(plan)
-    return functools.partial(execute, plan)
+    general = functools.partial(execute, plan)
+    if blas is not gemm.OPENBLAS or plan.kernel_row.emulates or plan.split != (1, 1):
+        return general
+    to = FLOAT16_DIGITS if any(plan.scaled) else rounding_format(plan)
+    return single_products.prepare(plan, to, general) or general
 
 
 def _blas(kernel: KernelRow) -> gemm.Blas:
@@ -67,7 +75,28 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     kept = arguments.b if type(arguments.b) is PreparedView else None
     if kept is not None and kept.mode not in kept_modes(plan):
         kept = None
-    execute_stacks(plan, plan.kernel_row, arguments, stacks_of(plan, arguments), kept)
+    stacks = stacks_of(plan, arguments)
+    slices = [stacks] if kept else _slices(stacks)
+    threads.share(lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), slices)
+
+
+def _slices(stacks: Stacks) -> list[Stacks]:
+    """Return a batch of small products in slices which stay in the cache; other batches whole."""
+    a, b, out, c, bias = stacks
+    each = max([x.shape[-2] * x.shape[-1] for x in (a, b, out)])
+    if (
+        out.ndim < 3
+        or each > _SMALL_PRODUCT
+        or not a.ndim == b.ndim == out.ndim
+        or 1 in (len(a), len(b))
+    ):
+        return [stacks]
+    step = max(1, _SLICE * len(out) // max(1, a.size, b.size, out.size))
+    found = []
+    for i in range(0, len(out), step):
+        part = slice(i, i + step)
+        found.append(Stacks(a[part], b[part], out[part], None if c is None else c[part], bias))
+    return found
 
 
 def execute_stacks(
@@ -101,7 +130,8 @@ def with_epilogue(
         if plan.problem.has_epilogue:
             apply_epilogue(plan, arguments, stacks.out, stacks)
         return
-    with scratch(stacks.out.shape, dtype) as product:
+    with contextlib.ExitStack() as stack:
+        product = scratch(stack, stacks.out.shape, dtype)
         multiply(product)
         apply_epilogue(plan, arguments, product, stacks)
 
@@ -134,10 +164,17 @@ def _sum_products(
             if kept is None
             else _kept_split(plan, b, out.dtype, kept)
         )
+        term = scratch(stack, out.shape, out.dtype)
         for product in plan.schedule:
             x = split_a.parts[product.a_part][..., product.k_start : product.k_stop]
             y = split_b.parts[product.b_part][..., product.k_start : product.k_stop, :]
-            _add_product(multiply, product, x, y, out)
+            to = term if product.accumulates else out
+            multiply(x, y, to)
+            with np.errstate(all="ignore"):
+                if product.factor != 1:
+                    to *= to.dtype.type(product.factor)
+                if product.accumulates:
+                    out += term
         splitting.unscale(out, split_a, split_b)
     if max(plan.split) > 1:
         mend(kernel, a, b, out)
@@ -191,22 +228,6 @@ def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
         return
     with contextlib.ExitStack() as stack:
         x, y = splitting.rounded((a, b), out.dtype, None, stack)
-        product = stack.enter_context(scratch(out.shape, out.dtype))
+        product = scratch(stack, out.shape, out.dtype)
         _blas(kernel).multiply(x, y, product)
         np.copyto(out, product, where=lost)
-
-
-def _add_product(
-    multiply: Callable[[Any, Any, Any], None], product: Product, x: Any, y: Any, out: Any
-) -> None:
-    """Compute ``out (+)= factor * x @ y``."""
-    with contextlib.ExitStack() as stack:
-        term = out
-        if product.accumulates:
-            term = stack.enter_context(scratch(out.shape, out.dtype))
-        multiply(x, y, term)
-        with np.errstate(all="ignore"):
-            if product.factor != 1:
-                term *= term.dtype.type(product.factor)
-            if product.accumulates:
-                out += term

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,26 +13,41 @@ import numpy as np
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, casting
-from lowprec.backends.cpu.openblas import BatchedProduct, has_room, loaded_openblas
+from lowprec.backends.cpu.openblas import has_room, loaded_openblas
 from lowprec.backends.cpu.stacks import scratch
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
 _DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
 
+#: Shape and strides in bytes of an array of at least two dimensions.
+_Extents = tuple[tuple[int, ...], tuple[int, ...]]
 
-def stack_of(x: Any) -> MatrixStack:
-    """Return how an array of at least two dimensions lies in memory; its strides are multiples of its elements."""
-    *batch_strides, row_stride, col_stride = (step // x.itemsize for step in x.strides)
-    *batch_shape, rows, cols = x.shape
+#: Computes ``out = a @ b`` for the arrays that begin at three addresses.
+_Call = Callable[[int, int, int], None]
+
+
+def _stack(dtype: np.dtype[Any], extents: _Extents, batch: tuple[int, ...] = ()) -> MatrixStack:
+    """Return the matrices of an array whose strides are multiples of its elements, broadcast to a batch."""
+    (*own, rows, cols), steps = extents
+    *strides, row_stride, col_stride = (step // dtype.itemsize for step in steps)
+    strides = [x if n > 1 else 0 for n, x in zip(own, strides, strict=True)]
+    missing = [0] * (len(batch) - len(own))
     return MatrixStack.of(
-        _DTYPES[x.dtype], rows, cols, row_stride, col_stride, tuple(batch_shape), tuple(batch_strides)
-    )  # fmt: skip
+        _DTYPES[dtype], rows, cols, row_stride, col_stride, batch, (*missing, *strides)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_expressible(dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if any(step % dtype.itemsize for step in strides):
+        return False
+    return _stack(dtype, (shape, strides), shape[:-2]).blas_expressible
 
 
 def is_blas_expressible(x: Any) -> bool:
     """Return whether BLAS can read the last two dimensions of ``x`` in place, as they are or transposed."""
-    return all(step % x.itemsize == 0 for step in x.strides) and stack_of(x).blas_expressible
+    return x.flags.c_contiguous or _is_expressible(x.dtype, x.shape, x.strides)
 
 
 def _in_place_or_copy(x: Any) -> Any:
@@ -56,17 +74,34 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
         return
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
-    batch = target.shape[:-2]
-    arrays = [np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b, target)]
-    first = [data_pointer(x) for x in arrays]
-    stacks = stack_of(arrays[0]), stack_of(arrays[1]), stack_of(arrays[2])
-    if batch:
-        offsets = batches.offsets_of((*stacks, None))
-        loaded_openblas().batch(*stacks)(_columns(offsets + np.array([*first, 0])))
-    else:
-        loaded_openblas().product(*stacks)(*first)
+    call = _openblas_product(out.dtype, *((x.shape, x.strides) for x in (a, b, target)))
+    call(data_pointer(a), data_pointer(b), data_pointer(target))
     if target is not out:
         out[...] = target
+
+
+@functools.lru_cache(maxsize=1024)
+def _openblas_product(dtype: np.dtype[Any], a: _Extents, b: _Extents, out: _Extents) -> _Call:
+    batch = out[0][:-2]
+    return library_product(
+        _stack(dtype, a, batch), _stack(dtype, b, batch), _stack(dtype, out, batch)
+    )
+
+
+def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
+    """Return what multiplies the matrices of stacks; small batches keep how far each is from the first."""
+    library = loaded_openblas()
+    if not out.batch_shape:
+        return library.product(a, b, out)
+    product, matrices = library.batch(a, b, out), (a, b, out, None)
+    few = math.prod(out.batch_shape) <= batches.KEPT
+    kept = _columns(batches.offsets_of(matrices)) if few else None
+
+    def multiply(*first: int) -> None:
+        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
+        product(offsets + np.array(first, np.int64)[:, None])
+
+    return multiply
 
 
 def _columns(table: Any) -> Any:
@@ -81,11 +116,8 @@ _INT8_CHUNK = 1024
 def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, with float32 products of short sums."""
     float32 = np.dtype(np.float32)
-    with (
-        scratch(a.shape, float32) as x,
-        scratch(b.shape, float32) as y,
-        scratch(out.shape, float32) as z,
-    ):
+    with contextlib.ExitStack() as stack:
+        x, y, z = (scratch(stack, array.shape, float32) for array in (a, b, out))
         casting.cast([(a, x), (b, y)], None)
         for first in range(0, a.shape[-1], _INT8_CHUNK):
             last = first + _INT8_CHUNK
@@ -118,26 +150,11 @@ def _openblas_call(plan: GemmPlan) -> Executor:
 
 
 def _library_call(plan: GemmPlan) -> Executor:
-    layout, library = plan.layout, loaded_openblas()
-    stacks = (layout.a, layout.b, layout.out)
-    if layout.batch_shape:
-        few = layout.batch_count <= batches.KEPT
-        return _openblas_batch(library.batch(*stacks), (*stacks, None), few)
-    product = library.product(*stacks)
+    product = library_product(plan.layout.a, plan.layout.b, plan.layout.out)
 
     def execute(arguments: Arguments) -> None:
         a, b, out = arguments[:3]
         product(a.address, b.address, out.address)
-
-    return execute
-
-
-def _openblas_batch(product: BatchedProduct, matrices: batches.Matrices, few: bool) -> Executor:
-    kept = _columns(batches.offsets_of(matrices)) if few else None
-
-    def execute(arguments: Arguments) -> None:
-        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
-        product(offsets + np.array([[x.address] for x in arguments[:3]], np.int64))
 
     return execute
 

@@ -92,7 +92,10 @@ AVX512_BF16 = _TILES._replace(
     requires="avx512_bf16",
     missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
+    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
     minimum_elements=9_000,
+    # Of smaller ones most is padding.
+    minimum_batch_flops=50_000,
     minimum_k=0,
     cost_per_flop=0.4,
     cost_per_element=40.0,
@@ -105,10 +108,7 @@ AVX512_BF16_PARTS = AVX512_BF16._replace(
     units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
     single_product=False,
     sums_products=True,
-    # Below, the kernel for small products of parts is faster.
-    minimum_elements=33_000,
-    # They run one after the other, where NumPy runs a batch of smaller ones at once.
-    minimum_batch_flops=600_000,
+    minimum_elements=0,
     fallback=Why.NOT_FINITE_IN_PARTS,
 )
 
@@ -151,7 +151,7 @@ GEMV = KernelRow(
     keeps_b=True,
     real_only=True,
     vectors=range(1, 5),
-    # Below, the kernel for small products is faster, or one of units for 16 bits.
+    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
     minimum_elements=49_152,
 )
 
@@ -165,14 +165,6 @@ GEMV_FP32 = GEMV._replace(
     minimum_elements=400_000,
 )
 
-#: Where there are more, only what has no units of its own for its numbers.
-GEMV_WIDE = GEMV._replace(
-    name="gemv_wide",
-    units="FP32 units, rounding a matrix that meets 5 to 8 vectors as it is read",
-    vectors=range(5, 9),
-    minimum_elements=80_000,
-)
-
 #: A fourth of the bytes to read, and no packing of what is read once.
 GEMV_INT8 = GEMV._replace(
     name="gemv_int8",
@@ -182,49 +174,6 @@ GEMV_INT8 = GEMV._replace(
     keeps_b=False,
     # Below, what packs passes its padding in the time in which this one is called.
     minimum_elements=100_000,
-)
-
-#: One call of native code in place of ten of NumPy.
-DIRECT = KernelRow(
-    name="direct",
-    units="vector units, a small product in one call",
-    executor="lowprec.backends.cpu.direct:prepare",
-    formats=frozenset({"float32", "float64", "tf32", "bfloat16", "float16"}),
-    requires="numba",
-    missing="numba is not installed",
-    cost_per_flop=2.0,
-    cost_per_element=100.0,
-    reads_any_strides=True,
-    holds_in=DType.FLOAT32,
-    single_product=True,
-    keeps_b=True,
-    real_only=True,
-    rewrites=True,
-    # 128 x 128 matrices: from there on a BLAS makes up for the passes around it.
-    maximum_elements=49_152,
-)
-
-#: The same of int8, as float32, whose sums are exact up to 2^24.
-DIRECT_INT8 = DIRECT._replace(
-    name="direct_int8",
-    units="vector units, a small product of int8 in one call, as float32",
-    executor="lowprec.backends.cpu.direct:prepare_int8",
-    formats=frozenset({"int8"}),
-    holds_in=None,
-    keeps_b=False,
-    rewrites=False,
-    maximum_elements=7_500,
-    maximum_k=1 << 10,
-)
-
-#: The same of operands in parts, each product of parts with a sum of its own.
-DIRECT_PARTS = DIRECT._replace(
-    name="direct_parts",
-    units="vector units, the products of parts of a small product in one call",
-    executor="lowprec.backends.cpu.direct_parts:prepare",
-    formats=frozenset({"bfloat16", "tf32", "float16"}),
-    single_product=False,
-    sums_products=True,
 )
 
 #: What has no units of its own is rounded and widened while it is packed.
@@ -253,6 +202,7 @@ AVX512_FP32 = AVX512_FP32_ROUNDED._replace(
     formats=frozenset({"float32"}),
     # Below, it saves less than importing numba costs.
     minimum_elements=3_000_000,
+    minimum_batch_flops=0,
     minimum_mn=512,
     is_shallow=True,
 )
@@ -285,6 +235,5 @@ OPENBLAS = NUMPY._replace(
 
 KERNELS = (
     GEMV, GEMV_FP32, GEMV_INT8, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8,
-    AVX512_BF16_PARTS, AVX512_BF16, DIRECT_INT8, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, DIRECT_PARTS, DIRECT,
-    AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
+    AVX512_BF16_PARTS, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
 )  # fmt: skip

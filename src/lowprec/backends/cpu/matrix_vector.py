@@ -171,7 +171,8 @@ def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -
     elif matrix.dtype == np.int8:
         is_apart = _run(np.ascontiguousarray(matrix), vectors, out, to)
     else:
-        with scratch(matrix.shape, out.dtype) as compact:
+        with contextlib.ExitStack() as stack:
+            compact = scratch(stack, matrix.shape, out.dtype)
             (is_apart,) = casting.cast([(matrix, compact)], to)
             is_apart |= _run(compact, vectors, out, to)
     if is_apart:

@@ -22,6 +22,9 @@ _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 #: Numbers that are scaled at a time, and stay in the cache.
 _BLOCK = 1 << 16
 
+#: Magnitudes of two exponents together for which a scaled product stays a normal number.
+_SMALL_EXPONENT = 50
+
 #: Powers of two with exponents of this magnitude are normal float32 numbers.
 _LARGEST_FACTOR = 126
 
@@ -57,12 +60,11 @@ def split(
     parts = rounded((x,), dtype, fmt, stack)
     if count == 1:
         return Split(parts, exponents)
-    rest = stack.enter_context(scratch(x.shape, dtype))
-    rest[...] = x
-    factor = dtype.type(2.0**row.part_exponent)
+    rest = scratch(stack, x.shape, dtype)
+    left, factor = x, dtype.type(2.0**row.part_exponent)
     with np.errstate(all="ignore"):
         while len(parts) < min(count, row.parts):
-            rest -= parts[-1]
+            left = np.subtract(left, parts[-1], out=rest, dtype=dtype, casting="unsafe")
             if row.part_exponent:
                 rest *= factor
             parts += rounded((rest,), dtype, fmt, stack)
@@ -99,7 +101,7 @@ def _targets(
         # In the order in which the source lies, so that both are passed through in sequence.
         turned = abs(x.strides[-2]) < abs(x.strides[-1])
         shape = x.swapaxes(-1, -2).shape if turned else x.shape
-        out = stack.enter_context(scratch(shape, dtype))
+        out = scratch(stack, shape, dtype)
         results.append(out.swapaxes(-1, -2) if turned else out)
         pairs.append((x, results[-1]))
     return results, pairs
@@ -139,46 +141,48 @@ def _scaled(
     """
     turned = abs(x.strides[-2]) < abs(x.strides[-1])
     source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
-    out = stack.enter_context(scratch(source.shape, dtype))
+    out = scratch(stack, source.shape, dtype)
     *batch, rows, cols = out.shape
-    numbers = _components(out).reshape(-1, rows, cols, dtype.itemsize // 4)
-    if x.dtype == dtype == np.float32 and not batch:
-        read = source[None, ..., None]
+    components = () if dtype == np.float32 else (2,)
+    numbers = _components(out).reshape(-1, rows, cols, *components)
+    if x.dtype == dtype == np.float32:
+        read = source.reshape(-1, rows, cols)
     else:
         casting.cast([(source, out)], None)
         read = numbers
-    height = max(1, _BLOCK // max(1, numbers[0, 0].size)) if numbers.size else 1
-    blocks = [(i, j) for i in range(len(numbers)) for j in range(0, rows, height)]
-    of_rows = np.zeros((len(numbers), rows), np.uint32)
-    of_columns = np.zeros((len(numbers), -(-rows // height), cols), np.uint32)
+    blocks = _blocks(len(numbers), rows, cols * dtype.itemsize // 4)
+    largest = np.zeros(
+        (len(numbers), rows, 1) if along_rows else (len(numbers), 1, cols), np.uint32
+    )
+    over = (2 if along_rows else 1, *([3] if components else []))
+    found: list[tuple[tuple[slice, slice], Any]] = []
 
-    def seek(block: tuple[int, int]) -> None:
-        i, j = block
-        sizes = read[i, j : j + height].view(np.uint32) & np.uint32(_MAGNITUDE)
-        over = (-1, -2) if along_rows else (0, -1)
-        largest = sizes.max(over)
-        if largest.max(initial=0) >= _INFINITY:
-            largest = (sizes * (sizes < _INFINITY)).max(over)
-        if along_rows:
-            of_rows[i, j : j + height] = largest
-        else:
-            of_columns[i, j // height] = largest
+    def seek(block: tuple[slice, slice]) -> None:
+        sizes = read[block].view(np.uint32) & np.uint32(_MAGNITUDE)
+        most = sizes.max(over)
+        if most.max(initial=0) >= _INFINITY:
+            most = (sizes * (sizes < _INFINITY)).max(over)
+        found.append((block, most))
 
     threads.share(seek, blocks)
-    largest = of_rows[..., None] if along_rows else of_columns.max(1, keepdims=True)
+    for (matrices, some), most in found:
+        if along_rows:
+            largest[matrices, some, 0] = most
+        else:
+            np.maximum(largest[matrices, 0], most, out=largest[matrices, 0])
     exponents = TOP_EXPONENT + 1 - np.frexp(largest.view(np.float32))[1]
     exponents[largest == 0] = 0
     # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
-    halves = np.stack([exponents // 2, exponents - exponents // 2])
-    steps = halves if np.abs(exponents).max(initial=0) > _LARGEST_FACTOR else exponents[None]
-    factors = np.ldexp(np.float32(1), steps)[..., None]
+    halves = [exponents // 2, exponents - exponents // 2]
+    steps = halves if np.abs(exponents).max(initial=0) > _LARGEST_FACTOR else [exponents]
+    factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
 
-    def scale(block: tuple[int, int]) -> None:
-        i, j = block
-        from_, to = read[i, j : j + height], numbers[i, j : j + height]
+    def scale(block: tuple[slice, slice]) -> None:
+        matrices, _ = block
+        from_, to = read[block], numbers[block]
         with np.errstate(all="ignore"):
-            for factor in factors[:, i]:
-                np.multiply(from_, factor[j : j + height] if along_rows else factor, out=to)
+            for factor in factors:
+                np.multiply(from_, factor[block] if along_rows else factor[matrices], out=to)
                 from_ = to
 
     threads.share(scale, blocks)
@@ -188,21 +192,40 @@ def _scaled(
     return out, exponents
 
 
+def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]]:
+    """Return slices over matrices and over their rows which stay in the cache."""
+    height = max(1, _BLOCK // max(1, row_numbers))
+    step = max(1, height // max(1, rows))
+    return [
+        (slice(i, i + step), slice(j, j + height))
+        for i in range(0, count, step)
+        for j in range(0, rows, height)
+    ]
+
+
 def unscale(out: Any, a: Split, b: Split) -> None:
     """Take back what the operands were scaled by, in a contiguous product or any other."""
     scaled = [x.exponents for x in (a, b) if x.exponents is not None]
     if not scaled:
         return
 
+    # Results are multiples of 2^-70: by small powers they stay normal numbers.
+    is_exact = (
+        out.dtype.kind != "c" and sum([np.abs(x).max(initial=0) for x in scaled]) <= _SMALL_EXPONENT
+    )
+
     def take_back(rows: slice) -> None:
-        here, powers = out[..., rows, :], np.int32(0)
-        for x in scaled:
-            powers = powers - (x[..., rows, :] if x.shape[-2] > 1 else x)
-        with np.errstate(all="ignore"):
-            if out.dtype.kind == "c":
-                here.real, here.imag = (np.ldexp(part, powers) for part in (here.real, here.imag))
-            else:
-                np.ldexp(here, powers, out=here)
+        here = out[..., rows, :]
+        for part in (here.real, here.imag) if out.dtype.kind == "c" else (here,):
+            # In float64 both powers are exact, so that it is rounded once.
+            wide = part if is_exact else part.astype(np.float64)
+            with np.errstate(all="ignore"):
+                for x in scaled:
+                    wide *= np.ldexp(
+                        wide.dtype.type(1), -(x[..., rows, :] if x.shape[-2] > 1 else x)
+                    )
+                if not is_exact:
+                    part[...] = wide
 
     height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
     threads.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])

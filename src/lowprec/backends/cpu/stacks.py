@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,15 +68,12 @@ def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: S
     )
 
 
-@contextlib.contextmanager
-def scratch(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Any]:
-    """Lend an uninitialised C-contiguous array for the length of a ``with`` block."""
+def scratch(stack: contextlib.ExitStack, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised C-contiguous array, which goes back when ``stack`` is closed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _SMALL_BYTES:
-        yield np.empty(shape, dtype)
-        return
-    with buffers.borrow(nbytes) as address:
-        yield array_at(address, shape, dtype)
+        return np.empty(shape, dtype)
+    return array_at(stack.enter_context(buffers.borrow(nbytes)), shape, dtype)
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

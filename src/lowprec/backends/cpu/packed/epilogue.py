@@ -7,9 +7,6 @@ top left, top right, bottom left, bottom right. The epilogue computes in float32
 
 each operation rounded once, and then rounds `v` to the output's type, once, to nearest even, with
 subnormals and overflow to infinity as the type has them; a NaN stays a NaN.
-
-GELU is the tanh form that cuBLASLt uses. ``0.5 * (1 + tanh(y))`` is ``1 / (1 + exp(-2 * y))``, which
-needs one exponential and does not cancel for negative y.
 """
 
 from __future__ import annotations
@@ -22,12 +19,15 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu import gelu
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
     I16,
     I32,
+    call,
+    callable_at,
     compile_kernel,
     field,
     helper,
@@ -104,42 +104,28 @@ def _get(address, kind):
 
 # --- arithmetic -------------------------------------------------------------------------------
 
-_LOG2E = np.float32(1.4426950408889634)
-# ln 2 in two parts: the first has few bits, so that n times it is exact.
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
-_EXP_COEFFICIENTS = tuple(
-    np.float32(c)
-    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
-)
-_LEAST_EXPONENT, _LARGEST_EXPONENT = np.float32(-87), np.float32(88)
-_GELU_OUTER, _GELU_INNER = np.float32(0.7978845608028654), np.float32(0.044715)
-_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
+_ONE, _TWO, _MINUS_ZERO = np.float32(1), np.float32(2), np.float32(-0.0)
 
 
 @helper(types.float32)
 def _exp(x):
-    """e**x for float32, to 2 units in the last place (the polynomial of the Cephes library)."""
-    x = x if x > _LEAST_EXPONENT else _LEAST_EXPONENT
-    x = x if x < _LARGEST_EXPONENT else _LARGEST_EXPONENT
-    n = (x * _LOG2E + _MAGIC) - _MAGIC
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = _EXP_COEFFICIENTS[0]
-    p = p * r + _EXP_COEFFICIENTS[1]
-    p = p * r + _EXP_COEFFICIENTS[2]
-    p = p * r + _EXP_COEFFICIENTS[3]
-    p = p * r + _EXP_COEFFICIENTS[4]
-    p = p * r + _HALF
+    """e**x for float32; every operation as in `gelu.py`."""
+    x = x if x > gelu.LEAST_EXPONENT else gelu.LEAST_EXPONENT
+    x = x if x < gelu.LARGEST_EXPONENT else gelu.LARGEST_EXPONENT
+    n = (x * gelu.LOG2E + gelu.MAGIC) - gelu.MAGIC
+    r = x - n * gelu.LN2_HIGH - n * gelu.LN2_LOW
+    p = gelu.COEFFICIENTS[0]
+    for i in range(1, 6):
+        p = p * r + gelu.COEFFICIENTS[i]
     value = p * r * r + r + _ONE
     return value * _float32_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
 @helper(types.float32)
 def _gelu(x):
-    # The limits in _exp would swallow a NaN; the division of x brings it back. Where exp(-2y)
-    # leaves float32 the result is below the smallest normal number, whatever x is.
-    y = _GELU_OUTER * (x + _GELU_INNER * x * x * x)
-    return np.float32(-0.0) if y < np.float32(-44) else x / (_ONE + _exp(-_TWO * y))
+    # The limits in _exp would swallow a NaN; the division of x brings it back.
+    y = gelu.OUTER * (x + gelu.INNER * x * x * x)
+    return _MINUS_ZERO if y < gelu.LEAST else x / (_ONE + _exp(-_TWO * y))
 
 
 @helper(types.void)
@@ -211,6 +197,21 @@ def _arithmetic(acc, job, row, col, rows, end, scratch):
         _activate(acc, activation)
 
 
+@helper(types.void)
+def _fill_row(acc, i, source, end):
+    """Write a row of a block of accumulators."""
+    if end == 32:
+        left, right = carray(_floats(at(acc, i, 0)), (16,)), carray(_floats(at(acc, i, 16)), (16,))
+        numbers = carray(_floats(source), (32,))
+        for j in range(16):
+            left[j] = numbers[j]
+        for j in range(16):
+            right[j] = numbers[16 + j]
+    else:
+        for j in range(end):
+            store(at(acc, i, j), load(source + 4 * j, "f32"), "f32")
+
+
 # --- the kernels ------------------------------------------------------------------------------
 
 
@@ -243,3 +244,23 @@ def epilogue_kernel(dtype: str, computes: bool) -> int:
     are those of ``result_rows.writer``.
     """
     return compile_kernel(_epilogue_function(J.KINDS[dtype], computes), EPILOGUE_ARITY)
+
+
+@cache
+def rows_kernel() -> Any:
+    """Return the kernel that applies a job's epilogue to a row-major float32 product, for a result of its shape.
+
+    Its arguments: the addresses of the product, of the job, and of `BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
+    """
+
+    def apply(product, job, acc):
+        m, n = field(job, J.M), field(job, J.N)
+        for row in range(0, m, 32):
+            for col in range(0, n, 32):
+                rows, end = lesser(32, m - row), lesser(32, n - col)
+                for i in range(rows):
+                    _fill_row(acc, i, product + 4 * ((row + i) * n + col), end)
+                call(field(job, J.EPILOGUE), (acc, job, row, col, acc + 4096, 0, 0))
+        return 0
+
+    return callable_at(compile_kernel(apply, 3), 3)

@@ -61,15 +61,37 @@ def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
     if _is_one_job(plan):
         how = _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem
+        panels = _panels_for_launch(plan)
         small = launch.launch_of(*how)
         if small is not None:
-            small = small._replace(panels=_panels_for_launch(plan))
-            return functools.partial(launch.execute, small)
+            return _launching(
+                plan, functools.partial(launch.execute, small._replace(panels=panels))
+            )
         large = launch.shared_launch_of(*how)
         if large is not None:
-            large = large._replace(panels=_panels_for_launch(plan))
-            return functools.partial(launch.execute_shared, large)
+            large = large._replace(panels=panels)
+            return _launching(plan, functools.partial(launch.execute_shared, large))
     return functools.partial(execute, plan)
+
+
+def _launching(plan: GemmPlan, run: Callable[[Arguments], Any]) -> Executor:
+    """Return the executor of one job, which may leave its products to :func:`execute`."""
+    is_scaled = any(plan.scaled)
+    return (
+        functools.partial(execute_job, plan, run, is_scaled) if plan.fallback or is_scaled else run
+    )
+
+
+def execute_job(
+    plan: GemmPlan, run: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments
+) -> None:
+    """Run the products of a plan as one job; product by product where one is to be scaled or computed again."""
+    if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
+        execute(plan, arguments)
+    elif run(arguments):
+        _last.fell_back = False
+    else:
+        execute(plan, arguments)
 
 
 def _is_one_job(plan: GemmPlan) -> bool:
@@ -80,8 +102,7 @@ def _is_one_job(plan: GemmPlan) -> bool:
     return (
         not (is_integer and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
-        and not plan.fallback
-        and not any(plan.scaled)  # what is must be looked at first
+        and not (plan.fallback and problem.has_beta)  # c may be the result, and read again
         and in_compute_dtype
         and not plan.compute_dtype.is_complex
         and is_available(micro_kernel)  # nothing stands in for it
@@ -213,7 +234,8 @@ def _product_and_epilogue(plan: GemmPlan, arguments: Arguments, single: Stacks) 
     a, b = _as_multiplied(plan, single.a, 0), single.b
     if panels is None:
         b = _as_multiplied(plan, b, 1)
-    with scratch(single.out.shape, np.dtype(np.float32)) as product:
+    with contextlib.ExitStack() as stack:
+        product = scratch(stack, single.out.shape, np.dtype(np.float32))
         done = _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, _rounding(plan), panels)
         if not done and _is_split(plan):
             done = _mend(plan, single, product)
@@ -274,7 +296,7 @@ def _complex_product(
             for i, panels in enumerate(packed)
         ]
         shape = (single.a.shape[0], single.b.shape[1])
-        real, imag = sums = [stack.enter_context(scratch(shape, a[0].dtype)) for _ in range(2)]
+        real, imag = sums = [scratch(stack, shape, a[0].dtype) for _ in range(2)]
         begun, finite = [False, False], True
         for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
             if i < a_parts and j < b_parts:
@@ -288,7 +310,7 @@ def _complex_product(
         lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
         if lacks and not (np.isfinite(real).all() and np.isfinite(imag).all()):
             return _complex_product(plan, arguments, single, whole=True)
-        product = stack.enter_context(scratch(shape, dtype))
+        product = scratch(stack, shape, dtype)
         product.real, product.imag = real, imag
         if not finite:
             _mend(plan, single, product)
@@ -299,7 +321,8 @@ def _complex_product(
 @contextlib.contextmanager
 def _plane(x: Any, component: int) -> Iterator[Any]:
     """Lend the real part (0) or the imaginary part (1) as a float32 array of its own."""
-    with scratch(x.shape, np.dtype(np.float32)) as plane:
+    with contextlib.ExitStack() as stack:
+        plane = scratch(stack, x.shape, np.dtype(np.float32))
         plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
         yield plane
 
@@ -369,7 +392,7 @@ def _scaled_product(
         ]
         a, b = (x.parts[0] for x in operands)
         is_plain = not plan.problem.has_epilogue and single.out.dtype == dtype
-        product = single.out if is_plain else stack.enter_context(scratch(single.out.shape, dtype))
+        product = single.out if is_plain else scratch(stack, single.out.shape, dtype)
         if not _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, rounding, None):
             return False
         splitting.unscale(product, *operands)

@@ -45,6 +45,7 @@ ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
 
 # --- a batch: what each of its products changes in a copy of one job ---
 BATCH_NEXT = 0  # the next product; written by the threads
+BATCH_NOT_FINITE = 1  # set when NOT_FINITE or SUM_NOT_FINITE of a product is
 (
     BATCH_JOB,
     BATCH_COUNT,
@@ -55,6 +56,9 @@ BATCH_NEXT = 0  # the next product; written by the threads
     BATCH_SCRATCH,
 ) = range(8, 8 + 7)
 BATCH_WORDS = 16
+
+#: Bytes of an accumulator block and of the scratch memory of its epilogue.
+BLOCK_SCRATCH_BYTES = 4096 + 256
 
 #: Arguments of a micro-kernel, and the cache lines of the next piece of B that it prefetches in each step: a strip
 #: within eight calls.

@@ -54,6 +54,7 @@ class Launch(NamedTuple):
     offsets: Any
     has_epilogue: bool  # whether alpha, beta, c and bias are put into the job, too
     shared: bool  # whether waking a thread for the batch pays
+    declines: bool  # whether a b with a value that is not finite is left to others
     #: Returns those of a prepared ``b``, None where the product packs it.
     panels: Callable[[PreparedView], PanelStack | None] | None = None
 
@@ -114,6 +115,7 @@ def launch_of(
         return None
     macro_kernel, drive_all = _drivers()
     count, products = layout.batch_count, layout.m * layout.n * layout.k
+    parts = product.kernels.parts_a * product.kernels.parts_b
     matrices = layout.a, layout.b, layout.out, c
     has_epilogue = problem is not None and problem.has_epilogue
     template = _Job.from_buffer_copy(single.job)
@@ -131,7 +133,8 @@ def launch_of(
         matrices=matrices,
         offsets=batches.offsets_of(matrices) if 1 < count <= batches.KEPT else None,
         has_epilogue=has_epilogue,
-        shared=count * products >= micro_kernel.shared_from,
+        declines=product.kernels.parts_b > 1,
+        shared=count * products * parts >= micro_kernel.shared_from,
     )
 
 
@@ -150,11 +153,15 @@ def _operand(stack: MatrixStack) -> Operand:
     return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
 
 
-def execute(launch: Launch, arguments: Arguments) -> None:
-    """Run the products of a plan."""
+def execute(launch: Launch, arguments: Arguments) -> bool:
+    """Run the products of a plan; return whether they are done, as `packed_gemm.gemm` has it."""
+    panels = None
+    if type(arguments.b) is PreparedView and launch.panels is not None:
+        panels = launch.panels(arguments.b)
+        if panels is not None and launch.declines and not all(panels.finite):
+            return False
     if launch.batch_count > 1:
-        _execute_batch(launch, arguments)
-        return
+        return _execute_batch(launch, arguments, panels)
     job = _Job.from_buffer_copy(launch.template)
     a, b, out = launch.fields
     job[a], job[b], job[out] = (
@@ -167,26 +174,23 @@ def execute(launch: Launch, arguments: Arguments) -> None:
         if launch.matrices[3] is not None and arguments.c is not None:
             job[J.C] = arguments.c.address
     packed_bytes = launch.packed_bytes
-    if type(arguments.b) is PreparedView and launch.panels is not None:
-        panels = launch.panels(arguments.b)
-        if panels is not None:
-            job[J.B_PACKED], job[J.PACK_TASKS] = panels.address, 0
-            with buffers.borrow(launch.scratch_bytes) as memory:
-                launch.drive(ctypes.addressof(job), memory)
-            return
+    if panels is not None:
+        job[J.B_PACKED], job[J.PACK_TASKS], packed_bytes = panels.address, 0, 0
     with buffers.borrow(packed_bytes + launch.scratch_bytes) as memory:
-        job[J.B_PACKED] = memory
+        if panels is None:
+            job[J.B_PACKED] = memory
         launch.drive(ctypes.addressof(job), memory + packed_bytes)
+    return not (job[J.NOT_FINITE] or job[J.SUM_NOT_FINITE])
 
 
-def execute_shared(launch: SharedLaunch, arguments: Arguments) -> None:
-    """Run the single product of a plan in several threads."""
+def execute_shared(launch: SharedLaunch, arguments: Arguments) -> bool:
+    """Run the single product of a plan in several threads; return whether it is done."""
     a, b, out, c, bias = arguments.a, arguments.b, arguments.out, arguments.c, arguments.bias
     panels = None
     if type(b) is PreparedView and launch.panels is not None:
         stack = launch.panels(b)
         panels = stack and stack.panels_at(0)
-    packed_gemm.multiply(
+    return packed_gemm.multiply(
         launch.product,
         a.address,
         b.address,
@@ -206,7 +210,7 @@ def _put_epilogue(job: Any, arguments: Arguments) -> None:
     job[J.BIAS] = 0 if bias is None else bias.address
 
 
-def _execute_batch(launch: Launch, arguments: Arguments) -> None:
+def _execute_batch(launch: Launch, arguments: Arguments, panels: PanelStack | None) -> bool:
     table = batches.addresses_of(launch.matrices, arguments, launch.offsets)
     job = _Job.from_buffer_copy(launch.template)
     if launch.has_epilogue:
@@ -218,12 +222,10 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
     batch[J.BATCH_FIELD_A], batch[J.BATCH_FIELD_B] = launch.fields[:2]
     batch[J.BATCH_DRIVE] = launch.drive_address
     batch[J.BATCH_SCRATCH] = _JOB_BYTES + launch.packed_bytes
-    if type(arguments.b) is PreparedView and launch.panels is not None:
-        panels = launch.panels(arguments.b)
-        if panels is not None:
-            # No product packs then: each has the b, none at all, that the one before had.
-            table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
-            batch[J.BATCH_FIELD_B] = J.B_PACKED
+    if panels is not None:
+        # No product packs then: each has the b, none at all, that the one before had.
+        table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
+        batch[J.BATCH_FIELD_B] = J.B_PACKED
     address = ctypes.addressof(batch)
 
     def work() -> None:
@@ -232,3 +234,4 @@ def _execute_batch(launch: Launch, arguments: Arguments) -> None:
 
     workers = min(threads.num_threads(), launch.batch_count) if launch.shared else 1
     threads.run(work, workers)
+    return not batch[J.BATCH_NOT_FINITE]

@@ -325,6 +325,8 @@ def batch_kernel() -> int:
                 store(memory + 8 * J.PACK_TASKS, 0, "i64")
             before = field(memory, J.B)
             call(drive, (memory, scratch))
+            if (field(memory, J.NOT_FINITE) | field(memory, J.SUM_NOT_FINITE)) != 0:
+                atomic_store(batch + 8 * J.BATCH_NOT_FINITE, 1)
         return 0
 
     return compile_kernel(drive_all, MACRO_ARITY)

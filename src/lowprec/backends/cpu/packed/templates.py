@@ -199,6 +199,14 @@ def _epilogue_fields(
     return fields
 
 
+def epilogue_fields(
+    out: Operand, c: Operand | None, bias: Vector | None, activation: str | None
+) -> dict[int, int]:
+    """Return the fields of an epilogue alone, but for its factors."""
+    strides = _operand_fields(out, J.OUT, J.OUT_ROW_STRIDE, J.OUT_COL_STRIDE)
+    return strides | _epilogue_fields(c, bias, False, activation)
+
+
 def transposed_of(operand: Operand) -> Operand:
     """Return the transpose of a matrix, in place."""
     address, dtype, row_stride, col_stride = operand

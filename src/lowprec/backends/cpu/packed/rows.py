@@ -1,0 +1,49 @@
+"""The epilogue of the packed kernels on the rows of a float32 product that another library has computed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.templates import Operand, Vector, epilogue_fields, float_bits
+
+_Job = ctypes.c_int64 * J.WORDS
+
+#: Takes the addresses of product, result, c and bias (0 for none), alpha and beta, and the address of
+#: `J.BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
+Epilogue = Callable[[int, int, int, int, float, float, int], None]
+
+
+@functools.lru_cache(maxsize=512)
+def epilogue_of(
+    m: int,
+    n: int,
+    out: Operand,
+    c: Operand | None,
+    bias: Vector | None,
+    activation: str | None,
+    computes: bool = True,
+) -> Epilogue:
+    """Return the epilogue of m rows of n numbers without gaps; addresses of the operands are ignored.
+
+    Without ``computes`` it only writes them. Importing numba must work here.
+    """
+    from lowprec.backends.cpu.packed.epilogue import epilogue_kernel, rows_kernel
+
+    template = _Job()
+    fields = {J.M: m, J.N: n, J.EPILOGUE: epilogue_kernel(out.dtype, computes)}
+    for index, value in (fields | epilogue_fields(out, c, bias, activation)).items():
+        template[index] = value
+    kernel, made = rows_kernel(), bytes(template)
+
+    def apply(
+        product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int
+    ) -> None:
+        job = _Job.from_buffer_copy(made)
+        job[J.OUT], job[J.C], job[J.BIAS] = out, c, bias
+        job[J.ALPHA], job[J.BETA] = float_bits(alpha), float_bits(beta if c else 0.0)
+        kernel(product, ctypes.addressof(job), scratch)
+
+    return apply
