@@ -876,8 +876,8 @@ for m, n, k in ((64, 64, 64), (63, 59, 70), (5, 37, 200), (300, 311, 1030), (17,
         assert (guarded[1:-1, 1:-1] == a.astype(np.int64) @ b.astype(np.int64)).all()
         guarded[1:-1, 1:-1] = 7
         assert (guarded == 7).all()
-from lowprec.backends.cpu.packed import native
-code = "".join(library.get_asm_str() for library in native.compiled_here)
+from lowprec.backends.cpu.packed import compilation
+code = "".join(library.get_asm_str() for library in compilation.compiled_here)
 assert "ymm" in code
 assert not re.findall("%(?:zmm|k)[0-9]", code)
 print("done")

@@ -145,11 +145,12 @@ def kernels_of(
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
+    emit = resolve(f"{__package__}.micro_kernels.{micro_kernel.module}:emit")
     words = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: resolve(micro_kernel.emit)(_products(a, b, rounding)),
+        J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding)),
     }
     run = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     lingering.use()
