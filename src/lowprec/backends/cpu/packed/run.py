@@ -108,46 +108,54 @@ def gemm(
     vector = place = None
     if bias is not None:
         vector = 0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize
-        place = data_pointer(bias)
+        place = Operand(data_pointer(bias), *vector[1:], 0)
     job = job_of(
         micro_kernel, m, n, k, anywhere(x), anywhere(y), anywhere(to), rounding,
         other and anywhere(other), vector, activation, alpha != 1,
     )  # fmt: skip
     if panels is not None and not panels.finite and job.kernels.parts_b > 1:
         return False
-    addresses = x.address, y.address, to.address, other.address if other else 0, place or 0
-    return _run(job, addresses, alpha, beta, panels.address if panels else 0)
+    given: Any = x, y, to, other, place, alpha, beta
+    return execute(job, None, Arguments(*given), panels.address if panels else 0)
 
 
-def _run(
-    job: Job, addresses: tuple[int, int, int, int, int], alpha: float, beta: float, packed_b: int
-) -> bool:
-    """Run a job on a, b, out, c and bias at these addresses, 0 for none, as :func:`gemm`; ``packed_b`` may be 0."""
+def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: int = 0) -> bool:
+    """Run a job; return whether it is done, as :func:`gemm`. ``packed_b`` is the address of panels, 0 for none."""
+    a, b, out, c, bias, alpha, beta = arguments[:7]
+    if find is not None and type(b) is PreparedView:
+        panels = find(b)
+        if panels is not None:
+            if job.kernels.parts_b > 1 and not panels.finite[0]:
+                return False
+            packed_b = panels.address
     workers = threads.num_threads() if job.is_shared else 1
     blocking = job.blockings.get(workers) or job.blocking(workers)
-    words, (a, b, out, c, bias) = Words.from_buffer_copy(blocking.words), addresses
-    words[J.A], words[J.B] = (b, a) if job.transposed else (a, b)
-    words[J.OUT], words[J.BIAS] = out, bias
+    words, to = Words.from_buffer_copy(blocking.words), out.address
+    if job.transposed:
+        a, b = b, a
+    words[J.A], words[J.B], words[J.OUT] = a.address, b.address, to
     if alpha != 1:
-        words[J.ALPHA] = float_bits(alpha)
-    if c:
-        words[J.C], words[J.BETA] = c, float_bits(beta)
-    if job.stream_bytes and not out % job.stream_bytes:
+        words[J.ALPHA] = float_bits(alpha.real)
+    if c is not None and beta:
+        words[J.C], words[J.BETA] = c.address, float_bits(beta.real)
+    if bias is not None:
+        words[J.BIAS] = bias.address
+    if job.stream_bytes and not to % job.stream_bytes:
         words[J.STREAM] = 1
-    packed_bytes = blocking.packed_bytes
+    packed_bytes, nbytes = blocking.packed_bytes, blocking.workspace_bytes
     if packed_b:
         assert not job.transposed, "panels of b are no panels of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
         words[J.PACK_B_TASKS] = packed_bytes = 0
-    address, macro_kernel = ctypes.addressof(words), job.kernels.macro_kernel
-    if workers > 1 and blocking.tasks > 1:
-        with buffers.borrow(packed_bytes) as memory:
-            words[J.B_PACKED] = packed_b or memory
-            share(macro_kernel, address, blocking.workspace_bytes, min(workers, blocking.tasks))
-    else:
-        with buffers.borrow(packed_bytes + blocking.workspace_bytes) as memory:
-            words[J.B_PACKED] = packed_b or memory
-            macro_kernel(address, memory + packed_bytes)
+    address, kernel = ctypes.addressof(words), job.kernels.macro_kernel
+    with buffers.borrow(packed_bytes + nbytes) as memory:
+        words[J.B_PACKED], own = packed_b or memory, memory + packed_bytes
+        if workers > 1 and blocking.tasks > 1:
+            work = functools.partial(_work, kernel, address, nbytes)
+            count = min(workers, blocking.tasks)
+            threads.run(work, count, functools.partial(kernel, address, own))
+        else:
+            kernel(address, own)
     return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
 
 
@@ -225,26 +233,6 @@ def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, 
 
 def _operand(stack: MatrixStack) -> Operand:
     return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
-
-
-def execute(job: Job, find: FindPanels | None, arguments: Arguments) -> bool:
-    """Run the single product of a plan; return whether it is done."""
-    a, b, out, c, bias, alpha, beta = arguments[:7]
-    packed_b = 0
-    if find is not None and type(b) is PreparedView:
-        panels = find(b)
-        if panels is not None:
-            if job.kernels.parts_b > 1 and not panels.finite[0]:
-                return False
-            packed_b = panels.address
-    addresses = (
-        a.address,
-        b.address,
-        out.address,
-        c.address if c is not None and beta else 0,
-        0 if bias is None else bias.address,
-    )
-    return _run(job, addresses, alpha.real, beta.real, packed_b)
 
 
 @functools.cache
