@@ -9,6 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,7 +263,8 @@ def epilogue_words(
     return words
 
 
-class Job(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Job:
     """A product of two matrices without its addresses and factors."""
 
     micro_kernel: MicroKernel

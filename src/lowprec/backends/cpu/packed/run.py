@@ -129,8 +129,8 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
                 return False
             packed_b = panels.address
     workers = threads.num_threads() if job.is_shared else 1
-    blocking = job.blockings.get(workers) or job.blocking(workers)
-    words, to = Words.from_buffer_copy(blocking.words), out.address
+    made, packed_bytes, nbytes, tasks = job.blockings.get(workers) or job.blocking(workers)
+    words, to = Words.from_buffer_copy(made), out.address
     if job.transposed:
         a, b = b, a
     words[J.A], words[J.B], words[J.OUT] = a.address, b.address, to
@@ -142,7 +142,6 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
         words[J.BIAS] = bias.address
     if job.stream_bytes and not to % job.stream_bytes:
         words[J.STREAM] = 1
-    packed_bytes, nbytes = blocking.packed_bytes, blocking.workspace_bytes
     if packed_b:
         assert not job.transposed, "panels of b are no panels of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
@@ -150,10 +149,9 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
     address, kernel = ctypes.addressof(words), job.kernels.macro_kernel
     with buffers.borrow(packed_bytes + nbytes) as memory:
         words[J.B_PACKED], own = packed_b or memory, memory + packed_bytes
-        if workers > 1 and blocking.tasks > 1:
+        if workers > 1 and tasks > 1:
             work = functools.partial(_work, kernel, address, nbytes)
-            count = min(workers, blocking.tasks)
-            threads.run(work, count, functools.partial(kernel, address, own))
+            threads.run(work, min(workers, tasks), functools.partial(kernel, address, own))
         else:
             kernel(address, own)
     return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
