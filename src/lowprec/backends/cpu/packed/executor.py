@@ -28,7 +28,6 @@ from lowprec.backends.cpu.packed.prepared_panels import (
     Convert,
     PackedAs,
     Panels,
-    PanelStack,
     panels_of,
     stack_of,
 )
@@ -106,7 +105,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
     packed_as, convert = _packing_of_b(plan, plan.out_dtype.label)
     key = packed_as.key(plan.problem.b.shape, plan.problem.b.strides)
 
-    def find(view: PreparedView) -> PanelStack | None:
+    def find(view: PreparedView) -> Panels | None:
         if view.mode not in modes:
             return None
         form = view.forms.get(key)

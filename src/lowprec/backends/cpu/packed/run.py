@@ -43,14 +43,14 @@ from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.prepared_panels import Panels, PanelStack
+    from lowprec.backends.cpu.packed.prepared_panels import Panels
 
 Words = ctypes.c_int64 * J.WORDS
 _BatchWords = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
 
 #: Returns the panels of a prepared ``b``; None where the product packs it.
-FindPanels = Callable[[PreparedView], "PanelStack | None"]
+FindPanels = Callable[[PreparedView], "Panels | None"]
 
 
 def gemm(
@@ -113,7 +113,7 @@ def gemm(
         micro_kernel, m, n, k, anywhere(x), anywhere(y), anywhere(to), rounding,
         other and anywhere(other), vector, activation, alpha != 1,
     )  # fmt: skip
-    if panels is not None and not panels.finite and job.kernels.parts_b > 1:
+    if panels is not None and not panels.finite[0] and job.kernels.parts_b > 1:
         return False
     given: Any = x, y, to, other, place, alpha, beta
     return execute(job, None, Arguments(*given), panels.address if panels else 0)

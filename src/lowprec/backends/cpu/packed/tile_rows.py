@@ -1,35 +1,5 @@
 """One tile row: runs of 16 elements, rounded, taken apart and woven as a micro-kernel reads them.
 
-What happens to the numbers on the way (`SCHEMES`):
-
-=================  =====  ====================================================================
-storage, rounding  parts  conversion
-=================  =====  ====================================================================
-bfloat16           1      none
-float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
-float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
-float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
-float32, fp16      2      round to a 10-bit fraction, ties to even, then as float16
-float32, bf16x3    2      round to bfloat16; what that leaves, rounded, and so on
-float32, bf16x6    3      the same, exact
-float32, tf32x3    4      two TF32 parts in the same way, then each as float16
-float16, tf32x3    2      as float16
-int8               1      none
-int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
-=================  =====  ====================================================================
-
-Units for FP32 take every number as a float32 (`FP32_SCHEMES`):
-
-=================  =====  ====================================================================
-storage, rounding  parts  conversion
-=================  =====  ====================================================================
-float32            1      none
-bfloat16, float16  1      widened
-float32, bf16      1      round to nearest even, subnormals as well
-float32, tf32      1      round to a 10-bit fraction, ties away from zero
-float32, fp16      1      round to a 10-bit fraction, ties to even
-=================  =====  ====================================================================
-
 The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
 infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
 and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
@@ -96,33 +66,34 @@ class Scheme:
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
 
 
-SCHEMES: dict[tuple[str, str], Scheme] = {
-    (scheme.storage, scheme.rounding): scheme
-    for scheme in (
-        Scheme(0, "bfloat16", "exact", 2, 1, 32),
-        Scheme(1, "float16", "exact", 2, 2, 32),
-        Scheme(2, "float32", "bf16", 4, 1, 32),
-        Scheme(3, "float32", "tf32", 4, 2, 32),
-        Scheme(4, "float32", "fp16", 4, 2, 32),
-        Scheme(5, "int8", "exact", 1, 1, 64),
-        Scheme(6, "int8", "offset", 1, 1, 64),
-        Scheme(7, "float32", "bf16x3", 4, 2, 32),
-        Scheme(8, "float32", "bf16x6", 4, 3, 32),
-        Scheme(9, "float32", "tf32x3", 4, 4, 32),
-        Scheme(10, "float16", "tf32x3", 2, 2, 32),
-    )
-}
-FP32_SCHEMES: dict[tuple[str, str], Scheme] = {
-    (scheme.storage, scheme.rounding): scheme
-    for scheme in (
-        Scheme(11, "float32", "exact", 4, 1, 16),
-        Scheme(12, "bfloat16", "exact", 2, 1, 16),
-        Scheme(13, "float16", "exact", 2, 1, 16),
-        Scheme(14, "float32", "bf16", 4, 1, 16),
-        Scheme(15, "float32", "tf32", 4, 1, 16),
-        Scheme(16, "float32", "fp16", 4, 1, 16),
-    )
-}
+def _by_kind(*schemes: Scheme) -> dict[tuple[str, str], Scheme]:
+    return {(scheme.storage, scheme.rounding): scheme for scheme in schemes}
+
+
+#: For units that multiply bfloat16 or int8, by storage and rounding. A float16 or TF32 number is the sum of two
+#: bfloat16: 11 bits are 8 and 3.
+SCHEMES = _by_kind(
+    Scheme(0, "bfloat16", "exact", 2, 1, 32),
+    Scheme(1, "float16", "exact", 2, 2, 32),
+    Scheme(2, "float32", "bf16", 4, 1, 32),  # by VCVTNE2PS2BF16, which flushes subnormals
+    Scheme(3, "float32", "tf32", 4, 2, 32),  # rounded to a 10-bit fraction, ties away from zero
+    Scheme(4, "float32", "fp16", 4, 2, 32),  # rounded to a 10-bit fraction, ties to even
+    Scheme(5, "int8", "exact", 1, 1, 64),
+    Scheme(6, "int8", "offset", 1, 1, 64),  # x + 128, for instructions that want A unsigned
+    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # rounded to bfloat16, and what that leaves
+    Scheme(8, "float32", "bf16x6", 4, 3, 32),  # the same in three parts, exact
+    Scheme(9, "float32", "tf32x3", 4, 4, 32),  # the same in two TF32 parts, each a sum of two
+    Scheme(10, "float16", "tf32x3", 2, 2, 32),
+)
+#: For units that multiply float32: widened, or rounded with subnormals kept.
+FP32_SCHEMES = _by_kind(
+    Scheme(11, "float32", "exact", 4, 1, 16),
+    Scheme(12, "bfloat16", "exact", 2, 1, 16),
+    Scheme(13, "float16", "exact", 2, 1, 16),
+    Scheme(14, "float32", "bf16", 4, 1, 16),
+    Scheme(15, "float32", "tf32", 4, 1, 16),
+    Scheme(16, "float32", "fp16", 4, 1, 16),
+)
 #: By the number that kernels know them by.
 BY_INDEX = {scheme.index: scheme for scheme in (*SCHEMES.values(), *FP32_SCHEMES.values())}
 
