@@ -424,7 +424,7 @@ def test_nothing_beside_an_operand_is_read(
 def panels_of_stack(kernel: MicroKernel, b: np.ndarray, rounding: str) -> list[Panels]:
     """Pack the matrices of a stack as a prepared operand keeps them."""
     view = PreparedView(host_view(b), "fp32", {})
-    packed_as = PackedAs(kernel, b.dtype.name, b.dtype.name, "float32", rounding)
+    packed_as = PackedAs(kernel, b.dtype.name, b.dtype.name, rounding)
     return [panels_of(view.matrix(matrix), packed_as, contextlib.nullcontext) for matrix in b]
 
 

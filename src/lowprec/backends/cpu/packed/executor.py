@@ -100,7 +100,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
     modes = kept_modes(plan)
     if not modes:
         return None
-    packed_as, convert = _packing_of_b(plan, plan.out_dtype.label)
+    packed_as, convert = _packing_of_b(plan)
     key = packed_as.key(plan.problem.b.shape, plan.problem.b.strides)
 
     def find(view: PreparedView) -> Panels | None:
@@ -158,17 +158,17 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
     return found
 
 
-def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
-    """Return the panels of a prepared operand, None where the product packs its own; ``out`` is what it writes."""
+def _panels(plan: GemmPlan, arguments: Arguments, component: int = 0) -> Panels | None:
+    """Return the panels of a prepared operand, None where the product packs its own."""
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return None
     if not is_available(_micro_kernel(plan)):
         return None
-    return panels_of(view, *_packing_of_b(plan, out, component))
+    return panels_of(view, *_packing_of_b(plan, component))
 
 
-def _packing_of_b(plan: GemmPlan, out: str, component: int = 0) -> tuple[PackedAs, Convert]:
+def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert]:
     """Return how ``b`` is packed, and what converts its matrices before."""
     a, b = (_multiplied_dtype(plan, operand) for operand in (0, 1))
 
@@ -177,7 +177,7 @@ def _packing_of_b(plan: GemmPlan, out: str, component: int = 0) -> tuple[PackedA
             return _plane(x, component)
         return contextlib.nullcontext(_as_multiplied(plan, x, 1))
 
-    return PackedAs(_micro_kernel(plan), a, b, out, _rounding(plan), component), convert
+    return PackedAs(_micro_kernel(plan), a, b, _rounding(plan), component), convert
 
 
 def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
@@ -200,7 +200,7 @@ def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
 def _multiply(
     plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **epilogue: Any
 ) -> bool:
-    panels = _panels(plan, arguments, casting.name_of(out.dtype))
+    panels = _panels(plan, arguments)
     a = _as_multiplied(plan, single.a, 0)
     b = single.b if panels else _as_multiplied(plan, single.b, 1)
     return run.gemm(
@@ -249,7 +249,7 @@ def _complex_product(
     a_parts, b_parts = (2 if whole or x.dtype.kind == "c" else 1 for x in (single.a, single.b))
     with contextlib.ExitStack() as stack:
         a = [stack.enter_context(_plane(single.a, i)) for i in range(a_parts)]
-        packed = [_panels(plan, arguments, "float32", i) for i in range(b_parts)]
+        packed = [_panels(plan, arguments, i) for i in range(b_parts)]
         b = [
             single.b if panels else stack.enter_context(_plane(single.b, i))
             for i, panels in enumerate(packed)

@@ -6,7 +6,6 @@ All of this follows from types, shapes and strides, so a job is made once, with 
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,8 +85,6 @@ class Kernels(NamedTuple):
     is_split: bool  # whether a part is the rounded rest of those before
     words: dict[int, int]  # packing and micro-kernel
     macro_kernel: Callable[[int, int], int]
-    #: Address of the epilogue, compiled when first used; the argument is whether it computes.
-    epilogue: Callable[[bool], int]
 
 
 def _tile_config() -> Any:
@@ -139,16 +136,11 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 
 
 @lru_cache(maxsize=256)
-def kernels_of(
-    micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, out_dtype: str, rounding: str
-) -> Kernels:
+def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str) -> Kernels:
     """Return the compiled kernels of a kind of product; `run.gemm` says which types go together."""
-    from lowprec.backends.cpu.packed import epilogue, lingering, macro_kernel, native, packing
+    from lowprec.backends.cpu.packed import lingering, macro_kernel, native, packing
 
-    integer = a_dtype == "int8"
-    if integer != (b_dtype == "int8") or integer != (out_dtype == "int32"):
-        raise ValueError(f"int8 goes with int8 into int32: {a_dtype} @ {b_dtype} -> {out_dtype}")
-    if integer != (micro_kernel.storage == "int8"):
+    if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
@@ -161,8 +153,7 @@ def kernels_of(
     }
     run = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
     lingering.use()
-    write = functools.partial(epilogue.epilogue_kernel, out_dtype)
-    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, run, write)
+    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, run)
 
 
 # --- blocking ---------------------------------------------------------------------------------
@@ -317,41 +308,33 @@ def job_of(
     if transposed:  # its rows are contiguous in the transpose, which is written whole
         a, b, m, n, out = b.transposed, a.transposed, n, m, out.transposed
         c = c and c.transposed
-    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, out.dtype, rounding)
+    if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
+        raise ValueError(f"int8 goes with int8 into int32: {a.dtype} @ {b.dtype} -> {out.dtype}")
+    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding)
     computes = has_alpha or any(x is not None for x in (c, bias, activation))
     if out.dtype == "int32" and computes:
         raise ValueError("int8 products take no alpha, beta, bias or activation")
+    epilogue_kernel = resolve(f"{__package__}.epilogue:epilogue_kernel")
     words = {
         **kernels.words, **a.words(J.A), **b.words(J.B), **out.words(J.OUT),
         **epilogue_words(c, bias, activation, transposed=transposed),
-        J.EPILOGUE: kernels.epilogue(computes),
+        J.EPILOGUE: epilogue_kernel(out.dtype, computes),
     }  # fmt: skip
     item = dtype_from_name(out.dtype).itemsize
     return Job(
-        micro_kernel,
-        kernels,
-        (m, n, k),
-        words,
+        micro_kernel, kernels, (m, n, k), words,
         checks_a=c is not None and kernels.parts_a > 1 and not kernels.is_split,
         transposed=transposed,
         is_shared=m * n * k * kernels.parts_a * kernels.parts_b >= micro_kernel.shared_from,
         stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
         blockings={},
-    )
+    )  # fmt: skip
 
 
 def packing_job(
-    micro_kernel: MicroKernel,
-    a_dtype: str,
-    b_dtype: str,
-    out_dtype: str,
-    rounding: str,
-    n: int,
-    k: int,
-    b: Operand,
-) -> tuple[Kernels, Blocking]:
-    """Return a job that packs ``b`` for an ``a`` and a result of these types, and multiplies nothing."""
-    kernels = kernels_of(micro_kernel, a_dtype, b_dtype, out_dtype, rounding)
+    kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand
+) -> Blocking:
+    """Return a job that packs ``b`` and multiplies nothing."""
     words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, 1, n, k, 1)
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
-    return kernels, Blocking(made, packed_bytes, workspace_bytes, 0)
+    return Blocking(made, packed_bytes, workspace_bytes, 0)

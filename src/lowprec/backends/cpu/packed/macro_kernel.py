@@ -35,7 +35,6 @@ from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
     F32,
     I16,
-    I32,
     I64,
     atomic_add,
     atomic_load,
@@ -49,10 +48,10 @@ from lowprec.backends.cpu.packed.native import (
     pause,
     pointer,
     store,
-    vector,
     yield_cpu,
 )
 from lowprec.backends.cpu.packed.result_rows import FIRST, KEPT_BYTES, LAST
+from lowprec.backends.cpu.packed.vector_arithmetic import INFINITY, bits_of, magnitude_of, splat
 
 MACRO_ARITY = 2
 
@@ -98,14 +97,11 @@ def _holds_nonfinite(typing_context, block):
     """Whether an infinity or a NaN is among the accumulators of a block."""
 
     def generate(context, builder, signature, args):
-        words = ir.VectorType(I32, 16)
-        largest = vector(I32, [0] * 16)
+        largest = splat(0)
         for at in _vectors(builder, args[0]):
-            bits = builder.bitcast(builder.load(at, align=64), words)
-            bits = builder.and_(bits, vector(I32, [0x7FFFFFFF] * 16))
-            is_larger = builder.icmp_unsigned(">", bits, largest)
-            largest = builder.select(is_larger, bits, largest)
-        found = builder.icmp_unsigned(">=", largest, vector(I32, [0x7F800000] * 16))
+            size = magnitude_of(builder, bits_of(builder, builder.load(at, align=64)))
+            largest = builder.select(builder.icmp_unsigned(">", size, largest), size, largest)
+        found = builder.icmp_unsigned(">=", largest, splat(INFINITY))
         return builder.zext(builder.bitcast(found, I16), I64)
 
     return types.intp(types.intp), generate
@@ -119,21 +115,11 @@ def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
     return call(
         field(job, J.PACK_A),
         (
-            field(job, J.A),
-            field(job, J.A_ROW_STRIDE),
-            field(job, J.A_COL_STRIDE),
-            field(job, J.M),
-            field(job, J.K),
-            first_strip,
-            end_strip,
-            first_step,
-            end_step,
-            scratch,
-            field(job, J.A_STRIP_BYTES),
-            0,
-            scratch + field(job, J.SCRATCH_OFFSET),
+            field(job, J.A), field(job, J.A_ROW_STRIDE), field(job, J.A_COL_STRIDE), field(job, J.M), field(job, J.K),
+            first_strip, end_strip, first_step, end_step,
+            scratch, field(job, J.A_STRIP_BYTES), 0, scratch + field(job, J.SCRATCH_OFFSET),
         ),
-    )
+    )  # fmt: skip
 
 
 @inlined(types.intp)
@@ -142,26 +128,18 @@ def _pack_b(job, index, scratch):
     strips, steps = field(job, J.PACK_B_STRIPS), field(job, J.PACK_B_STEPS)
     groups = -(-field(job, J.STRIPS_N) // strips)
     strip, step = (index % groups) * strips, (index // groups) * steps
+    end_strip = lesser(strip + strips, field(job, J.STRIPS_N))
+    end_step = lesser(step + steps, field(job, J.STEPS))
     strip_bytes = field(job, J.B_STRIP_BYTES)
-    target = field(job, J.B_PACKED) + strip * strip_bytes
+    target = field(job, J.B_PACKED) + strip * strip_bytes + step * 2048 * field(job, J.B_PARTS)
     return call(
         field(job, J.PACK_B),
         (
-            field(job, J.B),
-            field(job, J.B_COL_STRIDE),
-            field(job, J.B_ROW_STRIDE),
-            field(job, J.N),
-            field(job, J.K),
-            strip,
-            lesser(strip + strips, field(job, J.STRIPS_N)),
-            step,
-            lesser(step + steps, field(job, J.STEPS)),
-            target + step * 2048 * field(job, J.B_PARTS),
-            strip_bytes,
-            1,
-            scratch + field(job, J.SCRATCH_OFFSET),
+            field(job, J.B), field(job, J.B_COL_STRIDE), field(job, J.B_ROW_STRIDE), field(job, J.N), field(job, J.K),
+            strip, end_strip, step, end_step,
+            target, strip_bytes, 1, scratch + field(job, J.SCRATCH_OFFSET),
         ),
-    )
+    )  # fmt: skip
 
 
 @inlined(types.intp)

@@ -18,7 +18,7 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed import run
-from lowprec.backends.cpu.packed.jobs import operand_of, packing_job
+from lowprec.backends.cpu.packed.jobs import kernels_of, operand_of, packing_job
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 
 _PAGE = 4096
@@ -50,12 +50,11 @@ class Panels(NamedTuple):
 
 
 class PackedAs(NamedTuple):
-    """What the packing of B depends on, beside its elements; not on the type of the result."""
+    """What the packing of B depends on, in addition to its elements."""
 
     micro_kernel: MicroKernel
     a_dtype: str
     b_dtype: str
-    out_dtype: str
     rounding: str
     component: int = 0  # 0 for the number or its real part, 1 for the imaginary part
 
@@ -99,11 +98,11 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
 
 def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Panels:
     memory, address, finite = np.empty(0, np.uint8), 0, []
-    offsets = sorted(matrices)
+    offsets, kernels = sorted(matrices), kernels_of(*packed_as[:4])
     for i, offset in enumerate(offsets):
         with convert(matrices[offset]) as x:
             (k, n), b = x.shape, operand_of(x)
-            kernels, job = packing_job(*packed_as[:5], n, k, b)
+            job = packing_job(kernels, packed_as.micro_kernel, n, k, b)
             step = job.packed_bytes
             if not i:
                 memory = np.empty(len(offsets) * step + _PAGE, np.uint8)

@@ -256,19 +256,15 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     macro_kernel, each = _batch_kernels()
     blocking = job.blockings.get(1) or job.blocking(1)
     words = Words.from_buffer_copy(blocking.words)
-    words[J.ALPHA], words[J.BETA] = (
-        float_bits(arguments.alpha.real),
-        float_bits(arguments.beta.real),
-    )
+    alpha, beta = arguments.alpha.real, arguments.beta.real
+    words[J.ALPHA], words[J.BETA] = float_bits(alpha), float_bits(beta)
     words[J.BIAS] = 0 if arguments.bias is None else arguments.bias.address
     table = batches.addresses_of(batch.matrices, arguments, batch.offsets)
+    a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
-    of_batch[J.BATCH_JOB] = ctypes.addressof(words)
-    of_batch[J.BATCH_COUNT] = batch.batch_count
-    of_batch[J.BATCH_TABLE] = data_pointer(table)
-    of_batch[J.BATCH_FIELD_A] = J.B if job.transposed else J.A
-    of_batch[J.BATCH_FIELD_B] = J.A if job.transposed else J.B
-    of_batch[J.BATCH_DRIVE] = macro_kernel
+    of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = ctypes.addressof(words), macro_kernel
+    of_batch[J.BATCH_TABLE], of_batch[J.BATCH_COUNT] = data_pointer(table), batch.batch_count
+    of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
     if panels is not None:
         # No product packs then: each has the b, none at all, that the one before had.
