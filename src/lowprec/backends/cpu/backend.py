@@ -11,16 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import CPU, ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import
+from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import, packed_products
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.info import info as info
-from lowprec.backends.cpu.packed import executor as packed
 from lowprec.backends.cpu.packed import micro_kernels, run
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, plan_gemm
 
-_BY_UNITS = (packed.execute, packed.execute_job, run.execute, run.execute_batch)
+_BY_UNITS = (packed_products.execute, packed_products.execute_job, run.execute, run.execute_batch)
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -92,7 +91,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     by_kernel = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
     # What holds narrower numbers in float32 multiplies on FP32 units.
     by_units = by_kernel and plan.kernel_row.holds_in is None
-    return ExecutionInfo(by_units and not (plan.fallback and packed.fell_back()))
+    return ExecutionInfo(by_units and not (plan.fallback and packed_products.fell_back()))
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
