@@ -18,7 +18,7 @@ and a transposition in registers turns the result of either into what the other 
 Blocks at the edge, and operands contiguous in neither direction, are first copied to a block padded
 with zeros.
 
-What happens to the numbers on the way is told in ``tile_rows``.
+``tile_rows`` converts the numbers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     I64,
     field,
-    inline_asm,
     load,
     pointer,
     shuffle,
@@ -135,32 +134,19 @@ def _keep(typing_context, source, kind, kept):
     return types.void(types.intp, kind, types.intp), generate
 
 
-def _store_masked(builder: Any, value: Any, address: Any, mask: Any) -> None:
-    """Write those elements of a vector whose bit in `mask` is set, by whatever the processor has for it."""
-    bits, target = ir.VectorType(ir.IntType(1), 16), pointer(builder, address, value.type)
-    width = value.type.element.width
-    signature = ir.FunctionType(ir.VoidType(), [value.type, target.type, I32, bits])
-    name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
-    function = cgutils.get_or_insert_function(builder.module, signature, name)
-    selected = builder.bitcast(builder.trunc(mask, I16), bits)
-    builder.call(function, [value, target, ir.Constant(I32, 1), selected])
-
-
 @intrinsic(prefer_literal=True)
 def _put_some(typing_context, source, target, kind, mask):
     """Write those of 16 elements in sequence whose bit in `mask` is set."""
     to = kind.literal_value
-    move = "vmovdqu16" if ITEM_BYTES[to] == 2 else "vmovdqu32"
-    has_masks = "avx512bw" in cpu_flags()
 
     def generate(context, builder, signature, args):
-        value = _converted(builder, args[0], to)
-        if not has_masks:
-            _store_masked(builder, value, args[1], args[3])
-            return context.get_dummy_value()
-        text = f"kmovd ${{2:k}}, %k1\n{move} $0, ($1) {{%k1}}"
-        operands = [value, args[1], args[3]]
-        inline_asm(builder, text, "v,r,r,~{k1},~{memory}", ir.VoidType(), operands)
+        value, some = _converted(builder, args[0], to), ir.VectorType(ir.IntType(1), 16)
+        at, width = pointer(builder, args[1], value.type), value.type.element.width
+        signature = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, some])
+        name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
+        function = cgutils.get_or_insert_function(builder.module, signature, name)
+        selected = builder.bitcast(builder.trunc(args[3], I16), some)
+        builder.call(function, [value, at, ir.Constant(I32, 1), selected])
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, kind, types.intp), generate

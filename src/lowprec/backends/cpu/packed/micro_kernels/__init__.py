@@ -68,53 +68,25 @@ AMX_BF16 = MicroKernel("amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", "amx", has_tile
 AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", "amx", has_tiles=True)
 
 AVX512_BF16 = MicroKernel(
-    "avx512_bf16",
-    "bfloat16 vector units (AVX512-BF16)",
-    frozenset({"avx512_bf16"}) | _AVX512,
-    "bfloat16",
-    "vectors",
-    block_bytes=512 << 10,
-    inner_bytes=64 << 10,
-    shared_from=1 << 25,
-)
+    "avx512_bf16", "bfloat16 vector units (AVX512-BF16)", frozenset({"avx512_bf16"}) | _AVX512, "bfloat16", "vectors",
+    block_bytes=512 << 10, inner_bytes=64 << 10, shared_from=1 << 25,
+)  # fmt: skip
 AVX512_VNNI = MicroKernel(
-    "avx512_vnni",
-    "int8 vector units (AVX512-VNNI)",
-    frozenset({"avx512_vnni"}) | _AVX512,
-    "int8",
-    "vectors",
-    block_bytes=512 << 10,
-    inner_bytes=64 << 10,
-    shared_from=1 << 26,
-    offset_a=128,
-)
-
+    "avx512_vnni", "int8 vector units (AVX512-VNNI)", frozenset({"avx512_vnni"}) | _AVX512, "int8", "vectors",
+    block_bytes=512 << 10, inner_bytes=64 << 10, shared_from=1 << 26, offset_a=128,
+)  # fmt: skip
 #: Pieces of B are as long as a BLAS sums, 384 products, so that errors are as large; where k is long, A is packed in
 #: shorter chunks, over more rows for each reading of B, because the numbers are twice as wide.
 AVX512_FP32 = MicroKernel(
-    "avx512_fp32",
-    "FP32 vector units (AVX-512)",
-    _AVX512,
-    "float32",
-    "vectors",
-    block_bytes=512 << 10,
-    inner_bytes=48 << 10,
-    chunk_steps=8,
-    shared_from=1 << 22,
+    "avx512_fp32", "FP32 vector units (AVX-512)", _AVX512, "float32", "vectors",
+    block_bytes=512 << 10, inner_bytes=48 << 10, chunk_steps=8, shared_from=1 << 22,
     unmeasured_with=frozenset({"amx_bf16"}),
-)
-
+)  # fmt: skip
 #: Of processors that have no AVX-512.
 AVX_VNNI = MicroKernel(
-    "avx_vnni",
-    "int8 vector units (AVX-VNNI)",
-    frozenset({"avx2", "fma", "avx_vnni"}),
-    "int8",
-    "vectors",
-    block_bytes=768 << 10,
-    shared_from=1 << 25,
-    offset_a=128,
-)
+    "avx_vnni", "int8 vector units (AVX-VNNI)", frozenset({"avx2", "fma", "avx_vnni"}), "int8", "vectors",
+    block_bytes=768 << 10, shared_from=1 << 25, offset_a=128,
+)  # fmt: skip
 
 MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX512_FP32, AVX_VNNI)
 
@@ -140,16 +112,14 @@ def obstacle(kernel: MicroKernel) -> str:
         return f"LOWPREC_MAX_CPU_ISA hides the {kernel.unit} of this CPU"
     if absent:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
-    # Whether it is there, not whether it can be imported: that takes 0.3 s, which a product
-    # that does not need the units should not pay.
+    reason = numba_import.failure()
+    # Whether numba is there, not whether it can be imported: a product that does not need it should not pay 0.3 s.
     if not numba_import.is_installed():
-        return (
-            f'numba is not installed (pip install "lowprec[cpu]"), so the {kernel.unit} stay idle'
-        )
-    if numba_import.failure():
-        return f"{numba_import.failure()}, so the {kernel.unit} stay idle"
-    if environment.numba_is_off():
-        return f"NUMBA_DISABLE_JIT is set, so the {kernel.unit} stay idle"
+        reason = 'numba is not installed (pip install "lowprec[cpu]")'
+    elif not reason and environment.numba_is_off():
+        reason = "NUMBA_DISABLE_JIT is set"
+    if reason:
+        return f"{reason}, so the {kernel.unit} stay idle"
     if kernel.has_tiles and not _request_permission():
         return f"the system does not grant this process the {kernel.unit}"
     return ""
