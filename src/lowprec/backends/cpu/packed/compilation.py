@@ -74,7 +74,7 @@ def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compile_kernel(function: Callable[..., Any], arity: int) -> int:
-    """Compile a Python function of integers, or read it from the cache on disk, and return its address."""
+    """Compile a Python function of integers that raises nothing, or load it from disk; return its address."""
     with global_compiler_lock:
         name = f"{stored_code.made_of(function)} {arity}"
         return stored_code.address(name, lambda: _machine_code(function, arity))
@@ -86,14 +86,12 @@ def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
     result = compiler.compile_extra(cpu_target.typing_context, _TARGET, function, *how)
     described, library, word = result.fndesc, result.library, ir.IntType(64)
     module = _TARGET.create_module(stored_code.SYMBOL)
-    inner_type = _TARGET.call_conv.get_function_type(described.restype, described.argtypes)
+    signature, convention = (described.restype, described.argtypes), _TARGET.call_conv
+    inner_type = convention.get_function_type(*signature)
     inner = ir.Function(module, inner_type, described.llvm_func_name)
     outer = ir.Function(module, ir.FunctionType(word, [word] * arity), stored_code.SYMBOL)
     builder = ir.IRBuilder(outer.append_basic_block())
-    # Kernels raise nothing, so the status is not looked at.
-    _, value = _TARGET.call_conv.call_function(
-        builder, inner, described.restype, described.argtypes, outer.args, attrs=("noinline",)
-    )
+    _, value = convention.call_function(builder, inner, *signature, outer.args, attrs=("noinline",))
     builder.ret(value)
     library.add_ir_module(module)
     library.enable_object_caching()  # keeps the machine code that linking makes
