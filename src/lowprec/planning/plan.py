@@ -100,20 +100,18 @@ class GemmPlan:
         """Name of the kernel."""
         return self.kernel_row.name
 
-    @property
+    @cached_property
     def accumulator(self) -> DType:
         """Element type in which products are summed, and the epilogue is computed."""
         return row(self.scheme).accumulator(self.compute_dtype)
 
-    @property
+    @cached_property
     def split(self) -> tuple[int, int]:
         """In how many parts ``a`` and ``b`` are multiplied."""
-        return (
-            1 + max(product.a_part for product in self.schedule),
-            1 + max(max(j for _, j in product.pairs) for product in self.schedule),
-        )
+        pairs = [pair for product in self.schedule for pair in product.pairs]
+        return 1 + max(x.a_part for x in self.schedule), 1 + max(j for _, j in pairs)
 
-    @property
+    @cached_property
     def scaled(self) -> tuple[bool, bool]:
         """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
         a, b = self.rounded

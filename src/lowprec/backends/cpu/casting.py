@@ -16,7 +16,7 @@ import numpy as np
 
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import numba_import, threads
-from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu.rounding import round_all
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
@@ -107,6 +107,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
     pieces: list[tuple[Any, ...]] = []
+    by_numpy: list[tuple[Any, Any]] = []
     extrema = [0] * len(pairs)
     for number, (source, out) in enumerate(pairs):
         if not out.flags.c_contiguous:
@@ -117,12 +118,22 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
             if out.dtype == np.float32:
                 kernel = _cast_kernel(name_of(source.dtype), to)
         if kernel is None:
-            extrema[number] = _cast_by_numpy(source, out, to)
+            own = None if to is FLOAT16_DIGITS and source.dtype == np.float16 else to
+            flat = _for_numpy(source, out, own)
+            if own is not None:
+                by_numpy.append(flat)
+            if own is FLOAT16_DIGITS:
+                extrema[number] = extrema_of(flat[0])
         elif out.size:
             pieces += [(number, kernel, *piece) for piece in _pieces(source, out)]
-    for number, found in _run(pieces, elements):
-        extrema[number] = merged(extrema[number], found)
-    return [lies_apart(found) for found in extrema]
+    if to is not None and by_numpy:
+        round_all(by_numpy, to)
+    if pieces:
+        for number, found in _run(pieces, elements):
+            extrema[number] = merged(extrema[number], found)
+    return (
+        [lies_apart(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
+    )
 
 
 def lie_apart(arrays: Sequence[Any]) -> bool:
@@ -183,21 +194,19 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
     return source.view(real), out.view(real)
 
 
-def _cast_by_numpy(source: Any, out: Any, to: NumberFormat | None) -> int:
-    """Return the extrema where numbers are rounded to float16's digits."""
-    if to is FLOAT16_DIGITS and source.dtype == np.float16:
-        to = None
+def _for_numpy(source: Any, out: Any, to: NumberFormat | None) -> tuple[Any, Any]:
+    """Return arrays as contiguous float32 of one dimension, the source copied to ``out`` where it cannot be that."""
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
         with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
             out[...] = source
         source = out
     if to is None:
-        return 0
+        return source, out
     # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
-    flat = [x.reshape(-1, copy=False).view(np.float32) for x in (source, out)]
-    extrema = extrema_of(flat[0]) if to is FLOAT16_DIGITS else 0
-    round_float32(flat[0], to, flat[1])
-    return extrema
+    return (
+        source.reshape(-1, copy=False).view(np.float32),
+        out.reshape(-1, copy=False).view(np.float32),
+    )
 
 
 def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:

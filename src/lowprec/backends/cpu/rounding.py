@@ -7,7 +7,7 @@ finite number beyond the largest of the format becomes an infinity, subnormal nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from lowprec.formats import NumberFormat
 _BLOCK = 1 << 16
 
 #: Elements that a thread takes at a time.
-_PIECE = 8 * _BLOCK
+_PIECE = 2 * _BLOCK
 
 
 def rounded_to_odd(x: Any) -> Any:
@@ -70,18 +70,15 @@ _BLOCK_ROUNDINGS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _round_rows(
-    source: Any, out: Any, block: Callable[[Any, Any], None], start: int, stop: int
-) -> None:
-    """Round ``source[start:stop]`` of a contiguous 1-D pair, block by block."""
-    for first in range(start, stop, _BLOCK):
-        piece = slice(first, min(first + _BLOCK, stop))
-        src, dst = source[piece], out[piece]
+def _round_piece(source: Any, out: Any, block: Callable[[Any, Any], None]) -> None:
+    """Round a contiguous 1-D array into another, block by block."""
+    for first in range(0, source.size, _BLOCK):
+        src, dst = source[first : first + _BLOCK], out[first : first + _BLOCK]
         # Integer arithmetic carries a NaN's payload into the exponent or the sign. Looked for before anything is
         # written, because ``out`` may be ``source``.
         nan = np.isnan(src)
         block(src, dst)
-        if nan.any():
+        if np.logical_or.reduce(nan):
             dst[nan] = np.nan
 
 
@@ -91,22 +88,30 @@ def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
     ``out`` is float32, too, of the shape of ``source``, and C-contiguous; it may be ``source`` itself, and else must
     not overlap it.
     """
-    block = _BLOCK_ROUNDINGS[to.name]
     if not source.flags.c_contiguous:
-        out[...] = source
+        with np.errstate(all="ignore"):
+            out[...] = source
         source = out
-    flat_source, flat_out = (x.reshape(-1, copy=False) for x in (source, out))
-    size = flat_source.size
-    with np.errstate(all="ignore"):
-        if size <= _BLOCK:
-            _round_rows(flat_source, flat_out, block, 0, size)
-            return
-        pieces = iter(range(0, size, _PIECE))
+    round_all([(source.reshape(-1, copy=False), out.reshape(-1, copy=False))], to)
 
-        def work() -> None:
-            # NumPy's error state belongs to the thread, so each worker silences its own.
-            with np.errstate(all="ignore"):
-                for first in pieces:
-                    _round_rows(flat_source, flat_out, block, first, min(first + _PIECE, size))
 
-        threads.run(work, threads.num_threads())
+def round_all(pairs: Sequence[tuple[Any, Any]], to: NumberFormat) -> None:
+    """Round contiguous 1-D float32 arrays into others, as :func:`round_float32` does each."""
+    block = _BLOCK_ROUNDINGS[to.name]
+    pieces = [
+        (source[first : first + _PIECE], out[first : first + _PIECE])
+        for source, out in pairs
+        for first in range(0, source.size, _PIECE)
+    ]
+    queue = iter(pieces)
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for source, out in queue:
+                _round_piece(source, out, block)
+
+    if len(pieces) == 1:
+        work()
+    else:
+        threads.run(work, min(threads.num_threads(), len(pieces)))

@@ -31,7 +31,7 @@ class Stacks(NamedTuple):
 
 def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
     """Return the arguments in matrix form."""
-    a, b, out = (x.ndarray() for x in arguments[:3])
+    a, b, out = arguments.a.ndarray(), arguments.b.ndarray(), arguments.out.ndarray()
     vector_a, vector_b = a.ndim == 1, b.ndim == 1
     if vector_b:
         b, out = b[:, None], out[..., None]
@@ -52,7 +52,11 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
 
 def _each_once(x: Any) -> Any:
     """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
-    return x[tuple(slice(None) if step else slice(1) for step in x.strides[:-2])]
+    return (
+        x
+        if x.ndim == 2
+        else x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
+    )
 
 
 def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
