@@ -9,6 +9,7 @@ throughout, and the order of the sum does not depend on which worker was first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import Any
 
@@ -109,11 +110,8 @@ def _plan(
     k_chunk: int | None,
 ) -> GemmPlan:
     """Return the plan of the whole product; where ``rtol`` chooses its mode, the chain's roundings count."""
-
-    def asked(**keywords: Any) -> GemmPlan:
-        x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
-        return explain.plan(x, y, out_dtype=out_dtype, k_chunk=k_chunk, **keywords)
-
+    x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
+    asked = functools.partial(explain.plan, x, y, out_dtype=out_dtype, k_chunk=k_chunk)
     made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
     links = a.numblocks[-1] if a.numblocks[-1] > 1 else b.numblocks[-2:][0]
     summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact

@@ -559,6 +559,9 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
         scaler.unscale({"a": good}, out={"b": good})
     with pytest.raises(DTypeError, match="make both alike"):
         scaler.unscale(good, out=np.ones(2))
+    scalar = [np.float32(1)]  # of NumPy's, which cannot be written
+    with pytest.raises(DTypeError, match="make both alike"):
+        scaler.unscale(scalar, out=scalar)
     with pytest.raises(ArrayError, match="expected arrays in lists, tuples or dicts, got 'x'"):
         scaler.unscale(["x"])
     with pytest.raises(ArrayError, match="no gradients to unscale"):

@@ -46,9 +46,8 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    targets: list[Any] = arrays if out is grads else [None] * len(arrays)
-    if out is not None and out is not grads:
-        targets = []
+    targets: list[Any] = [] if out is not None else [None] * len(arrays)
+    if out is not None:
         mapped(lambda _, target: targets.append(target), grads, out)
     for x, target in zip(arrays, targets, strict=True):
         _check(x, target)

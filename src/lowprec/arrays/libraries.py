@@ -49,9 +49,6 @@ _DASK = (
     "pass array.compute()"
 )
 
-#: By module name: the class of what is no array to read, why and the way out, and the function that multiplies it.
-DEFERRED = {"dask.array": ("Array", _DASK, "lowprec.dask:matmul")}
-
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {
     np.ndarray: NUMPY,
@@ -101,10 +98,8 @@ def _find(array: Any) -> Library:
         library = _instance(name)
         library.check_type(array)
         return library
-    deferred = deferred_module(array)
-    if deferred is not None:
-        _, message, road = DEFERRED[deferred]
-        raise ElsewhereError(message, road)
+    if is_dask_array(array):
+        raise ElsewhereError(_DASK, "lowprec.dask:matmul")
     if isinstance(array, Prepared):
         raise ElsewhereError(
             "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
@@ -146,12 +141,9 @@ def _kind(x: Any) -> Any:
     return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
 
 
-def deferred_module(array: Any) -> str | None:
-    """Return the module, one of ``DEFERRED``, of an array that has no elements to read; None of any other."""
-    for module, (array_class, *_) in DEFERRED.items():
-        if isinstance(array, getattr(sys.modules.get(module), array_class, ())):
-            return module
-    return None
+def is_dask_array(array: Any) -> bool:
+    """Whether an array is Dask's, which has no elements to read."""
+    return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
 
 
 def _optional_name(array: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.libraries import deferred_module, library_name, library_of
+from lowprec.arrays.libraries import is_dask_array, library_name, library_of
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
@@ -27,7 +27,7 @@ def namespace_of(array: Any) -> Namespace:
     kind = type(array)
     if kind in _BY_TYPE:
         return _BY_TYPE[kind]
-    module = deferred_module(array) or _MODULES.get(library_name(array))
+    module = "dask.array" if is_dask_array(array) else _MODULES.get(library_name(array))
     if module is not None:
         found = _BY_TYPE[kind] = Namespace(sys.modules[module])
         return found

@@ -14,8 +14,7 @@ from inspect import cleandoc
 from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import UnsupportedError, quoted
-from lowprec.linalg.call import REAL_DTYPES, call
-from lowprec.linalg.routes import ROUTES
+from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
 
 
 class EighResult(NamedTuple):
