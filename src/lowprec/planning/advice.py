@@ -6,8 +6,12 @@ dimensions).
 
 from __future__ import annotations
 
-from lowprec.formats import NumberFormat
+from typing import TYPE_CHECKING
+
 from lowprec.planning.reasons import Reason, Why
+
+if TYPE_CHECKING:
+    from lowprec.planning.plan import GemmPlan
 
 #: Tensor cores like the contiguous dimension in steps of so many bytes.
 ALIGNMENT_BYTES = 16
@@ -40,37 +44,24 @@ def conversion_outweighs(m: int, n: int, flops_per_conversion: float) -> bool:
     return flops_per_conversion * (1 / (2 * n) + 1 / (2 * m)) > 1
 
 
-def advise(
-    m: int,
-    n: int,
-    k: int,
-    operand_format: NumberFormat | None,
-    arithmetic_intensity: float,
-    flops_per_byte: float,
-    rounds_for: float | None,
-    *,
-    tensor_cores: bool,
-) -> tuple[Reason, ...]:
-    """Return the advice of the field for this product; nothing for an empty product.
-
-    ``arithmetic_intensity`` is the product's, ``flops_per_byte`` the device's; ``rounds_for`` the flops that rounding
-    one element costs, None where nothing is rounded.
-    """
+def advise(plan: GemmPlan) -> tuple[Reason, ...]:
+    """Return the advice of the field for a product; nothing for an empty one."""
+    layout, able, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
+    m, n, k = layout.m, layout.n, layout.k
     if 0 in (m, n, k):
         return ()
     advice = []
-    bits = 8 if operand_format is None else _TENSOR_CORE_BITS.get(operand_format.name)
-    misaligned = misaligned_dimensions(m, n, k, bits) if bits and tensor_cores else ()
-    if bits and misaligned:
+    bits = 8 if fmt is None else _TENSOR_CORE_BITS.get(fmt.name)
+    on_tensor_cores = able.compute_capability is not None
+    if bits and on_tensor_cores and (misaligned := misaligned_dimensions(m, n, k, bits)):
         step = ALIGNMENT_BYTES * 8 // bits
         advice.append(Reason.of(Why.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
     small = memory_bound_dimensions(m, n, k)
     if small:
         advice.append(Reason.of(Why.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
-    elif arithmetic_intensity < flops_per_byte:
-        advice.append(
-            Reason.of(Why.LOW_INTENSITY, intensity=arithmetic_intensity, device=flops_per_byte)
-        )
-    if rounds_for is not None and conversion_outweighs(m, n, rounds_for):
+    elif (intensity := plan.arithmetic_intensity) < able.flops_per_byte:
+        advice.append(Reason.of(Why.LOW_INTENSITY, intensity=intensity, device=able.flops_per_byte))
+    converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
+    if converts and conversion_outweighs(m, n, plan.kernel_row.cost_per_element):
         advice.append(Reason.of(Why.ROUNDING_COSTS_MORE))
     return tuple(advice)

@@ -117,8 +117,8 @@ class GemmLayout:
     collapsed: bool
 
 
-def _core(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int]:
-    """Return (m, n, k), or raise in NumPy's words."""
+def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
+    """Return m, n, k and the common batch shape of two operands, or raise in NumPy's words."""
     for position, shape in enumerate((shape_a, shape_b)):
         if not shape:
             raise ShapeError(
@@ -134,26 +134,14 @@ def _core(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int]:
             f"matmul: input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
             f"from {k}): shapes {shape_a} and {shape_b}"
         )
-    return m, n, k
-
-
-def _broadcast_batch(shape_a: Shape, shape_b: Shape) -> Shape:
-    """Return the common batch shape of two operands, or raise in NumPy's words."""
-    result = []
+    batch = []
     for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
         if x != y and x != 1 and y != 1:
             raise ShapeError(
                 f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}"
             )
-        result.append(y if x == 1 else x)
-    return tuple(reversed(result))
-
-
-def result_shape(shape_a: Shape, shape_b: Shape) -> Shape:
-    """Return the shape of ``a @ b``."""
-    m, n, _ = _core(shape_a, shape_b)
-    batch = _broadcast_batch(shape_a, shape_b)
-    return batch + (m,) * (len(shape_a) > 1) + (n,) * (len(shape_b) > 1)
+        batch.append(y if x == 1 else x)
+    return m, n, k, tuple(reversed(batch))
 
 
 def _blas_order(
@@ -183,25 +171,25 @@ def _blas_order(
     return None, None
 
 
-def _batch_strides(spec: OperandSpec, batch: Shape) -> Shape:
-    """Return the strides of an operand's batch after broadcasting to ``batch``."""
+def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: bool) -> MatrixStack:
+    """Return an operand, broadcast to a batch, as matrices; a 1-D operand is one row of ``a``, one column of ``b``."""
     own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
-    return (0,) * (len(batch) - len(own)) + tuple(own)
-
-
-def _matrix_strides(spec: OperandSpec, vector_is_row: bool) -> tuple[int, int]:
-    """Return (row stride, column stride); a 1-D operand is one row or one column."""
     if len(spec.shape) > 1:
-        return spec.strides[-2], spec.strides[-1]
-    return (0, spec.strides[0]) if vector_is_row else (spec.strides[0], 0)
+        row_stride, col_stride = spec.strides[-2:]
+    else:
+        row_stride, col_stride = (0, *spec.strides) if is_a else (*spec.strides, 0)
+    missing = (0,) * (len(batch) - len(own))
+    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *own))
 
 
-def _out_strides(
-    strides: Shape, batch_ndim: int, has_rows: bool, has_cols: bool
-) -> tuple[tuple[int, int], Shape]:
-    """Return ((row stride, column stride), batch strides) of a result whose 1-D dimensions were removed."""
-    core = strides[batch_ndim:]
-    return (core[0] if has_rows else 0, core[-1] if has_cols else 0), strides[:batch_ndim]
+def _result(
+    dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec
+) -> MatrixStack:
+    """Return a result, or an addend, of these strides as matrices; a 1-D operand has removed a dimension."""
+    core = strides[len(batch) :]
+    row_stride = core[0] if len(a.shape) > 1 else 0
+    col_stride = core[-1] if len(b.shape) > 1 else 0
+    return MatrixStack.of(dtype, m, n, row_stride, col_stride, batch, strides[: len(batch)])
 
 
 def gemm_layout(
@@ -225,20 +213,16 @@ def stacked_layout(
     out_dtype: DType | None = None,
 ) -> GemmLayout:
     """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
-    m, n, k = _core(a.shape, b.shape)
-    batch = _broadcast_batch(a.shape, b.shape)
-    shape = result_shape(a.shape, b.shape)
+    m, n, k, batch = _extents(a.shape, b.shape)
+    shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
     if out is None:
         out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
     else:
         _check_out(out, shape)
-    core, batch_strides = _out_strides(out.strides, len(batch), len(a.shape) > 1, len(b.shape) > 1)
     return GemmLayout(
         m, n, k, batch, prod(batch), shape,
-        MatrixStack.of(a.dtype, m, k, *_matrix_strides(a, True), batch, _batch_strides(a, batch)),
-        MatrixStack.of(b.dtype, k, n, *_matrix_strides(b, False), batch, _batch_strides(b, batch)),
-        MatrixStack.of(out.dtype, m, n, *core, batch, batch_strides),
-        collapsed=False,
+        _operand(a, m, k, batch, is_a=True), _operand(b, k, n, batch, is_a=False),
+        _result(out.dtype, out.strides, m, n, batch, a, b), collapsed=False,
     )  # fmt: skip
 
 
@@ -251,12 +235,8 @@ def addend_layout(
     """
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
-    batch = _broadcast_batch(a.shape, b.shape)
-    core, batch_strides = _out_strides(
-        (0,) * missing + own, len(batch), len(a.shape) > 1, len(b.shape) > 1
-    )
-    m, n, _ = _core(a.shape, b.shape)
-    found = MatrixStack.of(c.dtype, m, n, *core, batch, batch_strides)
+    m, n, _, batch = _extents(a.shape, b.shape)
+    found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
     return rows_of_all(found, prod(batch)) if layout.collapsed else found
 
 

@@ -159,7 +159,7 @@ class GemmPlan:
     @cached_property
     def advice(self) -> tuple[Reason, ...]:
         """The advice of the field for this product."""
-        return tuple(_rendering().advice(self))
+        return tuple(_rendering().advise(self))
 
     @property
     def kernel_reason(self) -> str:

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
-from lowprec.planning.advice import advise
+from lowprec.planning.advice import advise as advise
 from lowprec.planning.kernels import KernelRow, format_name
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.roofline import Roofline
@@ -242,18 +242,6 @@ def _plain(value: Any) -> Any:
 
 
 # -- what a plan says in words --------------------------------------------------------------------
-
-
-def advice(plan: GemmPlan) -> tuple[Reason, ...]:
-    """Return the advice of the field for a product."""
-    layout, call = plan.layout, plan.call
-    converts = any(plan.rounded) and (call is None or bool(call.pack_a or call.pack_b))
-    return advise(
-        layout.m, layout.n, layout.k, plan.operand_format,
-        plan.arithmetic_intensity, plan.capabilities.flops_per_byte,
-        plan.kernel_row.cost_per_element if converts else None,
-        tensor_cores=plan.capabilities.compute_capability is not None,
-    )  # fmt: skip
 
 
 def kernel_reason(plan: GemmPlan) -> str:

@@ -35,7 +35,7 @@ def trace(
     """Return a profile in the Trace Event Format."""
     rows = {r.thread_id: r.thread for r in records} | {r.thread_id: r.thread for r in ranges}
     events = [
-        _event("M", 0, "process_name", args={"name": f"lowprec {label}".rstrip()}),
+        _event("M", 0, "process_name", {"name": f"lowprec {label}".rstrip()}),
         *(_row_name(row, name) for row, name in rows.items()),
         *map(_range, ranges),
         *(_product(r.thread_id, r.start_ms, r.host_ms, r) for r in records),
@@ -44,30 +44,25 @@ def trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _event(phase: str, row: int, name: str, **fields: Any) -> dict[str, Any]:
-    return {"ph": phase, "pid": os.getpid(), "tid": row, "name": name, **fields}
+def _event(phase: str, row: int, name: str, args: Any, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": os.getpid(), "tid": row, "name": name, **fields, "args": args}
 
 
 def _row_name(row: int, name: str) -> dict[str, Any]:
-    return _event("M", row, "thread_name", args={"name": name})
-
-
-def _span(
-    row: int, category: str, name: str, start_ms: float, elapsed_ms: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    ts, dur = 1e3 * start_ms, 1e3 * elapsed_ms
-    return _event("X", row, name, cat=category, ts=ts, dur=dur, args=args)
+    return _event("M", row, "thread_name", {"name": name})
 
 
 def _range(r: RangeRecord) -> dict[str, Any]:
     *_, name = r.name.rpartition("/")
-    return _span(r.thread_id, "range", name, r.start_ms, r.elapsed_ms, {"name": r.name})
+    ts, dur = 1e3 * r.start_ms, 1e3 * r.elapsed_ms
+    return _event("X", r.thread_id, name, {"name": r.name}, cat="range", ts=ts, dur=dur)
 
 
 def _product(row: int, start_ms: float, elapsed_ms: float, r: ProductRecord) -> dict[str, Any]:
     numbers = r.mode if r.mode_has_effect else r.number_format
     name = f"{numbers} {extents(r.m, r.n, r.k, r.batch_count)}"
-    return _span(row, "product", name, start_ms, elapsed_ms, r.to_dict())
+    ts, dur = 1e3 * start_ms, 1e3 * elapsed_ms
+    return _event("X", row, name, r.to_dict(), cat="product", ts=ts, dur=dur)
 
 
 def _on_streams(records: Sequence[ProductRecord]) -> Iterator[dict[str, Any]]:

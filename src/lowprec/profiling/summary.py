@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from lowprec.profiling.records import ProductRecord
@@ -25,11 +24,6 @@ class Group:
     def elapsed_ms(self) -> float:
         """Their time together."""
         return sum(r.elapsed_ms or 0.0 for r in self.records)
-
-    @property
-    def median_ms(self) -> float:
-        """Of those with a time, of which there is at least one."""
-        return median(r.elapsed_ms or 0.0 for r in self.timed)
 
     @property
     def flops(self) -> int:

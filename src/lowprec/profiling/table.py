@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
@@ -82,7 +83,7 @@ def _numbers(group: Group, whole_ms: float) -> list[str]:
     return [
         str(len(group.records)),
         f"{group.elapsed_ms:.3f}" if group.timed else "-",
-        f"{group.median_ms:.3f}" if group.timed else "-",
+        f"{median(r.elapsed_ms or 0.0 for r in group.timed):.3f}" if group.timed else "-",
         f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.timed else "-",
         "-" if group.tflops is None else f"{group.tflops:.3g}",
         "-" if group.peak_share is None else f"{group.peak_share:.0%}",
@@ -98,16 +99,14 @@ def _fitted(table: Table) -> Table:
         if widths[widest] <= _LEAST_WORDS:
             break
         widths[widest] -= 1
+
+    def cut(text: str, i: int) -> str:
+        return text if i not in words or len(text) <= widths[i] else f"{text[: widths[i] - 3]}..."
+
     columns, *rows = (
-        [_cut(cell, widths[i]) if i in words else cell for i, cell in enumerate(line)]
-        for line in (table.columns, *table.rows)
+        list(map(cut, line, range(len(line)))) for line in (table.columns, *table.rows)
     )
     return replace(table, columns=columns, rows=rows)
-
-
-def _cut(text: str, width: int) -> str:
-    """Return the beginning of a text."""
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
