@@ -95,7 +95,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Make a library, registered and loaded; at the end every switch must be as it was at the start."""
     # Real libraries that other tests have loaded would be set too; nothing here is about them.
     monkeypatch.setattr(registry, "_by_name", {})
-    monkeypatch.setattr(registry, "_current", ())
     made: list[Library] = []
 
     def make(name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True) -> Library:

@@ -83,7 +83,6 @@ Libraries = tuple[Library, Library]
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
     """One whose switches belong to the process, and one whose switches belong to the thread."""
     monkeypatch.setattr(registry, "_by_name", {})
-    monkeypatch.setattr(registry, "_current", ())
     made = Library("process", Tier.PROCESS), Library("thread", Tier.THREAD)
     for library in made:
         registry.register_controller(library)
