@@ -11,14 +11,12 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from sys import modules
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode
-from lowprec.policy.controllers import known_modules
 from lowprec.policy.switches import NOTHING, Block, release
 
 if TYPE_CHECKING:
@@ -174,7 +172,7 @@ class PolicyEntry(Entry):
         innermost.set(self)
         if _listeners:
             notify()
-        if scope._libraries is not NO_LIBRARY and not modules.keys().isdisjoint(known_modules):
+        if scope._libraries is not NO_LIBRARY:
             scope._set_libraries(self)
 
     def close(self) -> list[str]:
