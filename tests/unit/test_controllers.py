@@ -29,62 +29,9 @@ from lowprec.policy import (
     switch_report,
 )
 from lowprec.policy.protocol import Tier
+from made_up import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
-
-
-class Library:
-    """A library with two switches, and its controller. It counts what is asked of it."""
-
-    def __init__(self, name: str, tier: Tier = Tier.PROCESS) -> None:
-        self.name = name
-        self.module = f"made_up_{name}"
-        self.tier = tier
-        self.switches = {"products": "products", "convolutions": "convolutions"}
-        self.modes = (FP32, TF32)
-        self._process = {"products": "low", "convolutions": "lower"}
-        self._threads = threading.local()
-        self.fails: dict[str, Exception] = {}
-        self.calls: list[str] = []
-        self.while_saving: Callable[[], None] | None = None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        if self.tier is Tier.PROCESS:
-            return self._process
-        if not hasattr(self._threads, "values"):
-            self._threads.values = dict(self._process)
-        return self._threads.values
-
-    def _call(self, what: str) -> None:
-        self.calls.append(what)
-        if what in self.fails:
-            raise self.fails[what]
-
-    def save(self) -> dict[str, Any]:
-        self._call("save")
-        if self.while_saving is not None:
-            self.while_saving()
-        return dict(self.values)
-
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        self._call("set_mode")
-        self.values.update(dict.fromkeys(self.values, mode.value))
-        return dict(self.values)
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        self._call("restore")
-        self.values.update(saved)
-
-    describe = save
-
-    @property
-    def is_full(self) -> bool:
-        return set(self.values.values()) == {"fp32"}
-
-    @property
-    def is_as_before(self) -> bool:
-        return self.values == {"products": "low", "convolutions": "lower"}
 
 
 Load = Callable[..., Library]
