@@ -14,9 +14,6 @@ from lowprec.policy.protocol import Controller
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
 _by_name: dict[str, Controller] = {}
-# A tuple of its own, so that an entry of a guard can walk it while another thread registers.
-_current: tuple[Controller, ...] = ()
-
 #: The modules of all controllers that there ever were: where none of these is loaded, a block has nothing to set.
 known_modules: set[str] = set()
 
@@ -67,14 +64,13 @@ def register_controller(controller: Controller) -> None:
         raise TypeError(
             f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}"
         )
+    known_modules.add(controller.module)
     _by_name[controller.name] = controller
-    _changed()
 
 
 def unregister_controller(name: str) -> None:
     """Take a controller away again; blocks that are open keep it; raises KeyError if there is none of this name."""
     del _by_name[name]
-    _changed()
 
 
 def controllers() -> tuple[Controller, ...]:
@@ -85,35 +81,24 @@ def controllers() -> tuple[Controller, ...]:
     >>> [controller.name for controller in controllers()][:2]
     ['torch', 'jax']
     """
-    return _current
+    return tuple(_by_name.values())
 
 
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
     """Return the controllers of these libraries, as far as they are loaded; None for all."""
     return [
         controller
-        for controller in _current
+        for controller in controllers()
         if sys.modules.get(controller.module) is not None
         and (names is None or controller.name in names)
     ]
 
 
-def _changed() -> None:
-    global _current
-    _current = tuple(_by_name.values())
-    known_modules.update(controller.module for controller in _current)
-
-
-def _register_builtin() -> None:
-    builtin: tuple[Controller, ...] = (
-        TorchController(),
-        JaxController(),
-        TensorFlowController(),
-        CupyController(),
-        PaddleController(),
-    )
-    _by_name.update({controller.name: controller for controller in builtin})
-    _changed()
-
-
-_register_builtin()
+for _builtin in (
+    TorchController(),
+    JaxController(),
+    TensorFlowController(),
+    CupyController(),
+    PaddleController(),
+):
+    register_controller(_builtin)

@@ -24,28 +24,18 @@ def without_effect(
 ) -> str | None:
     """Return what a library's switches leave in full FP32; None if nothing is known of that.
 
-    ``inside`` has the switches as they were set for the mode. If they are not so any more, another thread has changed
-    them, and nothing is learnt; None where they belong to this thread alone.
-
-    Examples
-    --------
-    >>> from lowprec.policy.controllers import controllers
-    >>> print(without_effect(controllers()[3], MathMode.TF32, None))  # CuPy is not asked
-    None
+    ``inside`` has the switches as they were set for the mode, None where they belong to this thread alone. If another
+    thread has changed them meanwhile, the answer is not kept.
     """
     if mode in (MathMode.FP32, MathMode.FP32_PEDANTIC) or not isinstance(controller, HasEffect):
         return None
     key = controller.name, mode
     if key not in _known:
-        found, error = attempt(controller, partial(controller.without_effect, mode))
-        # What cannot be asked now (PyTorch is tracing, say) may be another time.
-        if (
-            error is not None
-            or found is None
-            or (inside is not None and controller.save() != inside)
-        ):
+        left, _ = attempt(controller, partial(controller.without_effect, mode))
+        # None: it cannot be asked now (PyTorch is tracing, say).
+        if left is None or (inside is not None and controller.save() != inside):
             return None
-        _known[key] = found or None
+        _known[key] = left or None
     return _known[key]
 
 
@@ -55,10 +45,7 @@ def known(name: str, mode: MathMode) -> str | None:
 
 
 def news(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:
-    """Return a phrase for each library of which it was not said yet that its switches have no effect.
-
-    ``found`` has controllers, and what was set of each, as :func:`without_effect` takes them.
-    """
+    """Return a phrase for each library, with its switches as set, that has no effect and was not reported yet."""
     said = []
     for controller, inside in found:
         left = without_effect(controller, mode, inside)

@@ -1,8 +1,8 @@
 """How a block is entered and left, and the open blocks of each thread and task.
 
 An exception inside a block, or one that a signal handler raises while the block is entered or left, puts back what the
-block has changed: :meth:`Entry.close` is called again after an exception, and then does the rest. A second exception
-during that is not covered.
+block has changed: :meth:`Entry.close` can be called again after an exception, and then does the rest. A second
+exception during that is not covered.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from sys import modules
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode
-from lowprec.policy.controllers import known_modules
 from lowprec.policy.switches import NOTHING, Block, release
 
 if TYPE_CHECKING:
@@ -69,8 +67,9 @@ _prepared: Entry | None = None
 class _Exit:
     """``__exit__`` of a scope, which a ``with`` statement looks up right before it calls ``__enter__``.
 
-    An exception before the first line of :func:`_leave` ends the ``with`` statement with the block still open. But the
-    statement drops what was looked up, a ``partial`` that no traceback refers to, and that closes the entry.
+    A signal handler may raise before the first line of :func:`_leave`, where no ``try`` reaches, or inside. That ends
+    the ``with`` statement with the block still open; but the statement drops what it has looked up, a ``partial`` that
+    no traceback refers to, and that closes the entry.
     """
 
     def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
@@ -83,16 +82,9 @@ class _Exit:
 
 
 def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
-    found: Entry | None = entry
-    try:
-        if not entry.is_open:  # not looked up by a ``with`` statement: guard.__exit__()
-            found = scope._last_entry()
-        told = found.close() if found is not None else [_ELSEWHERE]
-    except BaseException:
-        if found is not None:
-            found.close()
-        raise
-    for sentence in told:
+    # If it is not open, it was not looked up by a ``with`` statement: guard.__exit__()
+    found = entry if entry.is_open else scope._last_entry()
+    for sentence in [_ELSEWHERE] if found is None else found.close():
         warnings.warn(f"{scope!r} {sentence}", LowprecWarning, stacklevel=2)
 
 
@@ -174,7 +166,7 @@ class PolicyEntry(Entry):
         innermost.set(self)
         if _listeners:
             notify()
-        if scope._libraries is not NO_LIBRARY and not modules.keys().isdisjoint(known_modules):
+        if scope._libraries is not NO_LIBRARY:
             scope._set_libraries(self)
 
     def close(self) -> list[str]:

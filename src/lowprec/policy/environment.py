@@ -70,14 +70,7 @@ def _take() -> EnvironmentSnapshot:
 def snapshot() -> EnvironmentSnapshot:
     """Return the variables that decide a mode, read at the first call and kept.
 
-    A value that is not legal is not kept: the next call reads again.
-
-    Raises EnvironmentVariableError if a variable holds a value that it may not hold.
-
-    Examples
-    --------
-    >>> snapshot() is snapshot()
-    True
+    Raises EnvironmentVariableError if a variable holds an illegal value; the next call reads again.
     """
     # Two threads that start together must see the same values, even if a third one writes the environment.
     return _taken.get(None) or _taken.setdefault(None, _take())
@@ -171,17 +164,8 @@ def thread_limit() -> int | None:
 
 
 def rows() -> tuple[VariableRow, ...]:
-    """Return what ``info()`` and the documentation show, one row per variable.
-
-    Nothing is raised and nothing is fixed by looking: without a snapshot the rows tell what it would hold.
-
-    Examples
-    --------
-    >>> rows()[0].name
-    'LOWPREC_MATH_MODE'
-    """
-    taken = _taken.get(None)
-    return tuple(_row(v, taken) for v in VARIABLES)
+    """Return one row per variable for ``info()`` and the documentation; raises nothing, and takes no snapshot."""
+    return tuple(_row(v, _taken.get(None)) for v in VARIABLES)
 
 
 def problems() -> tuple[str, ...]:
@@ -210,16 +194,10 @@ def child_environment(
     intercept: bool = False,
     profile: bool = False,
 ) -> dict[str, str]:
-    """Return the environment for a program that ``lowprec run`` starts; this process's stays as it is.
+    """Return the environment for a program that ``lowprec run`` starts.
 
-    ``startup`` is the folder that holds the start-up hook; it comes first in ``PYTHONPATH``, once. ``mode`` is None
-    where the program is to choose, or with the guard; with ``force`` the program cannot choose another one.
-    ``intercept`` takes PyTorch's products through lowprec, ``profile`` records lowprec's and shows them at the end.
-
-    Examples
-    --------
-    >>> child_environment("startup", MathMode.TF32)["LOWPREC_MATH_MODE"]
-    'tf32'
+    ``startup`` is the folder of the start-up hook; it comes first in ``PYTHONPATH``, once. ``mode`` is None where the
+    program is to choose, or with the guard; with ``force`` the program cannot choose another one.
     """
     found = dict(os.environ)
     if guard:

@@ -30,8 +30,7 @@ def set_library(name: str, order: str) -> str | None:
     """
     is_floor = order == RUN_GUARD
     (controller,) = [c for c in controllers() if c.name == name]
-    # The block that relies on these switches is the process: only what goes wrong, or an interrupt, releases it.
-    block = Block()
+    block = Block()  # that of the process: released by an exception only
     try:
         return _set(block, controller, MathMode.FP32 if is_floor else parse_mode(order), is_floor)
     except BaseException as error:
@@ -59,23 +58,19 @@ def _set(block: Block, controller: Controller, mode: MathMode, is_floor: bool) -
     if controller not in loaded_controllers():
         return f"{controller.module} has not been imported"
     why_not: str | None
-    if controller.tier == Tier.THREAD:
-        why_not = _set_default(controller, mode)
+    if mode not in controller.modes:
+        why_not = f"{controller.name} has no switch for {mode}"
+    elif controller.tier == Tier.THREAD:
+        if not isinstance(controller, HasDefault):
+            return f"{controller.name}'s switches belong to the thread"
+        _, error = attempt(controller, partial(controller.set_default, mode))
+        why_not = None if error is None else in_words(error)
     else:
         hold(block, [controller], mode, is_floor)
         why_not = block.failures.get(controller.name)
     if is_floor and why_not is None:
         _guarded[controller] = controller.describe()
     return why_not
-
-
-def _set_default(controller: Controller, mode: MathMode) -> str | None:
-    if mode not in controller.modes:
-        return f"{controller.name} has no switch for {mode}"
-    if not isinstance(controller, HasDefault):
-        return f"{controller.name}'s switches belong to the thread"
-    _, error = attempt(controller, partial(controller.set_default, mode))
-    return None if error is None else in_words(error)
 
 
 def changes() -> list[str]:

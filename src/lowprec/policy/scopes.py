@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
 from lowprec.policy import environment
-from lowprec.policy.controllers import controllers, loaded_controllers
+from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
 from lowprec.policy.entries import NO_LIBRARY, PolicyEntry, Scope, held, innermost
 from lowprec.policy.protocol import Controller, Tier
@@ -136,6 +136,8 @@ class PolicyScope(Scope):
         return innermost.get().of(self) or (elsewhere[-1] if elsewhere else None)
 
     def _set_libraries(self, entry: PolicyEntry) -> None:
+        if sys.modules.keys().isdisjoint(known_modules):
+            return
         found = loaded_controllers(self._libraries)
         if not found:
             return

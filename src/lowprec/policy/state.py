@@ -7,7 +7,6 @@ The order is written in :func:`resolve` and nowhere else. The state is two thing
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowprec.errors import ModeError
@@ -155,7 +154,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     here = innermost.get()
     taken = environment.snapshot()
     try:
-        found = _resolve(argument, here.guarded, here.mode, _process_mode, taken)
+        return _resolve(argument, here.guarded, here.mode, _process_mode, taken, here.emulates)
     except TypeError:
         if argument is None or isinstance(argument, str):
             raise
@@ -163,7 +162,6 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
         raise ModeError(
             f"math_mode must be a name or a MathMode, got {type(argument).__name__}"
         ) from None
-    return found if here.emulates is None else _emulating(found, here.emulates)
 
 
 def overriding_mode() -> ResolvedMode | None:
@@ -174,14 +172,13 @@ def overriding_mode() -> ResolvedMode | None:
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None
-    return _emulating(_impose(None, ModeSource.DEFAULT, here.guarded, taken), here.emulates)
+    return _impose(None, ModeSource.DEFAULT, here.guarded, taken, here.emulates)
 
 
 def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
     """Return a mode that was chosen already after what stands above it: overruled, raised or without TF32."""
     here = innermost.get()
-    found = _impose(mode, source, here.guarded, environment.snapshot())
-    return _emulating(found, here.emulates)
+    return _impose(mode, source, here.guarded, environment.snapshot(), here.emulates)
 
 
 # All that the result depends on is an argument. Bounded, since a name has many spellings ("TF32", " tf32").
@@ -192,6 +189,7 @@ def _resolve(
     context: MathMode | None,
     process: MathMode | None,
     taken: EnvironmentSnapshot,
+    emulates: Architecture | None,
 ) -> ResolvedMode:
     requests = (
         (ModeSource.ARGUMENT, None if argument is None else parse_mode(argument)),
@@ -201,12 +199,16 @@ def _resolve(
     )
     made = [request for request in requests if request[1] is not None]
     source, asked = made[0] if made else (ModeSource.DEFAULT, None)
-    return _impose(asked, source, guarded, taken)
+    return _impose(asked, source, guarded, taken, emulates)
 
 
 @functools.lru_cache(maxsize=1024)
 def _impose(
-    asked: MathMode | None, source: ModeSource, guarded: bool, taken: EnvironmentSnapshot
+    asked: MathMode | None,
+    source: ModeSource,
+    guarded: bool,
+    taken: EnvironmentSnapshot,
+    emulates: Architecture | None,
 ) -> ResolvedMode:
     """Apply what stands above a request (None: nothing was asked for), lowest first."""
     mode, reasons = asked or MathMode.FP32, []
@@ -225,12 +227,7 @@ def _impose(
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32
     others = [m for m in (asked, decided) if m not in (None, mode)]
-    return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons))
-
-
-@functools.lru_cache(maxsize=1024)
-def _emulating(found: ResolvedMode, architecture: Architecture | None) -> ResolvedMode:
-    return replace(found, emulates=architecture)
+    return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons), emulates)
 
 
 def _floor(

@@ -40,58 +40,38 @@ def _plain(value: Any) -> str | bool | int | None:
     return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
-# -- variables against switches -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Expectation:
-    """What a variable with a certain text says that a switch holds."""
-
-    variable: str
-    library: str
-    switch: str
-    #: From the variable's text to the values that agree with it; None if the text says nothing about the switch.
-    agreeing: Callable[[str], Callable[[Any], bool] | None]
-
-
-def _no_tf32(*values: Any) -> Callable[[str], Callable[[Any], bool] | None]:
-    return lambda text: (lambda value: value not in values) if text == "0" else None
-
-
-def _asks_for_tf32(text: str) -> Callable[[Any], bool] | None:
-    return (lambda value: value == "tf32") if _number(text) else None
-
-
-def _same_word(text: str) -> Callable[[Any], bool]:
-    return lambda value: str(value).lower() == text.lower()
-
-
-def _cupy_tf32(text: str) -> Callable[[Any], bool]:
-    wanted = bool(_number(text))
-    return lambda value: (value == 7) is wanted  # CuPy's COMPUTE_TYPE_TF32
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        return int(text.lower() in {"true", "on", "yes"})
-
-
 _TORCH_CUDA = "backends.cuda.matmul.fp32_precision"
 _TENSORFLOW = "config.experimental.tensor_float_32_execution"
+_CUPY = "_core.compute_type('f')"
 _NVIDIA = "NVIDIA_TF32_OVERRIDE"
 
-_EXPECTATIONS = (
-    _Expectation(_NVIDIA, "torch", _TORCH_CUDA, _no_tf32("tf32")),
-    _Expectation(_NVIDIA, "jax", "default_matmul_precision", _no_tf32("tensorfloat32", "high")),
-    _Expectation(_NVIDIA, "tensorflow", _TENSORFLOW, _no_tf32(True)),
-    _Expectation(_NVIDIA, "cupy", "_core.compute_type('f')", _no_tf32(7)),
-    _Expectation(_NVIDIA, "paddle", "base.core.cublas_switch", _no_tf32(True)),
-    _Expectation("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "torch", _TORCH_CUDA, _asks_for_tf32),
-    _Expectation("JAX_DEFAULT_MATMUL_PRECISION", "jax", "default_matmul_precision", _same_word),
-    _Expectation("CUPY_TF32", "cupy", "_core.compute_type('f')", _cupy_tf32),
-)
+
+def _is_on(text: str) -> bool:
+    return bool(int(text)) if text.isdecimal() else text.lower() in {"true", "on", "yes"}
+
+
+def _allows(*of_tf32: Any) -> Callable[[str, Any], bool]:
+    """Return whether a value goes with this text of NVIDIA's variable; 0 turns TF32 off, others mean nothing."""
+    return lambda text, value: text != "0" or value not in of_tf32
+
+
+#: Variable, library, switch, and whether the variable's text goes with the switch's value.
+_EXPECTATIONS: tuple[tuple[str, str, str, Callable[[str, Any], bool]], ...] = (
+    (_NVIDIA, "torch", _TORCH_CUDA, _allows("tf32")),
+    (_NVIDIA, "jax", "default_matmul_precision", _allows("tensorfloat32", "high")),
+    (_NVIDIA, "tensorflow", _TENSORFLOW, _allows(True)),
+    (_NVIDIA, "cupy", _CUPY, _allows(7)),  # CuPy's COMPUTE_TYPE_TF32
+    (_NVIDIA, "paddle", "base.core.cublas_switch", _allows(True)),
+    (
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "torch", _TORCH_CUDA,
+        lambda text, value: value == "tf32" or not _is_on(text),
+    ),
+    (
+        "JAX_DEFAULT_MATMUL_PRECISION", "jax", "default_matmul_precision",
+        lambda text, value: str(value).lower() == text.lower(),
+    ),
+    ("CUPY_TF32", "cupy", _CUPY, lambda text, value: (value == 7) is _is_on(text)),
+)  # fmt: skip
 
 
 def disagreements(rows: tuple[SwitchRow, ...] | None = None) -> tuple[str, ...]:
@@ -100,26 +80,17 @@ def disagreements(rows: tuple[SwitchRow, ...] | None = None) -> tuple[str, ...]:
         (row.library, row.switch): row.value for row in (switch_rows() if rows is None else rows)
     }
     texts = {variable.name: variable.text() for variable in environment.VARIABLES}
-    said = [_disagreement(expected, texts, values) for expected in _EXPECTATIONS]
-    return (*(sentence for sentence in said if sentence is not None), *_mlx(texts))
-
-
-def _disagreement(
-    expected: _Expectation,
-    texts: Mapping[str, str | None],
-    values: Mapping[tuple[str, str | None], Any],
-) -> str | None:
-    text = texts[expected.variable]
-    place = (expected.library, expected.switch)
-    if text is None or place not in values:
-        return None
-    agrees = expected.agreeing(text)
-    if agrees is None or agrees(values[place]):
-        return None
-    what = f"{expected.library}'s {expected.switch} is {values[place]!r}"
-    if expected.variable == _NVIDIA:
-        return f"{_NVIDIA}=0 keeps cuBLAS from TF32, while {what}"
-    return f"{expected.variable}={text}, while {what} now"
+    said = []
+    for variable, library, switch, agree in _EXPECTATIONS:
+        text, place = texts[variable], (library, switch)
+        if text is None or place not in values or agree(text, values[place]):
+            continue
+        what = f"{library}'s {switch} is {values[place]!r}"
+        if variable == _NVIDIA:
+            said.append(f"{_NVIDIA}=0 keeps cuBLAS from TF32, while {what}")
+        else:
+            said.append(f"{variable}={text}, while {what} now")
+    return (*said, *_mlx(texts))
 
 
 def _mlx(texts: Mapping[str, str | None]) -> tuple[str, ...]:

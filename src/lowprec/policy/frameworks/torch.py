@@ -15,7 +15,7 @@ from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
@@ -66,48 +66,43 @@ _SET = {
 }
 
 
-class _Functions:
-    """PyTorch's getters and setters, looked up once."""
+class _Functions(NamedTuple):
+    """PyTorch's getters and setters."""
 
-    __slots__ = ("get", "get_cudnn", "get_old", "module", "put", "put_cudnn", "put_old")
+    get_old: Callable[[], str]
+    put_old: Callable[[str], None]
+    get_cudnn: Callable[[], bool]
+    put_cudnn: Callable[[bool], None]
+    get: Callable[[str, str], str]
+    put: Callable[[str, str, str], None]
 
-    # What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call themselves, at a tenth
-    # of the cost; where one is missing, this is a PyTorch that nobody has tried.
-    _paths = (
-        "_get_float32_matmul_precision",
-        "_set_float32_matmul_precision",
-        "_get_cudnn_allow_tf32",
-        "_set_cudnn_allow_tf32",
-        "_get_fp32_precision_getter",
-        "_set_fp32_precision_setter",
-    )
 
-    def __init__(self, torch: ModuleType) -> None:
-        self.module = torch
-        self.get_old: Callable[[], str]
-        self.put_old: Callable[[str], None]
-        self.get_cudnn: Callable[[], bool]
-        self.put_cudnn: Callable[[bool], None]
-        self.get: Callable[[str, str], str]
-        self.put: Callable[[str, str, str], None]
-        try:
-            self.get_old, self.put_old, self.get_cudnn, self.put_cudnn, self.get, self.put = (
-                attrgetter(*self._paths)(torch._C)
-            )
-        except AttributeError as error:
-            raise UnsupportedError(
-                f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec "
-                f"knows (2.9 and later): {error}"
-            ) from None
-        self._hear_out()
+# What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call, at a tenth of the cost.
+_find = attrgetter(
+    "_get_float32_matmul_precision",
+    "_set_float32_matmul_precision",
+    "_get_cudnn_allow_tf32",
+    "_set_cudnn_allow_tf32",
+    "_get_fp32_precision_getter",
+    "_set_fp32_precision_setter",
+)
 
-    def _hear_out(self) -> None:
-        # Some versions announce, once per process, that the old switches will go. Under a filter that makes errors
-        # of warnings, the guard would otherwise fail for the user's sake.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for getter in (self.get_old, self.get_cudnn):
-                _read(getter)  # where the old and the newer do not agree, save() knows what to do
+
+def _functions(torch: ModuleType) -> _Functions:
+    try:
+        found = _Functions(*_find(torch._C))
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec knows "
+            f"(2.9 and later): {error}"
+        ) from None
+    # Some versions announce, once per process, that the old switches will go. Under a filter that makes errors of
+    # warnings, the guard would otherwise fail.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _read(found.get_old)
+        _read(found.get_cudnn)
+    return found
 
 
 class TorchController:
@@ -131,14 +126,13 @@ class TorchController:
     )
 
     def __init__(self) -> None:
-        self._found: _Functions | None = None
+        self._found: tuple[ModuleType, _Functions] | None = None
 
     def _functions(self) -> _Functions:
         torch = sys.modules["torch"]
-        found = self._found
-        if found is None or found.module is not torch:
-            found = self._found = _Functions(torch)
-        return found
+        if self._found is None or self._found[0] is not torch:
+            self._found = torch, _functions(torch)
+        return self._found[1]
 
     def save(self) -> dict[str, Any]:
         """Return what each switch holds itself."""
