@@ -111,8 +111,8 @@ class GemmPlan:
     def split(self) -> tuple[int, int]:
         """In how many parts ``a`` and ``b`` are multiplied."""
         return (
-            1 + max(product.a_part for product in self.schedule),
-            1 + max(max(j for _, j in product.pairs) for product in self.schedule),
+            1 + max([product.a_part for product in self.schedule]),
+            max([product.b_part + product.terms for product in self.schedule]),
         )
 
     @property
