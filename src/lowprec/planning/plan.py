@@ -108,8 +108,10 @@ class GemmPlan:
     @cached_property
     def split(self) -> tuple[int, int]:
         """In how many parts ``a`` and ``b`` are multiplied."""
-        pairs = [pair for product in self.schedule for pair in product.pairs]
-        return 1 + max(x.a_part for x in self.schedule), 1 + max(j for _, j in pairs)
+        return (
+            1 + max([product.a_part for product in self.schedule]),
+            max([product.b_part + product.terms for product in self.schedule]),
+        )
 
     @cached_property
     def scaled(self) -> tuple[bool, bool]:

@@ -33,7 +33,7 @@ def prepare(plan: GemmPlan) -> Executor:
     if row.micro_kernel or row.requires == "numba":
         if _numba_has_failed():
             return prepare(_without_numba(plan))
-    elif _converts(plan):
+    elif _converts(plan) or plan.problem.activation:
         casting.can_compile()
     make: Callable[[GemmPlan], Executor] = resolve(plan.kernel_row.executor)
     return make(plan)

@@ -23,7 +23,10 @@ from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
 #: Elements that NumPy activates at a time, and stay in the cache; and rows of a product that a thread takes.
-_BLOCK, _PIECE = 1 << 13, 1 << 16
+_BLOCK, _PIECE = 1 << 15, 1 << 16
+
+#: Columns of a block of the packed kernels.
+_ROW = 32
 
 
 def relu(x: Any) -> Any:
@@ -118,7 +121,20 @@ def _apply_native(
     product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None
 ) -> None:
     """Apply the epilogue of the packed kernels, in threads where it pays."""
-    n, c = product.shape[-1], c if beta else None
+    c = c if beta else None
+    arrays = [x for x in (product, out, c) if x is not None]
+    wide = _ROW // product.shape[-1]
+    if (
+        wide > 1
+        and product.size % (wide * product.shape[-1]) == 0
+        and all(x.flags.c_contiguous for x in arrays)
+    ):
+        # Several rows as one, since blocks are as wide.
+        shape = -1, wide * product.shape[-1]
+        product, out = product.reshape(shape), out.reshape(shape)
+        c = None if c is None else c.reshape(shape)
+        bias = None if bias is None else np.tile(bias, wide)
+    n = product.shape[-1]
     vector = (
         None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
     )
@@ -133,7 +149,7 @@ def _apply_native(
             at = data_pointer(numbers), target.address, other.address if other else 0, place
             finish(*at, alpha, beta, memory)
 
-    pieces = []
+    pieces: list[tuple[Any, ...]] = []
     for matrices in _as_matrices(product, out, c):
         height = max(1, _PIECE // n)
         for i in range(0, len(matrices[0]), height):

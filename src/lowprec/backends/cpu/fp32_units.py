@@ -147,7 +147,8 @@ def _sum_products(
     if plan.compute_dtype is DType.INT8:
         gemm.multiply_int8(multiply, a, b, out)
         return
-    if len(plan.schedule) == 1 and plan.split == (1, 1) and not kernel.emulates:
+    is_whole = len(plan.schedule) == 1 and plan.split == (1, 1)
+    if is_whole and not kernel.emulates:
         with contextlib.ExitStack() as stack:
             if kept is None:
                 x, y = whole_operands(plan, (a, b), out.dtype, stack)
@@ -176,7 +177,7 @@ def _sum_products(
                 if product.accumulates:
                     out += term
         splitting.unscale(out, split_a, split_b)
-    if max(plan.split) > 1:
+    if not is_whole and max(plan.split) > 1:
         mend(kernel, a, b, out)
 
 

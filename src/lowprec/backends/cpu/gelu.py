@@ -35,13 +35,13 @@ def gelu_float32(x: Any) -> Any:
     """Return GELU of float32 numbers; NaN stays NaN."""
     one = np.float32(1)
     y = OUTER * (x + INNER * x * x * x)
-    return np.where(y < LEAST, np.float32(-0.0), x / (one + _exp(np.float32(-2) * y)))
+    result = x / (one + _exp(np.float32(-2) * y))
+    np.copyto(result, np.float32(-0.0), where=y < LEAST)
+    return result
 
 
 def _exp(x: Any) -> Any:
-    """Return e^x; that of NaN is any number."""
-    x = np.where(x > LEAST_EXPONENT, x, LEAST_EXPONENT)
-    x = np.where(x < LARGEST_EXPONENT, x, LARGEST_EXPONENT)
+    x = np.minimum(np.maximum(x, LEAST_EXPONENT), LARGEST_EXPONENT)
     n = (x * LOG2E + MAGIC) - MAGIC
     r = x - n * LN2_HIGH - n * LN2_LOW
     p = COEFFICIENTS[0]

@@ -122,7 +122,7 @@ AVX512_VNNI = AVX512_BF16._replace(
     instruction_sets=("avx512_vnni",),
     minimum_elements=0,
     # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
-    minimum_batch_flops=5_000,
+    minimum_batch_flops=12_000,
     cost_per_flop=0.25,
     cost_per_element=10.0,
 )

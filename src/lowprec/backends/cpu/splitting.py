@@ -159,9 +159,9 @@ def _scaled(
 
     def seek(block: tuple[slice, slice]) -> None:
         sizes = read[block].view(np.uint32) & np.uint32(_MAGNITUDE)
-        most = sizes.max(over)
-        if most.max(initial=0) >= _INFINITY:
-            most = (sizes * (sizes < _INFINITY)).max(over)
+        most = np.maximum.reduce(sizes, over)
+        if np.maximum.reduce(most, None, initial=0) >= _INFINITY:
+            most = np.maximum.reduce(sizes * (sizes < _INFINITY), over)
         found.append((block, most))
 
     threads.share(seek, blocks)
@@ -171,10 +171,11 @@ def _scaled(
         else:
             np.maximum(largest[matrices, 0], most, out=largest[matrices, 0])
     exponents = TOP_EXPONENT + 1 - np.frexp(largest.view(np.float32))[1]
-    exponents[largest == 0] = 0
-    # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
-    halves = [exponents // 2, exponents - exponents // 2]
-    steps = halves if np.abs(exponents).max(initial=0) > _LARGEST_FACTOR else [exponents]
+    exponents *= largest != 0
+    steps = [exponents]
+    if np.maximum.reduce(np.abs(exponents), None, initial=0) > _LARGEST_FACTOR:
+        # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
+        steps = [exponents // 2, exponents - exponents // 2]
     factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
 
     def scale(block: tuple[slice, slice]) -> None:
@@ -211,7 +212,8 @@ def unscale(out: Any, a: Split, b: Split) -> None:
 
     # Results are multiples of 2^-70: by small powers they stay normal numbers.
     is_exact = (
-        out.dtype.kind != "c" and sum([np.abs(x).max(initial=0) for x in scaled]) <= _SMALL_EXPONENT
+        out.dtype.kind != "c"
+        and sum([np.maximum.reduce(np.abs(x), None, initial=0) for x in scaled]) <= _SMALL_EXPONENT
     )
 
     def take_back(rows: slice) -> None:
