@@ -18,7 +18,7 @@ from lowprec.arrays.view import without_terms
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import resolve
 from lowprec.errors import ArrayError, DTypeError, ElsewhereError, UnsupportedError
-from lowprec.executors import CachedExecutor, look_up
+from lowprec.executors import CachedExecutor, capabilities, look_up
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, bind, check_devices, name_argument, spec_of
 
@@ -226,9 +226,10 @@ def _resolve_within(
     """Return the cheapest mode within a tolerance."""
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
-    able = backend_of(x.device).capabilities(x.device)
     mode_within = resolve("lowprec.tolerance:mode_within")
-    found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, able, bound)
+    found: tuple[ResolvedMode, Any] = mode_within(
+        rtol, math_mode, problem, capabilities(x.device), bound
+    )
     return found[0]
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lowprec import forking
-from lowprec.arrays import ArrayView
-from lowprec.backends import Executor, backend_of
+from lowprec.arrays import ArrayView, Device
+from lowprec.backends import Backend, Executor, backend_of
 from lowprec.backends.execution import resolve
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.request import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
 
 if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import GemmPlan
+    from lowprec.planning import Capabilities, GemmPlan
 
 _CACHE_SIZE = 4096
 _PLAN_GEMM = "lowprec.planning:plan_gemm"
@@ -27,6 +27,7 @@ class CachedExecutor(NamedTuple):
     out_shape: tuple[int, ...]
     out_dtype: DType
     plan: GemmPlan
+    backend: Backend
 
 
 #: Sees what is about to run on which operands, and returns what runs in its place.
@@ -47,6 +48,11 @@ def forget() -> None:
     """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
     _executors.clear()
     resolve(_PLAN_GEMM).cache_clear()
+
+
+def capabilities(device: Device) -> Capabilities:
+    """Return what a device can do; raises DeviceError if no backend serves it."""
+    return backend_of(device).capabilities(device)
 
 
 def look_up(
@@ -85,4 +91,4 @@ def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> Cache
     plan: GemmPlan = resolve(_PLAN_GEMM)(problem, backend.capabilities(x.device), mode)
     check_scalars(request, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
-    return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan)
+    return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -19,22 +18,11 @@ from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu import unscaling as host_unscaling
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 
 #: Element types of gradients.
 DTYPES = ("float32", "float64", "bfloat16")
-
-#: Elements per block of NumPy's way: source, result and what is found fit the second-level cache together.
-_BLOCK = 1 << 16
-
-#: Elements that a thread takes at a time, and below which there is one thread.
-_PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
-
-#: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
-_PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
-
-_KERNELS = "lowprec.amp.unscale_kernels"
 
 
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
@@ -150,104 +138,10 @@ def _new(
 
 def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
     results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
-    found: list[bool] = []
-    flat: dict[Any, list[_Pair]] = {}
     for out in results:
         if not out.flags.writeable:
             raise ArrayError("out is read-only; pass an array that may be written")
-    for x, out in zip(arrays, results, strict=True):
-        first = data_pointer(x)
-        target = first if out is x else data_pointer(out)
-        aligned = not (first | target) % x.itemsize
-        if aligned and x.dtype.isnative and _is_flat(x, out, first, target):
-            flat.setdefault(x.dtype, []).append((x, out, first, target))
-        else:
-            with np.errstate(all="ignore"):
-                found.append(_unscale_plain(x, out, inverse))
-    elements = sum(x.size for x in arrays)
-    found += [_run(pairs, inverse, elements) for pairs in flat.values()]
-    return results, any(found)
-
-
-#: An array and its result, without gaps, and their addresses.
-_Pair: TypeAlias = tuple[Any, Any, int, int]
-
-
-def _is_flat(x: Any, out: Any, first: int, target: int) -> bool:
-    """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
-    one_run = x.flags.forc and x.strides == out.strides
-    return one_run and (first == target or abs(first - target) >= x.nbytes)
-
-
-def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
-    """Unscale by NumPy's functions; return whether Inf or NaN was found."""
-    found = not np.isfinite(x).all()
-    if x.dtype.itemsize == 2:  # the product is rounded once, from float32
-        out[...] = x.astype(np.float32) * inverse
-    else:
-        np.multiply(x, x.dtype.type(inverse), out=out)
-    return found
-
-
-def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
-    loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = casting.has_kernels() and (
-        loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
-    )
-    # Compiled here, once, and not in each of the threads.
-    kernel = _kernel(dtype_name(pairs[0][0])) if compiled else None
-    make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
-    found: list[bool] = []
-    workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
-    threads.run(make(pairs, inverse, found), workers)
-    return any(found)
-
-
-@functools.cache
-def _kernel(dtype: str) -> Callable[..., int] | None:
-    from lowprec.amp import unscale_kernels
-
-    return unscale_kernels.unscale_kernel(dtype) if dtype in unscale_kernels.KINDS else None
-
-
-def _by_kernel(
-    kernel: Any, pairs: Sequence[_Pair], inverse: Any, found: list[bool]
-) -> Callable[[], None]:
-    """Return the work of each thread, which takes pieces until none is left."""
-    job = array("q", [0])
-    for x, _, first, target in pairs:
-        for begin in range(0, x.size, _PIECE):
-            at = begin * x.itemsize
-            job.extend((first + at, target + at, min(_PIECE, x.size - begin)))
-    count = len(job) // 3
-    factor = np.array(inverse, pairs[0][0].dtype)
-
-    def work() -> None:
-        found.append(bool(kernel(job.buffer_info()[0], count, data_pointer(factor))))
-
-    return work
-
-
-def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Callable[[], None]:
-    """Return the work of each thread, by NumPy."""
-    flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
-    # Taking the next element of a list's iterator is atomic.
-    blocks = iter(
-        [
-            (x[first : first + _BLOCK], out[first : first + _BLOCK])
-            for x, out in flat
-            for first in range(0, x.size, _BLOCK)
-        ]
-    )
-
-    def work() -> None:
-        # NumPy's error state belongs to the thread, so each worker silences its own.
-        with np.errstate(all="ignore"):
-            for x, out in blocks:
-                if _unscale_plain(x, out, inverse):
-                    found.append(True)
-
-    return work
+    return results, host_unscaling.unscale(list(zip(arrays, results, strict=True)), inverse)
 
 
 def _by_dlpack(
@@ -304,7 +198,7 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
         # What has gaps, or overlaps, is copied before and after.
         pairs = [
             (x, out)
-            if _is_flat(x, out, x.data.ptr, out.data.ptr)
+            if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr)
             else (cupy.array(x, order="C"),) * 2
             for x, out in zip(arrays, results, strict=True)
         ]

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lowprec._version import __version__
 from lowprec.arrays import ArrayView
-from lowprec.backends import Arguments, backend_of
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.executors import CachedExecutor, observe
 from lowprec.modes import ResolvedMode
@@ -28,6 +27,9 @@ from lowprec.profiling import export
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents, totals
 from lowprec.profiling.table import to_text
+
+if TYPE_CHECKING:
+    from lowprec.backends import Arguments
 
 Threads = Literal["all", "current"]
 
@@ -273,7 +275,7 @@ def _execute(
     product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments
 ) -> None:
     """Run a product, take its time, and tell the listeners, whether or not it fails."""
-    backend = backend_of(arguments.a.device)
+    backend = product.backend
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:
         with _annotate(lambda: _name(product.plan)):

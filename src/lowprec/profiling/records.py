@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowprec.arrays import ArrayView
-from lowprec.backends import ExecutionInfo, Stopwatch
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.kernels import format_name
 from lowprec.profiling.units import units_of
+
+if TYPE_CHECKING:
+    from lowprec.backends import ExecutionInfo, Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Measurement:
         self._elapsed_ms: float | None = None
         self._error: str | None = None
         #: What the backend reports of a product that succeeded.
-        self.ran = ExecutionInfo(None)
+        self.ran: ExecutionInfo | None = None
 
     def start(self, stopwatch: Stopwatch | None) -> None:
         """Mark the beginning; without a stopwatch, the time is that of the host's clock."""
@@ -138,7 +140,7 @@ class Measurement:
         tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
         number_format = format_name(plan.operand_format)
         peak = dict(plan.capabilities.peak_tflops).get(number_format)
-        eligible, used, reason = units_of(plan, self.ran.units)
+        eligible, used, reason = units_of(plan, self.ran.units if self.ran else None)
         return ProductRecord(
             index=index, label=label, start_ms=(self._start_ns - origin_ns) / 1e6,
             host_ms=(self._end_ns - self._start_ns) / 1e6, elapsed_ms=elapsed_ms,
@@ -146,7 +148,7 @@ class Measurement:
             a_dtype=problem.a.dtype.label, b_dtype=problem.b.dtype.label, out_dtype=plan.out_dtype.label,
             m=layout.m, n=layout.n, k=layout.k, batch_count=layout.batch_count,
             mode=str(plan.mode), source=str(self._resolved.source), mode_has_effect=plan.mode_has_effect,
-            number_format=number_format, kernel=plan.kernel, algorithm=self.ran.algorithm,
+            number_format=number_format, kernel=plan.kernel, algorithm=self.ran.algorithm if self.ran else None,
             device=str(self._device), stream=self._stream, flops=plan.flops, tflops=tflops,
             peak_share=None if tflops is None or not peak else tflops / peak,
             units_eligible=eligible, units_used=used, units_reason=reason, copies=self._copies,

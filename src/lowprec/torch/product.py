@@ -16,8 +16,8 @@ from lowprec import policy
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
-from lowprec.backends import backend_of
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from lowprec.executors import capabilities
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec
 from lowprec.request import Request, parse_dtype
@@ -281,8 +281,8 @@ def _chosen(
     request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
     library: Any = library_of(torch.empty(0, device="cpu"))
     place = library.device_of(device) or CPU
-    able = backend_of(place).capabilities(place)
-    resolved, _candidates = mode_within(rtol, math_mode, request.problem(*operands), able, bound)
+    problem = request.problem(*operands)
+    resolved, _candidates = mode_within(rtol, math_mode, problem, capabilities(place), bound)
     return resolved.mode.value
 
 

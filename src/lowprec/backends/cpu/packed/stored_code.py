@@ -46,7 +46,7 @@ def address(name: str, compile_: Callable[[], bytes]) -> int:
 _PACKAGE = Path(__file__).parents[3]
 
 #: Sources outside ``backends/cpu`` that kernels are compiled from, or take constants from.
-_OTHER_SOURCES = ("amp/unscale_kernels.py", "formats.py", "modes.py", "planning/bounds.py")
+_OTHER_SOURCES = ("formats.py", "modes.py", "planning/bounds.py")
 
 
 @functools.cache
