@@ -81,13 +81,14 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     >>> [float(mma(a, a.T, c, arch=arch, format="fp16")[0, 0]) - 1 for arch in ("volta", "ampere")]
     [0.0, 1.1920928955078125e-07]
     """
-    model = arithmetic(parse_architecture(arch), _format_name(format))
+    name_of_format = _format_name(format)
+    model = arithmetic(parse_architecture(arch), name_of_format)
     views = {name: _view(name, x) for name, x in (("a", a), ("b", b), ("c", c))}
     x, y, z = views.values()
     batch = _batch_shape(views)
     library = library_of(a)
     for name in ("a", "b"):
-        _check_values(name, views[name].ndarray(), _format_name(format))
+        _check_values(name, views[name].ndarray(), name_of_format)
     target = library.allocate((*batch, x.shape[-2], y.shape[-1]), DType.FLOAT32, CPU, a)
     target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
     return library.wrap(target.owner, a, b, c)

@@ -44,7 +44,7 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
 
     Examples
     --------
-    >>> from lowprec.planning.kernels import KernelRow
+    >>> from lowprec.planning import KernelRow, OperandSpec
     >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
     >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
     >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)

@@ -33,7 +33,8 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     call, able, problem = plan.call, plan.capabilities, plan.problem
     fmt = format_name(plan.operand_format)
     on_tensor_cores = tensor_cores_multiply(fmt, able.compute_capability)
-    units = fmt if on_tensor_cores or plan.operand_format is None else _fp32_or_wider(fmt)
+    # Other units widen narrow numbers.
+    units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(able.peak_tflops).get(units)
     if call is None or not rate or not able.bytes_per_second:
         return None
@@ -52,8 +53,3 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     memory, rewriting = ((x / able.bytes_per_second) for x in (read + around, rewritten))
     where = f"{units} on tensor cores" if on_tensor_cores else f"{units} without tensor cores"
     return Roofline(max(arithmetic, memory) + rewriting, arithmetic, memory, rewriting, where, rate)
-
-
-def _fp32_or_wider(fmt: str) -> str:
-    """Return the format in which units other than tensor cores compute: narrow numbers are widened."""
-    return fmt if fmt == "float64" else "float32"

@@ -156,12 +156,10 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
         return _kernels[key]
 
 
-def source_text(
-    file: str | None = None, definitions: tuple[tuple[str, str | int], ...] = ()
-) -> str:
-    """Return the source of a kernel: definitions, element types, and what the file says, if one is named."""
+def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
+    """Return the source of a kernel: definitions, element types, and the text of the file."""
     lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
-    return lines + _text("elements.cuh") + (_text(file) if file else "")
+    return f"{lines}{_text('elements.cuh')}{_text(file)}"
 
 
 @functools.cache

@@ -206,7 +206,7 @@ class _LoweredPlan:
             self._check_warm(device, arguments)
         room, ran = self._room, None
         kept = staging.kept(arguments)
-        nbytes = staging.nbytes_beside(kept)
+        nbytes = staging.nbytes if kept is None else staging.bytes_beside_b
         with memory.temporary(nbytes + room, device, arguments.stream) as block:
             places, after = staging.fill(block, arguments, kept), block + nbytes
             for index in range(len(self._terms)):

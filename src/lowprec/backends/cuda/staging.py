@@ -28,10 +28,9 @@ _ALIGNMENT_BYTES = 256
 
 
 class KeptPacking(NamedTuple):
-    """A prepared operand as it is packed: the memory, and where the numbers and their exponents lie."""
+    """A prepared operand as it is packed: the memory, which begins with the numbers, and where the exponents are."""
 
     block: Any
-    address: int
     exponents: int
 
 
@@ -48,7 +47,7 @@ class Staging:
         #: How ``b`` is packed, by what, its bytes and those of its exponents.
         self._packing_b: tuple[Packing, Packer, int, int] | None = None
         self._scales_b = False
-        self._bytes_beside_b = 0
+        self.bytes_beside_b = 0
         #: Of the block.
         self.nbytes = 0
         #: Where it must be zero, and how far.
@@ -73,7 +72,7 @@ class Staging:
                 self._product = self._room(call.product_bytes)
             for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
                 # Of the block without ``b``, which is its end.
-                self._bytes_beside_b = self.nbytes
+                self.bytes_beside_b = self.nbytes
                 if pack is not None:
                     self._operands[i] = start = self._room(pack.nbytes)
                     found = packing(plan, stack, pack, descending=i == 0)
@@ -124,17 +123,12 @@ class Staging:
             block = memory.allocate(start + exponents, view.device, stream)
             pack(view.address, block.address, block.address + start, stream)
             memory.synchronize(stream, view.device)  # other streams may read it
-            made = KeptPacking(block, block.address, block.address + start)
-            return Form(made, start + exponents)
+            return Form(KeptPacking(block, block.address + start), start + exponents)
 
         found: KeptPacking = view.form(key, make)
         if captured:
             memory.keep((found,), stream, view.device)
         return found
-
-    def nbytes_beside(self, kept: KeptPacking | None) -> int:
-        """Return the bytes of a block in which ``b`` has no room where it is kept."""
-        return self.nbytes if kept is None else self._bytes_beside_b
 
     def fill(
         self, block: int, arguments: Arguments, kept: KeptPacking | None = None
@@ -150,7 +144,7 @@ class Staging:
         if packed_a is not None:
             a = block + packed_a
         if kept is not None:
-            b = kept.address
+            b = kept.block.address
         elif packed_b is not None:
             b = block + packed_b
         return a, b, arguments.out.address if self._product is None else block + self._product
