@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from lowprec.arrays import CPU, ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import
+from lowprec.backends.cpu import packed_products as packed
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.info import info as info
-from lowprec.backends.cpu.packed import executor as packed
 from lowprec.backends.cpu.packed import launch, micro_kernels
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType

@@ -28,6 +28,7 @@ from lowprec.backends.cpu.packed.native import (
     pointer,
     store,
 )
+from lowprec.backends.cpu.packed.result_rows import to_bfloat16
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
 DIGITS = FLOAT16_DIGITS.name
@@ -335,15 +336,10 @@ def _narrow_float16(builder: Any, bits: Any) -> Any:
 
 def narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
     """Round 16 float32, given by their bits, to nearest even: the bits of float16 or bfloat16."""
-    if is_float16:
-        sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
-        words = builder.or_(sign, _narrow_float16(builder, bits))
-    else:
-        floats = floats_of(builder, bits)
-        is_nan = builder.fcmp_unordered("uno", floats, floats)
-        quiet = builder.or_(bits, _splat(0x00400000))
-        rounded = builder.select(is_nan, quiet, _nearest_even(builder, bits, 16))
-        words = builder.lshr(rounded, _splat(16))
+    if not is_float16:
+        return to_bfloat16(builder, bits)
+    sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
+    words = builder.or_(sign, _narrow_float16(builder, bits))
     return builder.trunc(words, ir.VectorType(I16, LANES))
 
 

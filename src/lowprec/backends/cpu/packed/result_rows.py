@@ -51,7 +51,7 @@ def _splat(value: int) -> Any:
     return vector(I32, [value] * 16)
 
 
-def _to_bfloat16(builder: Any, bits: Any) -> Any:
+def to_bfloat16(builder: Any, bits: Any) -> Any:
     """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
     odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
@@ -65,7 +65,7 @@ def _converted(builder: Any, address: Any, kind: int) -> Any:
     """16 accumulators in the output's type."""
     bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
     if kind == BFLOAT16:
-        return _to_bfloat16(builder, bits)
+        return to_bfloat16(builder, bits)
     if kind == FLOAT16:
         halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
         return builder.bitcast(halves, ir.VectorType(I16, 16))
