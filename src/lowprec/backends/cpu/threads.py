@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import io
 import math
 import os
 import sys
@@ -220,7 +221,7 @@ def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
 def _cgroup_cpus() -> int | None:
     """The CPU quota of this process's control group (version 2), rounded up; None if unlimited."""
     try:
-        with open("/sys/fs/cgroup/cpu.max", "rb") as file:
+        with io.open("/sys/fs/cgroup/cpu.max", "rb") as file:  # noqa: UP020 - `open` is gone while Python exits
             quota, period = file.read().split()
         return None if quota == b"max" else max(1, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError) as error:
@@ -273,7 +274,7 @@ def ignore_library(path: str) -> None:
 def openblas_paths() -> list[str]:
     """Where the OpenBLAS copies in this process lie, NumPy's before others'; without those to be ignored."""
     try:
-        with open("/proc/self/maps", "rb") as file:
+        with io.open("/proc/self/maps", "rb") as file:  # noqa: UP020 - as above
             lines = os.fsdecode(file.read()).splitlines()
     except OSError as error:
         if not raised_in(error, __name__):
