@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,8 +165,12 @@ def _is_small(plan: GemmPlan) -> bool:
 
 def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
     """Return the steps of a product; None where c is no matrix of the result's shape."""
-    layout, out = plan.layout, plan.layout.out
-    a, b = _operand(layout.a, to), _operand(layout.b, to)
+    layout = plan.layout
+    # Of a batch of one, its matrices.
+    left, right, out = (
+        replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out)
+    )
+    a, b = _operand(left, to), _operand(right, to)
     finish, size = None, 0
     if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:
         finish, size = _epilogue(plan), _aligned(4 * layout.m * layout.n)
