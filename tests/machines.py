@@ -14,13 +14,7 @@ from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu import casting, epilogue, fp32_units, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
-from lowprec.backends.cpu.packed import (
-    cutting,
-    micro_kernels,
-    packed_gemm,
-    prepared_panels,
-    templates,
-)
+from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels, run
 from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
 from lowprec.planning import Capabilities, KernelRow
 
@@ -68,7 +62,7 @@ def on(machine: str) -> Iterator[None]:
                 row._replace(minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
             )
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
-            monkeypatch.setattr(packed_gemm, "gemm", software_tiles.gemm)
+            monkeypatch.setattr(run, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
         try:
             yield
@@ -145,6 +139,6 @@ def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
         (rounding, "_BLOCK", 1 << 8), (rounding, "_PIECE", 1 << 11), (scaling, "_BLOCK", 1 << 9),
         (splitting, "_BLOCK", 1 << 9), (fp32_units, "_SLICE", 1 << 8), (epilogue, "_PIECE", 1 << 8),
         (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
-        (cutting, "STREAM_BYTES", 1 << 11), (templates, "STREAM_BYTES", 1 << 11),
+        (jobs, "STREAM_BYTES", 1 << 11),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

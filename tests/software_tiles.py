@@ -1,16 +1,13 @@
-"""The contract of ``packed_gemm.gemm`` in NumPy, so that what leads to it runs on machines without tile units."""
+"""The contract of ``packed.run.gemm`` in NumPy, so that what leads to it runs on machines without tile units."""
 
 from __future__ import annotations
 
 import contextlib
 
-import ml_dtypes
 import numpy as np
 
 import oracles
-from lowprec.arrays.view import memory_at
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
-from lowprec.backends.cpu.packed.packed_gemm import Operand
 from lowprec.backends.cpu.splitting import split
 from lowprec.modes import MathMode, row
 from lowprec.planning.schedule import make_schedule
@@ -20,14 +17,6 @@ _TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}
 
 #: Modes that split the operands.
 _SPLITS = {"bf16x3", "bf16x6", "bf16x9", "tf32x3"}
-
-
-def _array(operand: Operand, rows: int, cols: int) -> np.ndarray:
-    """Return the matrix that an operand names, on its own memory."""
-    dtype = np.dtype(getattr(ml_dtypes, operand.dtype, operand.dtype))
-    steps = [s * dtype.itemsize for s in (operand.row_stride, operand.col_stride)]
-    below = sum(min(0, s) * (n - 1) for s, n in zip(steps, (rows, cols), strict=True))
-    return np.ndarray((rows, cols), dtype, memory_at(operand.address + below, None), -below, steps)
 
 
 def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
@@ -45,37 +34,33 @@ def _packed(x: np.ndarray, rounding: str) -> np.ndarray | None:
 
 def gemm(
     micro_kernel: MicroKernel,
-    m: int,
-    n: int,
-    k: int,
-    a: Operand,
-    b: Operand,
-    out: Operand,
+    a: np.ndarray,
+    b: np.ndarray,
+    out: np.ndarray,
     *,
     rounding: str,
     alpha: float = 1.0,
     beta: float = 0.0,
-    c: Operand | None = None,
-    bias: tuple[int, str, int] | None = None,
+    c: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
     activation: str | None = None,
     panels: None = None,
 ) -> bool:
-    """Compute what :func:`lowprec.backends.cpu.packed.packed_gemm.gemm` computes; without panels."""
-    left, right, target = _array(a, m, k), _array(b, k, n), _array(out, m, n)
+    """Compute what :func:`lowprec.backends.cpu.packed.run.gemm` computes; without panels."""
     if rounding in _SPLITS:
-        product = _sum_of_parts(left, right, rounding)
-        _write(product, target, alpha, beta, c, bias, activation)
+        product = _sum_of_parts(a, b, rounding)
+        _write(product, out, alpha, beta, c, bias, activation)
         return bool(np.isfinite(product).all())
-    x, y = _packed(left, rounding), _packed(right, rounding)
+    x, y = _packed(a, rounding), _packed(b, rounding)
     if x is None or y is None:
         return False
-    if target.dtype == np.int32:
+    if out.dtype == np.int32:
         assert (alpha, beta, bias, activation) == (1, 0, None, None)
-        target[...] = x.astype(np.int32) @ y.astype(np.int32)
+        out[...] = x.astype(np.int32) @ y.astype(np.int32)
         return True
     with np.errstate(all="ignore"):
         product = x @ y
-    _write(product, target, alpha, beta, c, bias, activation)
+    _write(product, out, alpha, beta, c, bias, activation)
     return True
 
 
@@ -105,19 +90,17 @@ def _write(
     target: np.ndarray,
     alpha: float,
     beta: float,
-    c: Operand | None,
-    bias: tuple[int, str, int] | None,
+    c: np.ndarray | None,
+    bias: np.ndarray | None,
     activation: str | None,
 ) -> None:
-    m, n = target.shape
     with np.errstate(all="ignore"):
         value = np.float32(alpha) * product
         if beta:
             assert c is not None
-            value += np.float32(beta) * _array(c, m, n).astype(np.float32)
+            value += np.float32(beta) * c.astype(np.float32)
         if bias is not None:
-            address, dtype, stride = bias
-            value += _array(Operand(address, dtype, 0, stride), 1, n).astype(np.float32)
+            value += bias.astype(np.float32)
         if activation == "relu":
             value = np.where(value < 0, np.float32(0), value)
         elif activation == "gelu":

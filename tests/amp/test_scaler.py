@@ -399,8 +399,7 @@ def test_numpy_computes_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_numba_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowprec.backends.cpu import unscaling
-    from lowprec.backends.cpu import casting, numba_import
+    from lowprec.backends.cpu import casting, numba_import, unscaling
 
     casting.has_kernels.cache_clear()
     monkeypatch.setattr(numba_import, "fails", lambda: True)

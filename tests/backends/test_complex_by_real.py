@@ -11,7 +11,7 @@ import pytest
 
 import lowprec
 import oracles
-from lowprec.backends.cpu.packed import packed_gemm
+from lowprec.backends.cpu.packed import run
 from machines import MACHINES, SOFTWARE_TILES, on
 
 REAL = ["float32", "bfloat16", "float16"]
@@ -82,7 +82,7 @@ def test_two_products_are_enough(
     a, b = operands(rng, side, "float32")
     calls = []
     with on(SOFTWARE_TILES), monkeypatch.context() as patch:
-        gemm = packed_gemm.gemm
-        patch.setattr(packed_gemm, "gemm", lambda *x, **y: calls.append(1) or gemm(*x, **y))
+        gemm = run.gemm
+        patch.setattr(run, "gemm", lambda *x, **y: calls.append(1) or gemm(*x, **y))
         lowprec.matmul(a, b, math_mode=mode)
     assert len(calls) == 2

@@ -378,21 +378,21 @@ def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) ->
     code = """
         import os, signal, sys, threading, time
         os.environ["LOWPREC_CACHE_DIR"] = sys.argv[1]
-        from lowprec.backends.cpu.packed import native
+        from lowprec.backends.cpu.packed import compilation, native
 
-        make, inside = native._machine_code, threading.Event()
+        make, inside = compilation._machine_code, threading.Event()
         def slow(*arguments):
             inside.set()
             time.sleep(0.3)
             return make(*arguments)
-        native._machine_code = slow
+        compilation._machine_code = slow
 
         def double(x):
             return 2 * x
         def triple(x):
             return 3 * x
         def result(function):
-            return native.callable_at(native.compile_kernel(function, 1), 1)(5)
+            return native.callable_at(compilation.compile_kernel(function, 1), 1)(5)
 
         compiling = threading.Thread(target=result, args=(double,))
         compiling.start()

@@ -15,7 +15,7 @@ import lowprec
 from cpu_units import needs
 from lowprec.arrays import library_of
 from lowprec.backends.cpu import batches, threads
-from lowprec.backends.cpu.packed import launch
+from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
 from lowprec.backends.execution import Arguments
 from lowprec.formats import DType, dtype_from_name
@@ -51,14 +51,14 @@ def spec(x: np.ndarray) -> OperandSpec:
 def multiply(
     kernel: MicroKernel, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the product by a launch; the test fails where there is none."""
+    """Return the product by one job; the test fails where there is none."""
     if out is None:
         dtype = np.int32 if kernel.storage == "int8" else np.float32
         out = np.full(np.matmul(a.astype(float), b.astype(float)).shape, 7, dtype)
     layout = gemm_layout(spec(a), spec(b), spec(out))
-    found = launch.launch_of(kernel, layout, "exact")
+    found = run.prepare(kernel, layout, "exact")
     assert found is not None
-    launch.execute(found, Arguments(*(library_of(x).view(x) for x in (a, b, out))))
+    assert found(Arguments(*(library_of(x).view(x) for x in (a, b, out))))
     return out
 
 
@@ -136,11 +136,11 @@ def test_the_result_does_not_depend_on_the_number_of_threads(
 
 
 @kernels
-def test_concurrent_callers_of_one_launch(kernel: MicroKernel, rng: np.random.Generator) -> None:
+def test_concurrent_callers_of_one_job(kernel: MicroKernel, rng: np.random.Generator) -> None:
     shape = (40, 33, 33)
     pairs = [[whole_numbers(rng, kernel, *shape) for _ in range(2)] for _ in range(8)]
     outs = [np.zeros(shape, np.int32 if kernel.storage == "int8" else np.float32) for _ in pairs]
-    found = launch.launch_of(kernel, gemm_layout(*map(spec, (*pairs[0], outs[0]))), "exact")
+    found = run.prepare(kernel, gemm_layout(*map(spec, (*pairs[0], outs[0]))), "exact")
     assert found is not None
     start, wrong = threading.Barrier(len(pairs)), []
 
@@ -149,7 +149,7 @@ def test_concurrent_callers_of_one_launch(kernel: MicroKernel, rng: np.random.Ge
         start.wait()
         for _ in range(20):
             outs[i][...] = 0
-            launch.execute(found, arguments)
+            found(arguments)
             wrong.extend([i] * (not np.array_equal(outs[i], want(*pairs[i]))))
 
     workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(pairs))]
@@ -167,26 +167,26 @@ def test_nobody_writes_after_an_exception(
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b = whole_numbers(rng, kernel, 900, 48, 48), whole_numbers(rng, kernel, 900, 48, 48)
     out = multiply(kernel, a, b)
-    found = launch.launch_of(kernel, gemm_layout(*map(spec, (a, b, out))), "exact")
+    found = run.prepare(kernel, gemm_layout(*map(spec, (a, b, out))), "exact")
     assert found is not None
-    assert found.shared
+    assert found.args[1].is_shared
     arguments = Arguments(*(library_of(x).view(x) for x in (a, b, out)))
-    for error in interrupts.interrupted(lambda: launch.execute(found, arguments)):
+    for error in interrupts.interrupted(lambda: found(arguments)):
         assert type(error) is interrupts.Interrupt
         out[...] = 7
         time.sleep(0.0005)
         assert (out == 7).all()
-    launch.execute(found, arguments)
+    found(arguments)
     np.testing.assert_array_equal(out, want(a, b))
 
 
 @kernels
-def test_large_products_are_shared_instead(kernel: MicroKernel) -> None:
-    square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (1024, 1024))
+def test_large_products_of_a_batch_are_shared_instead(kernel: MicroKernel) -> None:
+    square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (2, 1024, 1024))
     out = OperandSpec.contiguous(
-        DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (1024, 1024)
+        DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (2, 1024, 1024)
     )
-    assert launch.launch_of(kernel, gemm_layout(square, square, out), "exact") is None
+    assert run.prepare(kernel, gemm_layout(square, square, out), "exact") is None
 
 
 def test_a_batch_through_the_front_door(rng: np.random.Generator) -> None:

@@ -58,8 +58,8 @@ for m, n, k in ((37, 65, 130), (300, 257, 129), (300, 1, 400)):
 blas = openblas.openblas()
 zmm = None
 if "numba" in sys.modules:
-    from lowprec.backends.cpu import casting_kernels
-    kept = casting_kernels.native.compiled_here
+    from lowprec.backends.cpu.packed import compilation
+    kept = compilation.compiled_here
     zmm = any("zmm" in library.get_llvm_str() or "%zmm" in library.get_asm_str() for library in kept)
 print({"excess": excess, "features": sorted(features()),
        "core_type": blas and blas.core_type, "zmm": zmm})

@@ -29,7 +29,7 @@ from cpu_units import NO_UNITS, needs
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed import packed_gemm, templates
+from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.micro_kernels import (
     AMX_BF16,
     AVX512_BF16,
@@ -127,10 +127,10 @@ def rounded(x: np.ndarray, rounding: str) -> np.ndarray:
         return x.astype(BFLOAT16).astype(np.float64)
 
 
-def operand(x: np.ndarray) -> templates.Operand:
-    """Describe a 2-D array; strides of extents of 1 mean nothing and are made absurd."""
-    strides = [s // x.itemsize if n > 1 else 12345 for s, n in zip(x.strides, x.shape, strict=True)]
-    return templates.Operand(x.ctypes.data, x.dtype.name, strides[0], strides[1])
+def operand(x: np.ndarray) -> np.ndarray:
+    """Return a 2-D array whose strides of extents of 1, which mean nothing, are absurd."""
+    strides = [s if n > 1 else 12345 * x.itemsize for s, n in zip(x.strides, x.shape, strict=True)]
+    return np.lib.stride_tricks.as_strided(x, strides=strides)
 
 
 def multiply(
@@ -147,19 +147,14 @@ def multiply(
     """Return the result, or None if the kernel declined."""
     if isinstance(out, str):
         out = np.zeros((a.shape[0], b.shape[1]), DTYPES[out])
-    done = packed_gemm.gemm(
+    done = run.gemm(
         kernel,
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
         operand(a),
         operand(b),
         operand(out),
         rounding=rounding,
         c=None if c is None else operand(c),
-        bias=None
-        if bias is None
-        else (bias.ctypes.data, bias.dtype.name, bias.strides[0] // bias.itemsize),
+        bias=bias,
         **epilogue,
     )
     return out if done else None
@@ -881,8 +876,8 @@ for m, n, k in ((64, 64, 64), (63, 59, 70), (5, 37, 200), (300, 311, 1030), (17,
         assert (guarded[1:-1, 1:-1] == a.astype(np.int64) @ b.astype(np.int64)).all()
         guarded[1:-1, 1:-1] = 7
         assert (guarded == 7).all()
-from lowprec.backends.cpu.packed import native
-code = "".join(library.get_asm_str() for library in native.compiled_here)
+from lowprec.backends.cpu.packed import compilation
+code = "".join(library.get_asm_str() for library in compilation.compiled_here)
 assert "ymm" in code
 assert not re.findall("%(?:zmm|k)[0-9]", code)
 print("done")

@@ -316,7 +316,7 @@ def test_packing_float32_loses_no_nan(
 def test_writing_a_block_loses_no_nan(
     dtype: str, end: int, step: int, alpha: float, activation: str | None, rng: np.random.Generator
 ) -> None:
-    from lowprec.backends.cpu.packed import epilogue, native, result_rows, templates
+    from lowprec.backends.cpu.packed import epilogue, jobs, native, result_rows
     from lowprec.backends.cpu.packed import job as J
 
     block = oracles.random_matrix(rng, (32, 32), np.float32)
@@ -332,7 +332,7 @@ def test_writing_a_block_loses_no_nan(
     fields = {
         J.M: 32, J.N: end, J.OUT: out.ctypes.data,
         J.OUT_ROW_STRIDE: out.strides[0], J.OUT_COL_STRIDE: step * out.itemsize,
-        J.ALPHA: templates.float_bits(alpha), J.BETA: templates.float_bits(0.0),
+        J.ALPHA: jobs.float_bits(alpha), J.BETA: jobs.float_bits(0.0),
         J.ACTIVATION: J.ACTIVATIONS[activation],
     }  # fmt: skip
     job = (ctypes.c_int64 * J.WORDS)(*[fields.get(i, 0) for i in range(J.WORDS)])

@@ -22,7 +22,7 @@ import oracles
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import buffers, casting, fp32_units, single_products, splitting
-from lowprec.backends.cpu.packed import launch, prepared_panels
+from lowprec.backends.cpu.packed import prepared_panels, run
 from lowprec.modes import available_modes
 from lowprec.planning import Why
 from lowprec.planning.plan import GemmPlan
@@ -187,7 +187,7 @@ def test_stacks_keep_what_is_made_of_each_matrix(
     """Small products of a batch run in one call; larger ones do not."""
     m, n, k = (40, 60, 70) if at_once or machine == "NumPy alone" else (70, 190, 350)
     if not at_once:
-        monkeypatch.setattr(launch, "single_thread_template", lambda *_, **__: None)
+        monkeypatch.setattr(run, "prepare", lambda *_, **__: None)
     b = STACKS[layout](numbers(rng, dtype, k, n))
     prepared = lowprec.prepare(b, math_mode="bf16")
     # Its rows do not follow those of the matrix before, so that the batch is one.

@@ -18,7 +18,7 @@ import lowprec
 import machines
 from cpu_units import needs
 from lowprec.backends.cpu import device, splitting, threads
-from lowprec.backends.cpu.packed import packed_gemm, templates
+from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
@@ -39,18 +39,16 @@ def test_a_mode_is_packed_as_another_with_its_parts(monkeypatch: pytest.MonkeyPa
     for like, made in zip(("bf16x3", "bf16x6", "bf16x6", "tf32x3"), new, strict=True):
         # Wherever it stands in the table.
         kept = (r for r in TABLE if r.mode is not MathMode.FP32_EMULATED)
-        monkeypatch.setattr(templates, "TABLE", (made, *kept))
-        found = templates._scheme("float32", "fp32_emulated", "bfloat16", 0)
-        assert found is templates._scheme("float32", like, "bfloat16", 0)
-    assert templates._scheme("float32", "tf32", "bfloat16", 0).parts == 2
+        monkeypatch.setattr(jobs, "TABLE", (made, *kept))
+        found = jobs._scheme("float32", "fp32_emulated", "bfloat16", 0)
+        assert found is jobs._scheme("float32", like, "bfloat16", 0)
+    assert jobs._scheme("float32", "tf32", "bfloat16", 0).parts == 2
 
 
 def gemm(kernel: MicroKernel, a: np.ndarray, b: np.ndarray, mode: str, **given: Any) -> Any:
     """Return the product, and whether it is finite everywhere."""
     out = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    operands = [templates.operand_of(x) for x in (a, b, out)]
-    m, n, k = *out.shape, a.shape[1]
-    done = packed_gemm.gemm(kernel, m, n, k, *operands, rounding=mode, **given)
+    done = run.gemm(kernel, a, b, out, rounding=mode, **given)
     return out, done
 
 
@@ -285,9 +283,9 @@ def test_operands_of_16_bits_are_one_part(
 
     seen = []
 
-    def spy(kernel: MicroKernel, m: int, n: int, k: int, *operands: Any, **given: Any) -> bool:
+    def spy(kernel: MicroKernel, *operands: Any, **given: Any) -> bool:
         seen.append([x.dtype for x in operands[:2]])
-        return gemm_here(kernel, m, n, k, *operands, **given)
+        return gemm_here(kernel, *operands, **given)
 
     a = rng.standard_normal((40, 50)).astype(ml_dtypes.bfloat16)
     b = rng.standard_normal((50, 45), dtype=np.float32)
@@ -296,9 +294,9 @@ def test_operands_of_16_bits_are_one_part(
         for x, y, want in ((a, b, exact), (b.T, a.T, exact.T)):
             plan = lowprec.plan(x, y, math_mode="bf16x6")
             assert (plan.kernel_row.shares_sums, plan.products) == (True, 3)
-            gemm_here = packed_gemm.gemm
+            gemm_here = run.gemm
             with monkeypatch.context() as patch:
-                patch.setattr(packed_gemm, "gemm", spy)
+                patch.setattr(run, "gemm", spy)
                 got = lowprec.matmul(x, y, math_mode="bf16x6")
             assert seen.pop() == [x.dtype, y.dtype]
             np.testing.assert_allclose(got, want, rtol=0, atol=50 * 2.0**-22)

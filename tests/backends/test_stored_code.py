@@ -36,8 +36,8 @@ round_float32(x.reshape(-1), TF32, want.reshape(-1))
 assert casting.can_compile()
 casting.cast([(x, got)], TF32)
 assert (got == want).all()
-from lowprec.backends.cpu.packed import native
-print(len(native.compiled_here))
+from lowprec.backends.cpu.packed import compilation
+print(len(compilation.compiled_here))
 """
 
 #: numba's runtime is not in this process, so what refers to it cannot be linked: LLVM ends the process.

@@ -5,6 +5,7 @@ Operands are small integers, so every product is exact in every type, and guard 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ import pytest
 import lowprec
 from cpu_units import needs
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed import cutting, packed_gemm, templates
+from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
 
 LINE = 64
@@ -59,21 +60,22 @@ def assert_exact(
     if adds:
         out[...] = integers(rng, (m, n), kernel)
         want = want + out.astype(np.int64)
-        how = {"beta": 1.0, "c": templates.operand_of(out)}
-    operands = [templates.operand_of(x) for x in (a, b, out)]
+        how = {"beta": 1.0, "c": out}
     rounding = "exact" if kernel.storage == "int8" else "bf16"
-    assert packed_gemm.gemm(kernel, m, n, k, *operands, rounding=rounding, **how)
+    assert run.gemm(kernel, a, b, out, rounding=rounding, **how)
     np.testing.assert_array_equal(out.astype(np.int64), want)
     out.view(np.uint8)[...] = GUARD
     assert (memory == GUARD).all(), "something beside the rows was written"
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stream every result of single products, in three threads."""
-    monkeypatch.setattr(cutting, "STREAM_BYTES", 0)
+    monkeypatch.setattr(jobs, "STREAM_BYTES", 0)
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    templates.product_of.cache_clear()
+    jobs.job_of.cache_clear()
+    yield
+    jobs.job_of.cache_clear()
 
 
 @cases

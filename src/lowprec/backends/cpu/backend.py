@@ -15,12 +15,12 @@ from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_imp
 from lowprec.backends.cpu import packed_products as packed
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.info import info as info
-from lowprec.backends.cpu.packed import launch, micro_kernels
+from lowprec.backends.cpu.packed import micro_kernels, run
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, resolve
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, plan_gemm
 
-_BY_UNITS = (packed.execute, packed.execute_job, launch.execute, launch.execute_shared)
+_BY_UNITS = (packed.execute, packed.execute_job, run.execute, run.execute_batch)
 
 
 def prepare(plan: GemmPlan) -> Executor:

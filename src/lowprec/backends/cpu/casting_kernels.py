@@ -18,12 +18,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.packed.compilation import compile_kernel
 from lowprec.backends.cpu.packed.native import (
     F32,
     I8,
     I16,
     I32,
-    compile_kernel,
     load,
     pointer,
     store,

@@ -62,6 +62,22 @@ def cpu_flags() -> frozenset[str]:
     return system_flags() - hidden_flags()
 
 
+def llvm_features() -> str | None:
+    """Return LLVM's names of the processor's features without the hidden ones; None where none is hidden.
+
+    They are numba's for the whole process, which has one compiler, unless that has compiled something already.
+    """
+    if not hidden_flags():
+        return None
+    import llvmlite.binding
+
+    found = llvmlite.binding.get_host_cpu_features()
+    present = [f"+{name}" for name, is_there in sorted(found.items()) if is_there]
+    names = (x.replace("_", "-" if x.startswith("amx") else "") for x in sorted(hidden_flags()))
+    # In this order: taking one away takes away all that needs it.
+    return ",".join([*present, *(f"-{name}" for name in names)])
+
+
 def has_fma() -> bool:
     """Whether a product of two numbers and a sum are rounded together, as far as the system tells."""
     return "fma" in cpu_flags() or "sse2" not in system_flags()

@@ -17,8 +17,8 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, threads
 from lowprec.backends.cpu.gelu import gelu_float32
 from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
+from lowprec.backends.cpu.packed.jobs import anywhere, operand_of
 from lowprec.backends.cpu.packed.rows import epilogue_of
-from lowprec.backends.cpu.packed.templates import anywhere, operand_of
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 

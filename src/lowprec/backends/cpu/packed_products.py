@@ -21,7 +21,7 @@ import numpy as np
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, fp32_units, splitting, threads
-from lowprec.backends.cpu.packed import launch, packed_gemm, templates
+from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.packed.prepared_panels import (
@@ -60,35 +60,24 @@ def _is_split(plan: GemmPlan) -> bool:
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
     if _is_one_job(plan):
-        how = _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem
-        panels = _panels_for_launch(plan)
-        small = launch.launch_of(*how)
-        if small is not None:
-            return _launching(
-                plan, functools.partial(launch.execute, small._replace(panels=panels))
-            )
-        large = launch.shared_launch_of(*how)
-        if large is not None:
-            large = large._replace(panels=panels)
-            return _launching(plan, functools.partial(launch.execute_shared, large))
+        found = run.prepare(
+            _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan)
+        )
+        is_scaled = any(plan.scaled)
+        if found is not None and (plan.fallback or is_scaled):
+            return functools.partial(execute_job, plan, found, is_scaled)
+        if found is not None:
+            return found
     return functools.partial(execute, plan)
 
 
-def _launching(plan: GemmPlan, run: Callable[[Arguments], Any]) -> Executor:
-    """Return the executor of one job, which may leave its products to :func:`execute`."""
-    is_scaled = any(plan.scaled)
-    return (
-        functools.partial(execute_job, plan, run, is_scaled) if plan.fallback or is_scaled else run
-    )
-
-
 def execute_job(
-    plan: GemmPlan, run: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments
+    plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments
 ) -> None:
     """Run the products of a plan as one job; product by product where one is to be scaled or computed again."""
     if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
         execute(plan, arguments)
-    elif run(arguments):
+    elif job(arguments):
         _last.fell_back = False
     else:
         execute(plan, arguments)
@@ -109,7 +98,7 @@ def _is_one_job(plan: GemmPlan) -> bool:
     )
 
 
-def _panels_for_launch(plan: GemmPlan) -> Callable[[PreparedView], PanelStack | None] | None:
+def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
     """Return what finds the panels of a prepared ``b``, at little cost; None where none are kept."""
     modes = kept_modes(plan)
     if not modes:
@@ -132,7 +121,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     singles = _singles(stacks_of(plan, arguments))
     fallen: list[Stacks] = []
 
-    def run(single: Stacks) -> None:
+    def run_one(single: Stacks) -> None:
         of_single, product = arguments, one_product
         if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
             of_single = arguments._replace(b=arguments.b.matrix(single.b))
@@ -145,7 +134,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
             fallen.append(single)
             fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
 
-    threads.share(run, singles)
+    threads.share(run_one, singles)
     _last.fell_back = bool(fallen)
 
 
@@ -170,9 +159,6 @@ def _singles(stacks: Stacks) -> list[Stacks]:
 def _micro_kernel(plan: GemmPlan) -> MicroKernel:
     found: MicroKernel = resolve(plan.kernel_row.micro_kernel)
     return found
-
-
-_operand = templates.operand_of
 
 
 def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
@@ -236,7 +222,7 @@ def _product_and_epilogue(plan: GemmPlan, arguments: Arguments, single: Stacks) 
         b = _as_multiplied(plan, b, 1)
     with contextlib.ExitStack() as stack:
         product = scratch(stack, single.out.shape, np.dtype(np.float32))
-        done = _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, _rounding(plan), panels)
+        done = run.gemm(_micro_kernel(plan), a, b, product, rounding=_rounding(plan), panels=panels)
         if not done and _is_split(plan):
             done = _mend(plan, single, product)
         if done:
@@ -255,22 +241,16 @@ def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool
     a, b = _as_multiplied(plan, single.a, 0), single.b
     if panels is None:
         b = _as_multiplied(plan, b, 1)
-    bias = single.bias
-    return packed_gemm.gemm(
+    return run.gemm(
         _micro_kernel(plan),
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-        _operand(a),
-        _operand(b),
-        _operand(single.out),
+        a,
+        b,
+        single.out,
         rounding=_rounding(plan),
         alpha=float(arguments.alpha.real),
         beta=float(arguments.beta.real),
-        c=None if single.c is None else _operand(single.c),
-        bias=None
-        if bias is None
-        else (data_pointer(bias), casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize),
+        c=single.c,
+        bias=single.bias,
         activation=plan.problem.activation,
         panels=panels,
     )
@@ -302,9 +282,10 @@ def _complex_product(
             if i < a_parts and j < b_parts:
                 to, sign = i ^ j, -1.0 if i and j else 1.0
                 beta, begun[to] = float(begun[to]), True
-                finite &= _accumulate(
-                    micro_kernel, a[i], b[j], sums[to], sign, beta, rounding, packed[j]
-                )
+                finite &= run.gemm(
+                    micro_kernel, a[i], b[j], sums[to], rounding=rounding, alpha=sign, beta=beta, c=sums[to],
+                    panels=packed[j],
+                )  # fmt: skip
                 if not (finite or _is_split(plan)):
                     return False
         lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
@@ -325,33 +306,6 @@ def _plane(x: Any, component: int) -> Iterator[Any]:
         plane = scratch(stack, x.shape, np.dtype(np.float32))
         plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
         yield plane
-
-
-def _accumulate(
-    micro_kernel: MicroKernel,
-    a: Any,
-    b: Any,
-    out: Any,
-    alpha: float,
-    beta: float,
-    rounding: str,
-    panels: Panels | None,
-) -> bool:
-    """Compute ``out = alpha * a @ b + beta * out``."""
-    return packed_gemm.gemm(
-        micro_kernel,
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-        _operand(a),
-        _operand(b),
-        _operand(out),
-        rounding=rounding,
-        alpha=alpha,
-        beta=beta,
-        c=_operand(out) if beta else None,
-        panels=panels,
-    )
 
 
 def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
@@ -393,7 +347,7 @@ def _scaled_product(
         a, b = (x.parts[0] for x in operands)
         is_plain = not plan.problem.has_epilogue and single.out.dtype == dtype
         product = single.out if is_plain else scratch(stack, single.out.shape, dtype)
-        if not _accumulate(_micro_kernel(plan), a, b, product, 1.0, 0.0, rounding, None):
+        if not run.gemm(_micro_kernel(plan), a, b, product, rounding=rounding):
             return False
         splitting.unscale(product, *operands)
         if not is_plain:
@@ -403,17 +357,8 @@ def _scaled_product(
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     a, b, out = single.a, single.b, single.out
-    packed_gemm.gemm(
-        _micro_kernel(plan),
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-        _operand(a),
-        _operand(b),
-        _operand(out),
-        rounding="exact",
-        panels=_panels(plan, arguments, casting.name_of(out.dtype)),
-    )
+    panels = _panels(plan, arguments, casting.name_of(out.dtype))
+    run.gemm(_micro_kernel(plan), a, b, out, rounding="exact", panels=panels)
     if plan.problem.has_epilogue:
         apply_epilogue(plan, arguments, out, single)
     return True

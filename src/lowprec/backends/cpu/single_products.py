@@ -17,8 +17,8 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, gemm
 from lowprec.backends.cpu.openblas import has_room
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.jobs import Operand
 from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of
-from lowprec.backends.cpu.packed.templates import Operand
 from lowprec.backends.cpu.scaling import lies_apart
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat

@@ -124,7 +124,9 @@ class _Pool:
         self._workers: dict[int, _Worker] = {}
         self._gates: list[Gate] = []
 
-    def run(self, work: Callable[[], None], workers: int) -> None:
+    def run(
+        self, work: Callable[[], None], workers: int, own: Callable[[], object] | None = None
+    ) -> None:
         try:
             gate = self._gates.pop()
         except IndexError:
@@ -136,7 +138,7 @@ class _Pool:
             self._offer(job, workers - 1)
             # In a child that a handler has just forked, the parts that helpers have begun are never completed.
             if not self.is_forked:
-                work()
+                (own or work)()
             if _linger is not None:
                 _linger(gate.address)
         finally:
@@ -159,8 +161,11 @@ class _Pool:
         """Wake up to ``wanted`` helpers."""
         cpus = _limits.cpus_without_current()
         count = len(self._workers)
-        for worker in [x for x in tuple(self._workers.values()) if x.idle][:wanted]:
-            worker.hand(job, cpus)
+        waking = wanted
+        for worker in tuple(self._workers.values()):
+            if waking and worker.idle:
+                worker.hand(job, cpus)
+                waking -= 1
         # No more workers than that in all keeps concurrent callers from oversubscribing the machine.
         for number in range(count, wanted):
             try:
@@ -186,16 +191,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def run(work: Callable[[], None], workers: int) -> None:
+def run(work: Callable[[], None], workers: int, own: Callable[[], object] | None = None) -> None:
     """Call `work()` in this thread and in up to ``workers - 1`` pool threads at the same time.
+
+    With ``own`` this thread calls that instead.
 
     Returns when every call that began has returned, or raises an exception of one of them. `work` must divide the work
     among its callers itself, and one call must be enough to complete all of it.
     """
     if workers <= 1 or sys.is_finalizing():
-        work()
+        (own or work)()
     else:
-        _pool.run(work, workers)
+        _pool.run(work, workers, own)
 
 
 def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:

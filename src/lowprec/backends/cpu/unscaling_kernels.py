@@ -12,12 +12,12 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu.packed.compilation import compile_kernel
 from lowprec.backends.cpu.packed.native import (
     F32,
     F64,
     atomic_add,
     callable_at,
-    compile_kernel,
     load,
     pointer,
 )

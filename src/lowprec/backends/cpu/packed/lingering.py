@@ -7,24 +7,24 @@ looks at the gate for a while, outside of the interpreter, whose lock the helper
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed.native import call, callable_at, compile_kernel, pause
+from lowprec.backends.cpu.packed.compilation import compile_kernel
+from lowprec.backends.cpu.packed.native import call, callable_at, pause
 
 #: Looks at the gate: about a hundred microseconds.
 _LOOKS = 4000
 
 
 def _kernel() -> int:
-    """Address of the function of a gate's address, and those of what closes and opens it at once.
+    """Address of the function that returns when a gate is empty, or has not been for too long.
 
-    It returns when nobody is inside, or has been for too long. The functions are ``pthread_rwlock_trywrlock`` and
-    ``pthread_rwlock_unlock``.
+    Its arguments: the addresses of ``pthread_rwlock_trywrlock``, of ``pthread_rwlock_unlock`` and of the gate.
     """
     looks = _LOOKS
 
-    def linger(gate, close, leave):
+    def linger(close, leave, gate):
         for _ in range(looks):
             if call(close, (gate,)) & 0xFFFFFFFF == 0:
                 call(leave, (gate,))
@@ -43,5 +43,4 @@ def use() -> None:
         ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         for name in ("pthread_rwlock_trywrlock", "pthread_rwlock_unlock")
     ]
-    linger = callable_at(_kernel(), 3)
-    threads.linger_by(lambda gate: linger(gate, *functions))
+    threads.linger_by(partial(callable_at(_kernel(), 3), *functions))

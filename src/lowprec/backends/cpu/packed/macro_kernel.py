@@ -31,6 +31,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
     F32,
     I16,
@@ -40,9 +41,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_load,
     atomic_store,
     call,
-    compile_kernel,
     field,
-    helper,
     inline_asm,
     lesser,
     load,
@@ -132,7 +131,7 @@ def _holds_nonfinite(typing_context, block):
 # --- the loops around it ----------------------------------------------------------------------
 
 
-@helper(types.intp)
+@inlined(types.intp)
 def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
     return call(
         field(job, J.PACK_A),
@@ -154,7 +153,7 @@ def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
     )
 
 
-@helper(types.intp)
+@inlined(types.intp)
 def _pack_b(job, index, scratch):
     """One task of the packing phase: some strips of B over some steps."""
     strips, steps = field(job, J.PACK_B_STRIPS), field(job, J.PACK_B_STEPS)
@@ -182,7 +181,7 @@ def _pack_b(job, index, scratch):
     )
 
 
-@helper(types.intp)
+@inlined(types.intp)
 def _check_a(job, index, scratch):
     """Pack some strips of A for the sake of the flags alone."""
     strips, steps = field(job, J.TASK_STRIPS_M), field(job, J.STEPS)
@@ -194,7 +193,7 @@ def _check_a(job, index, scratch):
     return flags
 
 
-@helper(types.void)
+@inlined(types.void)
 def _packing_phase(job, scratch):
     tasks, tasks_b = field(job, J.PACK_TASKS), field(job, J.PACK_B_TASKS)
     while True:
@@ -218,7 +217,7 @@ def _packing_phase(job, scratch):
             yield_cpu()
 
 
-@helper(types.void)
+@inlined(types.void)
 def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
     """Write a finished block."""
     if field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
@@ -227,7 +226,7 @@ def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
     call(field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32, to, kept, place))
 
 
-@helper(types.void)
+@inlined(types.void)
 def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
     """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
     micro = field(job, J.KERNEL)
@@ -273,7 +272,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
         _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
 
 
-@helper(types.intp)
+@inlined(types.intp)
 def _task(job, index, scratch):
     """One rectangle of the result; returns nonzero if A is not finite there."""
     tasks_n = field(job, J.TASKS_N)
@@ -290,7 +289,7 @@ def _task(job, index, scratch):
     return 0
 
 
-@helper(types.void)
+@inlined(types.void)
 def _copy_job(source, target):
     for i in range(J.WORDS):
         store(target + 8 * i, load(source + 8 * i, "i64"), "i64")

@@ -32,12 +32,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
     I8,
     I32,
     I64,
-    compile_kernel,
-    helper,
     lesser,
     load,
     pointer,
@@ -56,7 +55,7 @@ def _pad_function(scheme: Scheme) -> Any:
     item, step = scheme.item_bytes, scheme.step
     kind = {1: "i8", 2: "u16", 4: "u32"}[item]
 
-    @helper(types.void)
+    @inlined(types.void)
     def pad(source, lane_stride, k_stride, lanes, steps, target):
         """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
         for lane in range(lanes):
@@ -91,7 +90,7 @@ def _copy_line(typing_context, source, target, count):
     return types.void(types.intp, types.intp, types.intp), generate
 
 
-@helper(types.void)
+@inlined(types.void)
 def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
     """Copy rows of contiguous bytes; what is between them in the target becomes zero, or is zero already."""
     for row in range(rows):
@@ -110,7 +109,7 @@ def _clear_line(typing_context, target):
     return types.void(types.intp), generate
 
 
-@helper(types.void)
+@inlined(types.void)
 def _clear(target, count):
     for offset in range(0, count, 64):
         _clear_line(target + offset)
@@ -119,7 +118,7 @@ def _clear(target, count):
 def _along_function(scheme: Scheme) -> Any:
     index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
 
-    @helper(types.intp)
+    @inlined(types.intp)
     def along(source, lane_stride, target, is_b, tiles):
         """Pack a whole block that is contiguous along k."""
         flags = 0
@@ -142,7 +141,7 @@ def _across_function(scheme: Scheme) -> Any:
     index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
     per_dword = scheme.per_dword
 
-    @helper(types.intp)
+    @inlined(types.intp)
     def across(source, k_stride, target, is_b, tiles):
         """Pack a whole block that is contiguous along the lanes."""
         flags = 0

@@ -9,19 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed import templates
+from lowprec.backends.cpu.packed import run
+from lowprec.backends.cpu.packed.jobs import operand_of, packing_job
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
-
-if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.templates import PackingJob
 
 _PAGE = 4096
 #: Elements from which several threads pack.
@@ -112,24 +110,15 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
     offsets = sorted(matrices)
     for i, offset in enumerate(offsets):
         with convert(matrices[offset]) as x:
-            k, n = x.shape
-            job = templates.packing_job(*packed_as[:5], n, k, templates.operand_of(x))
+            (k, n), b = x.shape, operand_of(x)
+            kernels, job = packing_job(*packed_as[:5], n, k, b)
+            step = job.packed_bytes
             if not i:
-                memory = np.empty(len(offsets) * job.packed_b_bytes + _PAGE, np.uint8)
+                memory = np.empty(len(offsets) * step + _PAGE, np.uint8)
                 address = -(-data_pointer(memory) // _PAGE) * _PAGE
-            job.job[J.B_PACKED] = address + i * job.packed_b_bytes
-            _drive(job, threads.num_threads() if k * n >= _SHARED_FROM else 1)
-        finite.append(not job.job[J.NOT_FINITE])
-    return PanelStack(
-        memory, address, job.packed_b_bytes, np.array(offsets), tuple(finite), packed_as.b_dtype
-    )
-
-
-def _drive(job: PackingJob, workers: int) -> None:
-    address = ctypes.addressof(job.job)
-
-    def work() -> None:
-        with buffers.borrow(job.scratch_bytes) as scratch:
-            job.drive(address, scratch)
-
-    threads.run(work, workers)
+            words = run.Words.from_buffer_copy(job.words)
+            words[J.B], words[J.B_PACKED] = b.address, address + i * step
+            workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
+            run.share(kernels.macro_kernel, ctypes.addressof(words), job.workspace_bytes, workers)
+        finite.append(not words[J.NOT_FINITE])
+    return PanelStack(memory, address, step, np.array(offsets), tuple(finite), packed_as.b_dtype)

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.compilation import inlined
 from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
@@ -23,7 +24,6 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     I64,
     field,
-    helper,
     inline_asm,
     load,
     pointer,
@@ -185,7 +185,7 @@ def _put_some(typing_context, source, target, kind, mask):
 # --- a block ----------------------------------------------------------------------------------
 
 
-@helper(types.intp)
+@inlined(types.intp)
 def at(acc, i, j):
     """Address of the accumulator of row i, column j."""
     return acc + (i >> 4) * 2048 + (j >> 4) * 1024 + (i & 15) * 64 + (j & 15) * 4
@@ -195,7 +195,7 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
     item, crosses = ITEM_BYTES[kind], "avx512bw" in cpu_flags()
     element = "u16" if item == 2 else "u32"
 
-    @helper(types.void)
+    @inlined(types.void)
     def put_lines(acc, target, row_stride, rows, end, kept, place):
         """Write the rows of a block past the caches, in whole lines; what crosses lines as the module says."""
         for i in range(rows):
@@ -234,14 +234,14 @@ def writer(kind: int) -> Any:
     item = ITEM_BYTES[kind]
     element = "u16" if item == 2 else "u32"
 
-    @helper(types.void)
+    @inlined(types.void)
     def put_some(source, to, mask):
         _put_some(source, to, kind, mask & 0xFFFF)
         _put_some(source + 1024, to + 16 * item, kind, mask >> 16)
 
     put_lines = _put_lines_function(kind, put_some)
 
-    @helper(types.void)
+    @inlined(types.void)
     def write(acc, job, target, rows, end, scratch, kept, place):
         row_stride, col_stride = field(job, J.OUT_ROW_STRIDE), field(job, J.OUT_COL_STRIDE)
         if col_stride == item and field(job, J.STREAM) != 0:

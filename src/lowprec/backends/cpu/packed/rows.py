@@ -7,9 +7,15 @@ import functools
 from collections.abc import Callable
 
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.templates import Operand, Vector, epilogue_fields, float_bits
+from lowprec.backends.cpu.packed.jobs import (
+    Operand,
+    Vector,
+    epilogue_words,
+    float_bits,
+    words_of,
+)
 
-_Job = ctypes.c_int64 * J.WORDS
+_Words = ctypes.c_int64 * J.WORDS
 
 #: Takes the addresses of product, result, c and bias (0 for none), alpha and beta, and the address of
 #: `J.BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
@@ -32,16 +38,13 @@ def epilogue_of(
     """
     from lowprec.backends.cpu.packed.epilogue import epilogue_kernel, rows_kernel
 
-    template = _Job()
-    fields = {J.M: m, J.N: n, J.EPILOGUE: epilogue_kernel(out.dtype, computes)}
-    for index, value in (fields | epilogue_fields(out, c, bias, activation)).items():
-        template[index] = value
-    kernel, made = rows_kernel(), bytes(template)
+    words = {J.M: m, J.N: n, J.EPILOGUE: epilogue_kernel(out.dtype, computes), **out.words(J.OUT)}
+    kernel, made = rows_kernel(), words_of(words | epilogue_words(c, bias, activation))
 
     def apply(
         product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int
     ) -> None:
-        job = _Job.from_buffer_copy(made)
+        job = _Words.from_buffer_copy(made)
         job[J.OUT], job[J.C], job[J.BIAS] = out, c, bias
         job[J.ALPHA], job[J.BETA] = float_bits(alpha), float_bits(beta if c else 0.0)
         kernel(product, ctypes.addressof(job), scratch)

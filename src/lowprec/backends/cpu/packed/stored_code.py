@@ -30,6 +30,15 @@ _DIGEST_BYTES = 32
 _loaded: dict[str, tuple[Any, int]] = {}
 
 
+def made_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function and all that it closes over; an inline function is named so, too."""
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
+    found = " ".join([function.__module__, function.__qualname__, *made_of])
+    assert " at 0x" not in found, f"{found} would be compiled again in each process"
+    return found
+
+
 def address(name: str, compile_: Callable[[], bytes]) -> int:
     """Return the address of a kernel; one thread at a time. ``name`` is all that it is made of."""
     if name not in _loaded:

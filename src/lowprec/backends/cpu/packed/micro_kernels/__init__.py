@@ -1,7 +1,7 @@
 """The micro-kernels, as data: which unit each needs, what it multiplies, how it is emitted, and whether it runs here.
 
 A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B over some steps of k, as
-``macro_kernel`` calls it. A row names the module that emits it, so that numba is imported with the first product.
+``macro_kernel`` calls it. A row names the module here that emits it, so that numba is imported with the first product.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class MicroKernel:
     unit: str  # what it runs on, for people
     cpu_flags: frozenset[str]  # as the system calls them; packing and epilogue need theirs as well
     storage: str  # what is multiplied: ``"bfloat16"``, ``"int8"`` or ``"float32"``
-    #: Function from the products of parts to the address of the micro-kernel, as ``"module:function"``.
-    emit: str
+    module: str  # whose ``emit`` returns its address by its name and the products of parts
     #: Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
     #: a Zen 5), three quarters of that of others.
     block_bytes: int = 1 << 20
@@ -62,21 +61,18 @@ class MicroKernel:
         return self.cpu_flags <= flags and not self.unmeasured_with & flags
 
 
-_HERE = "lowprec.backends.cpu.packed.micro_kernels"
 _AMX = "tile units (AMX)"
 _AMX_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}) | _AVX512
 
-AMX_BF16 = MicroKernel(
-    "amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", f"{_HERE}.amx:bfloat16", has_tiles=True
-)
-AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", f"{_HERE}.amx:int8", has_tiles=True)
+AMX_BF16 = MicroKernel("amx_bf16", _AMX, _AMX_FLAGS, "bfloat16", "amx", has_tiles=True)
+AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", "amx", has_tiles=True)
 
 AVX512_BF16 = MicroKernel(
     "avx512_bf16",
     "bfloat16 vector units (AVX512-BF16)",
     frozenset({"avx512_bf16"}) | _AVX512,
     "bfloat16",
-    f"{_HERE}.avx512_bf16:micro_kernel",
+    "vectors",
     block_bytes=512 << 10,
     inner_bytes=64 << 10,
     shared_from=1 << 25,
@@ -86,7 +82,7 @@ AVX512_VNNI = MicroKernel(
     "int8 vector units (AVX512-VNNI)",
     frozenset({"avx512_vnni"}) | _AVX512,
     "int8",
-    f"{_HERE}.avx512_vnni:micro_kernel",
+    "vectors",
     block_bytes=512 << 10,
     inner_bytes=64 << 10,
     shared_from=1 << 26,
@@ -100,7 +96,7 @@ AVX512_FP32 = MicroKernel(
     "FP32 vector units (AVX-512)",
     _AVX512,
     "float32",
-    f"{_HERE}.avx512_fp32:micro_kernel",
+    "vectors",
     block_bytes=512 << 10,
     inner_bytes=48 << 10,
     chunk_steps=8,
@@ -114,7 +110,7 @@ AVX_VNNI = MicroKernel(
     "int8 vector units (AVX-VNNI)",
     frozenset({"avx2", "fma", "avx_vnni"}),
     "int8",
-    f"{_HERE}.avx_vnni:micro_kernel",
+    "vectors",
     block_bytes=768 << 10,
     shared_from=1 << 25,
     offset_a=128,

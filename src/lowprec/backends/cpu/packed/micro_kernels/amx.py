@@ -15,9 +15,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu.packed.compilation import compile_kernel
 from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
 from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
-from lowprec.backends.cpu.packed.native import compile_kernel, inline_asm
+from lowprec.backends.cpu.packed.native import inline_asm
 
 
 def in_tile_order(products: Pairs) -> Pairs:
@@ -105,20 +106,13 @@ def _micro(typing_context, multiply, products, a, b, acc, steps, add, following)
 
 
 @cache
-def _micro_kernel(multiply: str, products: str) -> int:
+def emit(name: str, products: Pairs) -> int:
+    """Return the address of a micro-kernel for these products of parts."""
+    multiply = "tdpbssd" if name == "amx_int8" else "tdpbf16ps"
+    pairs = format_pairs(in_tile_order(products))
 
     def micro(a, b, acc, steps, add, following):
-        _micro(multiply, products, a, b, acc, steps, add, following)
+        _micro(multiply, pairs, a, b, acc, steps, add, following)
         return 0
 
     return compile_kernel(micro, MICRO_ARITY)
-
-
-def bfloat16(products: Pairs) -> int:
-    """Address of the micro-kernel for these products of bfloat16 parts."""
-    return _micro_kernel("tdpbf16ps", format_pairs(in_tile_order(products)))
-
-
-def int8(products: Pairs) -> int:
-    """Address of the micro-kernel for int8 operands."""
-    return _micro_kernel("tdpbssd", format_pairs(products))

@@ -17,16 +17,16 @@ fits into int32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.packed.job import PREFETCH_LINES
-from lowprec.backends.cpu.packed.micro_kernels import Pairs, parse_pairs
+from lowprec.backends.cpu.packed.compilation import compile_kernel
+from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
+from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
 from lowprec.backends.cpu.packed.native import inline_asm
 
 
@@ -127,10 +127,8 @@ class _Group:
         return [*lines, "subq $$1, %r9", "jnz 4b"]
 
     def text(self, products: Pairs) -> list[str]:
-        r, parts = (
-            self.registers,
-            (1 + max(i for i, _ in products), 1 + max(j for _, j in products)),
-        )
+        r = self.registers
+        parts = 1 + max(i for i, _ in products), 1 + max(j for _, j in products)
         lines = self.begin()
         sums = [r[x] for x in r.sums]
         take_off = [f"vpsubd {sums[i & 1]}, {x}, {x}" for i, (x, _) in enumerate(self.accumulators)]
@@ -178,27 +176,38 @@ def micro_kernel_text(
     return "\n".join([*lines, "vzeroupper"])
 
 
-def _emit(builder: Any, registers: Registers, text: str, args: Sequence[Any]) -> None:
+#: By micro-kernel: registers, instruction, what is added to A, and whether each call sums separately.
+_INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
+    "avx512_bf16": (AVX512, "vdpbf16ps", 0, False),  # pairs of bfloat16 into float32
+    "avx512_fp32": (AVX512, "vfmadd231ps", 0, True),
+    "avx512_vnni": (AVX512, "vpdpbusd", 128, False),  # fours of unsigned by signed int8 into int32
+    "avx_vnni": (AVX2, "{vex} vpdpbusd", 128, False),
+}
+
+
+@intrinsic(prefer_literal=True)
+def _micro(typing_context, name, products, a, b, acc, steps, add, following):
+    registers, multiply, offset, adds_sums = _INSTRUCTIONS[name.literal_value]
+    pairs = parse_pairs(products.literal_value)
+    text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums)
     general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
-    vectors = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
-    clobbers = ",".join(f"~{{{name}}}" for name in general + vectors)
-    inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args)
+    used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
+    clobbers = ",".join(f"~{{{register}}}" for register in general + used)
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args[2:])
+        return context.get_dummy_value()
+
+    return types.void(name, products, *[types.intp] * 6), generate
 
 
-def micro_kernel_intrinsic(
-    registers: Registers, multiply: str, *, offset: int = 0, adds_sums: bool = False
-) -> Any:
-    """Return the micro-kernel as a function for numba; its first argument are the products of parts, as a text."""
+@cache
+def emit(name: str, products: Pairs) -> int:
+    """Return the address of a micro-kernel for these products of parts."""
+    pairs = format_pairs(products)
 
-    @intrinsic(prefer_literal=True)
-    def micro(typing_context, products, a, b, acc, steps, add, following):
-        pairs = parse_pairs(products.literal_value)
-        text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums)
+    def micro(a, b, acc, steps, add, following):
+        _micro(name, pairs, a, b, acc, steps, add, following)
+        return 0
 
-        def generate(context, builder, signature, args):
-            _emit(builder, registers, text, args[1:])
-            return context.get_dummy_value()
-
-        return types.void(products, *[types.intp] * 6), generate
-
-    return micro
+    return compile_kernel(micro, MICRO_ARITY)

@@ -1,0 +1,276 @@
+"""Matrix products by the macro-kernel and a micro-kernel of x86-64 CPUs: any strides, any epilogue.
+
+A run copies the words of a job, puts in addresses and factors, and calls the macro-kernel in one thread, in several, or
+for each product of a batch. Of a batch each thread takes products from a shared counter; a matrix of B that the product
+before had, too, is packed once for both.
+
+A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on units for bfloat16
+`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do all products of the
+parts into which a mode such as `bf16x6` splits the operands: three, six or nine, and four for each of TF32 parts.
+
+Numerics
+--------
+With u = 2**-24 and P products summed for each element (P = k in one part, 4 k in two),
+
+    |computed - exact| <= gamma(P + 1) * (|A| @ |B|) + 2 * P * 2**-126 * (1 + max|A| + max|B|)
+
+where A and B are the rounded operands and the parts of a pair, having one sign, sum to no more than
+the value. gamma(p) = p * u / (1 - p * u). The second term, which FP32 units do not have, is absolute:
+``TDPBF16PS`` takes subnormal inputs as zero and writes subnormal sums as zero, and so does the conversion of float32 to
+bfloat16; a low part below 2**-126 is lost in the same way. It matters only to operands or results
+near the lower end of the range of float32. Rounding of sums is to nearest even, whatever the
+processor's rounding mode says. The result does not depend on the number of threads, bit for bit.
+
+Of operands that are split, each chunk of k, of 2048 / parts at most, is summed separately and added to those before;
+`planning.bounds` has the bound.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import batches, buffers, casting, threads
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.jobs import Job, Operand, anywhere, float_bits, job_of, operand_of
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+from lowprec.backends.execution import Arguments
+from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
+from lowprec.planning.layout import addend_layout, stacked_layout
+
+if TYPE_CHECKING:
+    from lowprec.backends.cpu.packed.prepared_panels import Panels, PanelStack
+
+Words = ctypes.c_int64 * J.WORDS
+_BatchWords = ctypes.c_int64 * J.BATCH_WORDS
+_JOB_BYTES = 4096
+
+#: Returns the panels of a prepared ``b``; None where the product packs it.
+FindPanels = Callable[[PreparedView], "PanelStack | None"]
+
+
+def gemm(
+    micro_kernel: MicroKernel,
+    a: Any,
+    b: Any,
+    out: Any,
+    *,
+    rounding: str,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Any = None,
+    bias: Any = None,
+    activation: str | None = None,
+    panels: Panels | None = None,
+) -> bool:
+    """Compute ``out = activation(alpha * a @ b + beta * c + bias)``.
+
+    Parameters
+    ----------
+    a, b : array, shapes (m, k) and (k, n)
+        float32, bfloat16 or float16 in any combination, or both int8; all extents are at least 1.
+    out : array, shape (m, n)
+        float32, bfloat16 or float16; int32 for int8 operands. It must not overlap `a` or `b`, and may be the same
+        memory as `c`, element by element.
+    rounding : str
+        What float32 operands become: "bf16", "tf32", "fp16" (float16's digits; the caller looks after the range), or
+        parts of the mode "bf16x3", "bf16x6", "bf16x9" or "tf32x3". Ties go to even, in TF32 away from zero. Storage of
+        16 or 8 bits stays as it is; "exact" is for products without a float32 operand, and for FP32 units.
+    alpha, beta : float
+        Rounded to float32. int8 takes the defaults only.
+    c : array, shape (m, n), optional
+        float32, bfloat16 or float16; not read if `beta` is 0.
+    bias : array, shape (n,), optional
+    activation : {"relu", "gelu"}, optional
+    panels : Panels, optional
+        Of `b`, whose elements are not read then. The columns of `out` must not be contiguous, unless its rows are, too.
+
+    Returns
+    -------
+    bool
+        False if an operand in two parts (float32 in mode tf32 or fp16, or float16, on units for bfloat16) holds a value
+        that is not finite after rounding: then `c` is as it was, also where `out` is the same memory; without `c` what
+        `out` holds is undefined. False, too, if operands were split and a sum is NaN or infinite: then all is done, and
+        such elements are NaN or infinite in what alpha, c, bias and activation were applied to.
+
+    Raises
+    ------
+    ValueError
+        The types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    x, to, other = operand_of(a), operand_of(out), operand_of(c) if beta else None
+    y = operand_of(b) if panels is None else Operand(0, panels.dtype, 0, 0)
+    vector = place = None
+    if bias is not None:
+        vector = 0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize
+        place = Operand(data_pointer(bias), *vector[1:], 0)
+    job = job_of(
+        micro_kernel, m, n, k, anywhere(x), anywhere(y), anywhere(to), rounding,
+        other and anywhere(other), vector, activation, alpha != 1,
+    )  # fmt: skip
+    if panels is not None and not panels.finite and job.kernels.parts_b > 1:
+        return False
+    given: Any = x, y, to, other, place, alpha, beta
+    return execute(job, None, Arguments(*given), panels.address if panels else 0)
+
+
+def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: int = 0) -> bool:
+    """Run a job; return whether it is done, as :func:`gemm`. ``packed_b`` is the address of panels, 0 for none."""
+    a, b, out, c, bias, alpha, beta = arguments[:7]
+    if find is not None and type(b) is PreparedView:
+        panels = find(b)
+        if panels is not None:
+            if job.kernels.parts_b > 1 and not panels.finite[0]:
+                return False
+            packed_b = panels.address
+    workers = threads.num_threads() if job.is_shared else 1
+    made, packed_bytes, nbytes, tasks = job.blockings.get(workers) or job.blocking(workers)
+    words, to = Words.from_buffer_copy(made), out.address
+    if job.transposed:
+        a, b = b, a
+    words[J.A], words[J.B], words[J.OUT] = a.address, b.address, to
+    if alpha != 1:
+        words[J.ALPHA] = float_bits(alpha.real)
+    if c is not None and beta:
+        words[J.C], words[J.BETA] = c.address, float_bits(beta.real)
+    if bias is not None:
+        words[J.BIAS] = bias.address
+    if job.stream_bytes and not to % job.stream_bytes:
+        words[J.STREAM] = 1
+    if packed_b:
+        assert not job.transposed, "panels of b are no panels of its transpose"
+        words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
+        words[J.PACK_B_TASKS] = packed_bytes = 0
+    address, kernel = ctypes.addressof(words), job.kernels.macro_kernel
+    with buffers.borrow(packed_bytes + nbytes) as memory:
+        words[J.B_PACKED], own = packed_b or memory, memory + packed_bytes
+        if workers > 1 and tasks > 1:
+            work = functools.partial(_work, kernel, address, nbytes)
+            threads.run(work, min(workers, tasks), functools.partial(kernel, address, own))
+        else:
+            kernel(address, own)
+    return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
+
+
+def _work(kernel: Callable[[int, int], int], address: int, workspace_bytes: int) -> None:
+    with buffers.borrow(workspace_bytes) as workspace:
+        kernel(address, workspace)
+
+
+def share(
+    kernel: Callable[[int, int], int], address: int, workspace_bytes: int, workers: int
+) -> None:
+    """Call a kernel with the address of its words, and a workspace of each thread, in some threads."""
+    threads.run(functools.partial(_work, kernel, address, workspace_bytes), workers)
+
+
+# --- plans ------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """The matrices of a batch."""
+
+    matrices: batches.Matrices  # of a, b, out and c
+    #: Shape (count, 4), in bytes; None where they are not kept.
+    offsets: Any
+    batch_count: int
+    is_shared: bool  # whether waking a thread pays
+
+
+def prepare(
+    micro_kernel: MicroKernel,
+    layout: GemmLayout,
+    rounding: str,
+    problem: GemmProblem | None = None,
+    find: FindPanels | None = None,
+) -> functools.partial[Any] | None:
+    """Return the function that runs the products of a layout, and returns whether they are done; see :func:`gemm`.
+
+    It is None for a batch of products that are each large enough for several threads. The operands are multiplied as
+    they are stored, and the epilogue is that of ``problem``, by default none.
+    """
+    c = bias = activation = None
+    has_alpha = False
+    if problem is not None:
+        layout, c = _with_addend(problem, layout)
+        activation, has_alpha = problem.activation, problem.has_alpha
+        if problem.bias is not None:
+            bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
+    a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
+    job = job_of(
+        micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
+        None if c is None else _operand(c), bias, activation, has_alpha,
+    )  # fmt: skip
+    count = layout.batch_count
+    if count == 1:
+        return functools.partial(execute, job, find)
+    if job.is_shared or job.stream_bytes:
+        return None
+    matrices = layout.a, layout.b, layout.out, c
+    offsets = batches.offsets_of(matrices) if count <= batches.KEPT else None
+    work = count * layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
+    batch = Batch(matrices, offsets, count, work >= micro_kernel.shared_from)
+    return functools.partial(execute_batch, job, batch, find)
+
+
+def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, MatrixStack | None]:
+    """Return a layout, collapsed only if the addend can be, and the matrices of that."""
+    if problem.c is None or not problem.has_beta:
+        return layout, None
+    c = addend_layout(problem.c, problem.a, problem.b, layout)
+    if c is None:
+        layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+        c = addend_layout(problem.c, problem.a, problem.b, layout)
+    return layout, c
+
+
+def _operand(stack: MatrixStack) -> Operand:
+    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
+
+
+@functools.cache
+def _batch_kernels() -> tuple[int, Callable[[int, int], int]]:
+    """Return the address of the macro-kernel, and the function that runs it for each product of a batch."""
+    from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
+    from lowprec.backends.cpu.packed.native import callable_at
+
+    return macro_kernel(), callable_at(batch_kernel(), MACRO_ARITY)
+
+
+def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Arguments) -> bool:
+    """Run the products of a plan, each by one thread; return whether all are done."""
+    panels = None
+    if find is not None and type(arguments.b) is PreparedView:
+        panels = find(arguments.b)
+        if panels is not None and job.kernels.parts_b > 1 and not all(panels.finite):
+            return False
+    macro_kernel, each = _batch_kernels()
+    blocking = job.blockings.get(1) or job.blocking(1)
+    words = Words.from_buffer_copy(blocking.words)
+    words[J.ALPHA], words[J.BETA] = (
+        float_bits(arguments.alpha.real),
+        float_bits(arguments.beta.real),
+    )
+    words[J.BIAS] = 0 if arguments.bias is None else arguments.bias.address
+    table = batches.addresses_of(batch.matrices, arguments, batch.offsets)
+    of_batch = _BatchWords()
+    of_batch[J.BATCH_JOB] = ctypes.addressof(words)
+    of_batch[J.BATCH_COUNT] = batch.batch_count
+    of_batch[J.BATCH_TABLE] = data_pointer(table)
+    of_batch[J.BATCH_FIELD_A] = J.B if job.transposed else J.A
+    of_batch[J.BATCH_FIELD_B] = J.A if job.transposed else J.B
+    of_batch[J.BATCH_DRIVE] = macro_kernel
+    of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
+    if panels is not None:
+        # No product packs then: each has the b, none at all, that the one before had.
+        table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
+        of_batch[J.BATCH_FIELD_B] = J.B_PACKED
+    nbytes = _JOB_BYTES + blocking.packed_bytes + blocking.workspace_bytes
+    workers = min(threads.num_threads(), batch.batch_count) if batch.is_shared else 1
+    share(each, ctypes.addressof(of_batch), nbytes, workers)
+    return not of_batch[J.BATCH_NOT_FINITE]
