@@ -18,6 +18,7 @@ import lowprec
 import machines
 from cpu_units import needs
 from lowprec.backends.cpu import device, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
@@ -96,9 +97,11 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(
         for _ in "ab"
     )
     a, b = x.astype(np.float32)[:, None], y.astype(np.float32)[None, :]
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         parts = [
-            splitting.split(z, z.dtype, found, found.operand_format, found.parts, None, stack).parts
+            splitting.split(
+                z, z.dtype, found, found.operand_format, found.parts, None, workspace
+            ).parts
             for z in (a, b)
         ]
         want = sum(

@@ -10,9 +10,10 @@ retain at most `RETAINED_LIMIT_BYTES`: beyond that, the oldest buffers of the th
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,8 @@ _PAGE = 4096
 _SMALLEST = 64 << 10
 #: Buffers below this size are not worth a look at what all threads retain.
 _LARGE = 1 << 20
+#: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
+_SMALL = 64 << 10
 
 
 class _Buffer(NamedTuple):
@@ -67,6 +70,35 @@ def _new(nbytes: int) -> _Buffer:
     return _Buffer(nbytes, -(-data_pointer(memory) // _PAGE) * _PAGE, memory)
 
 
+def _take(nbytes: int) -> _Buffer:
+    """Return a free buffer of this thread, or a new one."""
+    buffers = _free.buffers
+    best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
+    for index, buffer in enumerate(buffers):
+        if nbytes <= buffer.nbytes < smallest:
+            best, smallest = index, buffer.nbytes
+    if best is not None and best < len(buffers):
+        found = buffers.pop(best)
+        # A signal handler that multiplied may have changed the list after it was searched.
+        if found.nbytes >= nbytes:
+            return found
+    try:
+        return _new(nbytes)
+    except MemoryError:
+        release_all()
+        return _new(nbytes)
+
+
+def _give(buffer: _Buffer) -> None:
+    """Put a buffer into the free list of this thread."""
+    buffers = _free.buffers
+    buffers.append(buffer)
+    if buffer.nbytes >= _LARGE:
+        # What was returned last is asked for next.
+        while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
+            del buffers[:1]
+
+
 class borrow:
     """Lend scratch memory for the length of a `with` block.
 
@@ -79,43 +111,47 @@ class borrow:
         Size wanted. The contents are undefined. The block gets the address of the memory, aligned to 4096 bytes.
     """
 
-    __slots__ = ("_buffer", "_buffers", "_nbytes")
+    __slots__ = ("_buffer", "_nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
 
     def __enter__(self) -> int:
-        nbytes, self._buffers = self._nbytes, _free.buffers
-        best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
-        for index, buffer in enumerate(self._buffers):
-            if nbytes <= buffer.nbytes < smallest:
-                best, smallest = index, buffer.nbytes
-        if best is not None and best < len(self._buffers):
-            found = self._buffers.pop(best)
-            # A signal handler that multiplied may have changed the list after it was searched.
-            if found.nbytes >= nbytes:
-                self._buffer = found
-                return found.address
-        try:
-            self._buffer = _new(nbytes)
-        except MemoryError:
-            release_all()
-            self._buffer = _new(nbytes)
+        self._buffer = _take(self._nbytes)
         return self._buffer.address
 
     def __exit__(self, *_: object) -> None:
-        buffers = self._buffers
-        buffers.append(self._buffer)
-        if self._buffer.nbytes >= _LARGE:
-            # What was returned last is asked for next.
-            while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
-                del buffers[:1]
+        _give(self._buffer)
+
+
+class Workspace:
+    """Lends arrays until the end of a `with` block."""
+
+    __slots__ = ("_buffers",)
+
+    def __enter__(self) -> Workspace:
+        self._buffers: list[_Buffer] = []
+        return self
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised C-contiguous array."""
+        count = math.prod(shape)
+        if count * dtype.itemsize < _SMALL:
+            return np.empty(shape, dtype)
+        buffer = _take(count * dtype.itemsize)
+        self._buffers.append(buffer)
+        first = buffer.address - data_pointer(buffer.memory)
+        return np.ndarray(shape, dtype, buffer.memory, first)
+
+    def __exit__(self, *_: object) -> None:
+        while self._buffers:
+            _give(self._buffers.pop())
 
 
 def retained_bytes() -> int:
     """Bytes held in free buffers by all threads."""
-    lists = [list(reference() or ()) for reference in list(_all.values())]
-    return sum([buffer.nbytes for buffers in lists for buffer in buffers])
+    lists = list(_all.values())
+    return sum([buffer.nbytes for reference in lists for buffer in list(reference() or ())])
 
 
 def release_all() -> None:

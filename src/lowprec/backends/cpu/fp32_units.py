@@ -7,7 +7,6 @@ split, an element that comes out NaN or infinite is computed again in FP32, from
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,10 @@ import numpy as np
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import gemm, single_products, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
@@ -76,8 +76,12 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     if kept is not None and kept.mode not in kept_modes(plan):
         kept = None
     stacks = stacks_of(plan, arguments)
-    slices = [stacks] if kept else _slices(stacks)
-    threads.share(lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), slices)
+    if kept or stacks.out.ndim == 2:
+        execute_stacks(plan, plan.kernel_row, arguments, stacks, kept)
+    else:
+        threads.share(
+            lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), _slices(stacks)
+        )
 
 
 def _slices(stacks: Stacks) -> list[Stacks]:
@@ -130,8 +134,8 @@ def with_epilogue(
         if plan.problem.has_epilogue:
             apply_epilogue(plan, arguments, stacks.out, stacks)
         return
-    with contextlib.ExitStack() as stack:
-        product = scratch(stack, stacks.out.shape, dtype)
+    with Workspace() as workspace:
+        product = workspace.array(stacks.out.shape, dtype)
         multiply(product)
         apply_epilogue(plan, arguments, product, stacks)
 
@@ -149,23 +153,23 @@ def _sum_products(
         return
     is_whole = len(plan.schedule) == 1 and plan.split == (1, 1)
     if is_whole and not kernel.emulates:
-        with contextlib.ExitStack() as stack:
+        with Workspace() as workspace:
             if kept is None:
-                x, y = whole_operands(plan, (a, b), out.dtype, stack)
+                x, y = whole_operands(plan, (a, b), out.dtype, workspace)
             else:
-                (x,) = whole_operands(plan, (a,), out.dtype, stack)
+                (x,) = whole_operands(plan, (a,), out.dtype, workspace)
                 y = _kept_split(plan, b, out.dtype, kept)
             multiply(x.parts[0], y.parts[0], out)
             splitting.unscale(out, x, y)
         return
-    with contextlib.ExitStack() as stack:
-        split_a = split_operand(plan, a, 0, out.dtype, stack)
+    with Workspace() as workspace:
+        split_a = split_operand(plan, a, 0, out.dtype, workspace)
         split_b = (
-            split_operand(plan, b, 1, out.dtype, stack)
+            split_operand(plan, b, 1, out.dtype, workspace)
             if kept is None
             else _kept_split(plan, b, out.dtype, kept)
         )
-        term = scratch(stack, out.shape, out.dtype)
+        term = workspace.array(out.shape, out.dtype)
         for product in plan.schedule:
             x = split_a.parts[product.a_part][..., product.k_start : product.k_stop]
             y = split_b.parts[product.b_part][..., product.k_start : product.k_stop, :]
@@ -185,22 +189,22 @@ def whole_operands(
     plan: GemmPlan,
     arrays: tuple[Any, ...],
     dtype: np.dtype[Any],
-    stack: contextlib.ExitStack,
+    workspace: Workspace,
     first: int = 0,
 ) -> list[Split]:
     """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
     if any(plan.scaled):
-        return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), stack, first)
-    return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), stack)]
+        return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), workspace, first)
+    return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), workspace)]
 
 
 def split_operand(
-    plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], stack: contextlib.ExitStack
+    plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], workspace: Workspace
 ) -> Split:
     """Return an operand (0 for ``a``, 1 for ``b``) as the plan splits it."""
     fmt = rounding_format(plan)
     axis = (-1, -2)[operand] if plan.scaled[operand] else None
-    return splitting.split(x, dtype, row(plan.scheme), fmt, plan.split[operand], axis, stack)
+    return splitting.split(x, dtype, row(plan.scheme), fmt, plan.split[operand], axis, workspace)
 
 
 def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
@@ -210,11 +214,11 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     key = (*how, data_pointer(b), b.shape, b.strides)
 
     def make() -> Form:
-        with contextlib.ExitStack() as stack:
+        with Workspace() as workspace:
             if plan.split[1] > 1 or emulates:
-                parts, exponents = split_operand(plan, b, 1, dtype, stack)
+                parts, exponents = split_operand(plan, b, 1, dtype, workspace)
             else:
-                ((parts, exponents),) = whole_operands(plan, (b,), dtype, stack, first=1)
+                ((parts, exponents),) = whole_operands(plan, (b,), dtype, workspace, first=1)
             made = Split([part.copy(order="K") for part in parts], exponents)
         return Form(made, sum(part.nbytes for part in made.parts))
 
@@ -227,8 +231,8 @@ def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
     lost = ~np.isfinite(out)
     if not lost.any():
         return
-    with contextlib.ExitStack() as stack:
-        x, y = splitting.rounded((a, b), out.dtype, None, stack)
-        product = scratch(stack, out.shape, out.dtype)
+    with Workspace() as workspace:
+        x, y = splitting.rounded((a, b), out.dtype, None, workspace)
+        product = workspace.array(out.shape, out.dtype)
         _blas(kernel).multiply(x, y, product)
         np.copyto(out, product, where=lost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,8 +12,8 @@ import numpy as np
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, casting
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.openblas import has_room, loaded_openblas
-from lowprec.backends.cpu.stacks import scratch
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
@@ -56,9 +55,9 @@ def _in_place_or_copy(x: Any) -> Any:
 
 def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
-    a, b = _in_place_or_copy(a), _in_place_or_copy(b)
+    a, b = (x if x.flags.c_contiguous else _in_place_or_copy(x) for x in (a, b))
     with np.errstate(all="ignore"):
-        if is_blas_expressible(out):
+        if out.flags.c_contiguous or is_blas_expressible(out):
             np.matmul(a, b, out=out)
         else:
             out[...] = np.matmul(a, b)
@@ -116,8 +115,8 @@ _INT8_CHUNK = 1024
 def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, with float32 products of short sums."""
     float32 = np.dtype(np.float32)
-    with contextlib.ExitStack() as stack:
-        x, y, z = (scratch(stack, array.shape, float32) for array in (a, b, out))
+    with Workspace() as workspace:
+        x, y, z = (workspace.array(array.shape, float32) for array in (a, b, out))
         casting.cast([(a, x), (b, y)], None)
         for first in range(0, a.shape[-1], _INT8_CHUNK):
             last = first + _INT8_CHUNK

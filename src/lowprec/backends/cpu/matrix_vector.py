@@ -9,7 +9,6 @@ computed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -22,10 +21,11 @@ from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, lies_apart, merged
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import array_at, scratch, stacks_of
+from lowprec.backends.cpu.stacks import array_at, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, NumberFormat, dtype_from_name
 from lowprec.modes import MathMode, row
@@ -146,9 +146,9 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
         # In the order in which `_run` reads it, or a copy of it.
         in_columns = b.strides[-2] == b.itemsize or b.strides[-1] != b.itemsize
         fmt, axis = (FLOAT16, -2) if is_scaled else (to, None)
-        with contextlib.ExitStack() as stack:
+        with Workspace() as workspace:
             (part,), exponents = splitting.split(
-                b, np.dtype(np.float32), row(MathMode.FP16), fmt, 1, axis, stack
+                b, np.dtype(np.float32), row(MathMode.FP16), fmt, 1, axis, workspace
             )
             rounded = np.ascontiguousarray(part.swapaxes(-1, -2) if in_columns else part)
             narrow = np.empty(rounded.shape, getattr(ml_dtypes, fmt.name, fmt.name))
@@ -171,8 +171,8 @@ def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -
     elif matrix.dtype == np.int8:
         is_apart = _run(np.ascontiguousarray(matrix), vectors, out, to)
     else:
-        with contextlib.ExitStack() as stack:
-            compact = scratch(stack, matrix.shape, out.dtype)
+        with Workspace() as workspace:
+            compact = workspace.array(matrix.shape, out.dtype)
             (is_apart,) = casting.cast([(matrix, compact)], to)
             is_apart |= _run(compact, vectors, out, to)
     if is_apart:
@@ -180,9 +180,9 @@ def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -
 
 
 def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         a, b = splitting.scaled_where_needed(
-            (matrix, vectors), out.dtype, row(MathMode.FP16), stack
+            (matrix, vectors), out.dtype, row(MathMode.FP16), workspace
         )
         # In the order of `_multiply`, which that of the scaled numbers need not be.
         in_columns = matrix.strides[0] == matrix.itemsize != matrix.strides[1]

@@ -10,10 +10,9 @@ finite. Such elements are computed again in FP32, from the operands as they are.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, fp32_units, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
@@ -33,7 +33,7 @@ from lowprec.backends.cpu.packed.prepared_panels import (
     stack_of,
 )
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, scratch, stacks_of
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
 from lowprec.backends.execution import Arguments, Executor, resolve
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.modes import row
@@ -177,10 +177,9 @@ def _packing_of_b(plan: GemmPlan, out: str, component: int = 0) -> tuple[PackedA
     """Return how ``b`` is packed, and what converts its matrices before."""
     a, b = (_multiplied_dtype(plan, operand) for operand in (0, 1))
 
-    def convert(x: Any) -> contextlib.AbstractContextManager[Any]:
-        if plan.compute_dtype.is_complex:
-            return _plane(x, component)
-        return contextlib.nullcontext(_as_multiplied(plan, x, 1))
+    def convert(x: Any, workspace: Workspace) -> Any:
+        is_complex = plan.compute_dtype.is_complex
+        return _plane(x, component, workspace) if is_complex else _as_multiplied(plan, x, 1)
 
     return PackedAs(_micro_kernel(plan), a, b, out, _rounding(plan), component), convert
 
@@ -220,8 +219,8 @@ def _product_and_epilogue(plan: GemmPlan, arguments: Arguments, single: Stacks) 
     a, b = _as_multiplied(plan, single.a, 0), single.b
     if panels is None:
         b = _as_multiplied(plan, b, 1)
-    with contextlib.ExitStack() as stack:
-        product = scratch(stack, single.out.shape, np.dtype(np.float32))
+    with Workspace() as workspace:
+        product = workspace.array(single.out.shape, np.dtype(np.float32))
         done = run.gemm(_micro_kernel(plan), a, b, product, rounding=_rounding(plan), panels=panels)
         if not done and _is_split(plan):
             done = _mend(plan, single, product)
@@ -268,15 +267,15 @@ def _complex_product(
     micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
     # Imaginary parts that are all zero have products that are zero, but for those with an infinity or a NaN.
     a_parts, b_parts = (2 if whole or x.dtype.kind == "c" else 1 for x in (single.a, single.b))
-    with contextlib.ExitStack() as stack:
-        a = [stack.enter_context(_plane(single.a, i)) for i in range(a_parts)]
+    with Workspace() as workspace:
+        a = [_plane(single.a, i, workspace) for i in range(a_parts)]
         packed = [_panels(plan, arguments, "float32", i) for i in range(b_parts)]
         b = [
-            single.b if panels else stack.enter_context(_plane(single.b, i))
+            single.b if panels else _plane(single.b, i, workspace)
             for i, panels in enumerate(packed)
         ]
         shape = (single.a.shape[0], single.b.shape[1])
-        real, imag = sums = [scratch(stack, shape, a[0].dtype) for _ in range(2)]
+        real, imag = sums = [workspace.array(shape, a[0].dtype) for _ in range(2)]
         begun, finite = [False, False], True
         for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
             if i < a_parts and j < b_parts:
@@ -291,7 +290,7 @@ def _complex_product(
         lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
         if lacks and not (np.isfinite(real).all() and np.isfinite(imag).all()):
             return _complex_product(plan, arguments, single, whole=True)
-        product = scratch(stack, shape, dtype)
+        product = workspace.array(shape, dtype)
         product.real, product.imag = real, imag
         if not finite:
             _mend(plan, single, product)
@@ -299,13 +298,11 @@ def _complex_product(
     return True
 
 
-@contextlib.contextmanager
-def _plane(x: Any, component: int) -> Iterator[Any]:
-    """Lend the real part (0) or the imaginary part (1) as a float32 array of its own."""
-    with contextlib.ExitStack() as stack:
-        plane = scratch(stack, x.shape, np.dtype(np.float32))
-        plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
-        yield plane
+def _plane(x: Any, component: int, workspace: Workspace) -> Any:
+    """Return the real part (0) or the imaginary part (1) as a float32 array of its own."""
+    plane = workspace.array(x.shape, np.dtype(np.float32))
+    plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
+    return plane
 
 
 def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
@@ -337,16 +334,16 @@ def _scaled_product(
     if plan.compute_dtype.is_complex:
         return False
     dtype, rounding = np.dtype(np.float32), _ROUNDINGS[fp32_units.rounding_format(plan)]
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         operands = [
-            splitting.split(x, dtype, row(plan.scheme), FLOAT16, 1, -1 - operand, stack)
+            splitting.split(x, dtype, row(plan.scheme), FLOAT16, 1, -1 - operand, workspace)
             if is_apart
             else Split([_as_multiplied(plan, x, operand)])
             for operand, (x, is_apart) in enumerate(zip((single.a, single.b), apart, strict=True))
         ]
         a, b = (x.parts[0] for x in operands)
         is_plain = not plan.problem.has_epilogue and single.out.dtype == dtype
-        product = single.out if is_plain else scratch(stack, single.out.shape, dtype)
+        product = single.out if is_plain else workspace.array(single.out.shape, dtype)
         if not run.gemm(_micro_kernel(plan), a, b, product, rounding=rounding):
             return False
         splitting.unscale(product, *operands)

@@ -6,14 +6,13 @@ the format leave NaN in the second part, so that every sum they enter is NaN.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
-from lowprec.backends.cpu.stacks import scratch
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow
 
@@ -43,34 +42,34 @@ def split(
     fmt: NumberFormat | None,
     count: int,
     scaled_over: int | None,
-    stack: contextlib.ExitStack,
+    workspace: Workspace,
 ) -> Split:
     """Return an operand, shape (..., rows, cols), in ``count`` parts, the sum of all included where the mode has it.
 
     ``dtype`` is float32 or complex64 where there is more than one part. Parts are rounded to ``fmt``, if there is one.
     ``scaled_over`` is the axis over which a power of two is shared: -1 for rows, -2 for columns; None where nothing is
-    scaled. ``stack`` gives the memory back when it is closed.
+    scaled. ``workspace`` lends the memory.
     """
     exponents = None
     if scaled_over is not None:
-        x, exponents = _scaled(x, dtype, scaled_over, stack)
+        x, exponents = _scaled(x, dtype, scaled_over, workspace)
         if count == 1:
             casting.cast([(x, x)], fmt)
             return Split([x], exponents)
-    parts = rounded((x,), dtype, fmt, stack)
+    parts = rounded((x,), dtype, fmt, workspace)
     if count == 1:
         return Split(parts, exponents)
-    rest = scratch(stack, x.shape, dtype)
+    rest = workspace.array(x.shape, dtype)
     left, factor = x, dtype.type(2.0**row.part_exponent)
     with np.errstate(all="ignore"):
         while len(parts) < min(count, row.parts):
             left = np.subtract(left, parts[-1], out=rest, dtype=dtype, casting="unsafe")
             if row.part_exponent:
                 rest *= factor
-            parts += rounded((rest,), dtype, fmt, stack)
+            parts += rounded((rest,), dtype, fmt, workspace)
         if count > row.parts:
             np.add(parts[0], parts[1], out=rest)
-            parts += rounded((rest,), dtype, fmt, stack)
+            parts += rounded((rest,), dtype, fmt, workspace)
     return Split(parts, exponents)
 
 
@@ -78,10 +77,10 @@ def rounded(
     arrays: tuple[Any, ...],
     dtype: np.dtype[Any],
     fmt: NumberFormat | None,
-    stack: contextlib.ExitStack,
+    workspace: Workspace,
 ) -> list[Any]:
     """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
-    results, pairs = _targets(arrays, dtype, fmt, stack)
+    results, pairs = _targets(arrays, dtype, fmt, workspace)
     casting.cast(pairs, fmt)
     return results
 
@@ -90,7 +89,7 @@ def _targets(
     arrays: tuple[Any, ...],
     dtype: np.dtype[Any],
     fmt: NumberFormat | None,
-    stack: contextlib.ExitStack,
+    workspace: Workspace,
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
     """Return where rounded arrays will be, and which are to be cast into which."""
     results, pairs = [], []
@@ -101,7 +100,7 @@ def _targets(
         # In the order in which the source lies, so that both are passed through in sequence.
         turned = abs(x.strides[-2]) < abs(x.strides[-1])
         shape = x.swapaxes(-1, -2).shape if turned else x.shape
-        out = scratch(stack, shape, dtype)
+        out = workspace.array(shape, dtype)
         results.append(out.swapaxes(-1, -2) if turned else out)
         pairs.append((x, results[-1]))
     return results, pairs
@@ -111,14 +110,14 @@ def scaled_where_needed(
     arrays: tuple[Any, ...],
     dtype: np.dtype[Any],
     row: ModeRow,
-    stack: contextlib.ExitStack,
+    workspace: Workspace,
     first: int = 0,
 ) -> list[Split]:
     """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where it makes a difference."""
-    results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, stack)
+    results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, workspace)
     apart = casting.cast(pairs, FLOAT16_DIGITS)
     return [
-        split(x, dtype, row, row.operand_format, 1, -1 - operand, stack)
+        split(x, dtype, row, row.operand_format, 1, -1 - operand, workspace)
         if is_apart
         else Split([result])
         for operand, (x, result, is_apart) in enumerate(
@@ -132,16 +131,14 @@ def _components(x: Any) -> Any:
     return x.reshape(-1, copy=False).view(np.float32)
 
 
-def _scaled(
-    x: Any, dtype: np.dtype[Any], axis: int, stack: contextlib.ExitStack
-) -> tuple[Any, Any]:
+def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tuple[Any, Any]:
     """Return ``x`` with each row or column multiplied by 2^e, exactly, and the exponents e; 0 for one of zeros.
 
     ``axis`` is that of the sum over k. What is not finite has no say in the exponent.
     """
     turned = abs(x.strides[-2]) < abs(x.strides[-1])
     source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
-    out = scratch(stack, source.shape, dtype)
+    out = workspace.array(source.shape, dtype)
     *batch, rows, cols = out.shape
     components = () if dtype == np.float32 else (2,)
     numbers = _components(out).reshape(-1, rows, cols, *components)

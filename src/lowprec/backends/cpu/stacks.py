@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu import buffers, epilogue
+from lowprec.backends.cpu import epilogue
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmPlan
-
-#: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
-_SMALL_BYTES = 64 << 10
 
 
 class Stacks(NamedTuple):
@@ -70,14 +66,6 @@ def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: S
         bias=stacks.bias,
         activation=plan.problem.activation,
     )
-
-
-def scratch(stack: contextlib.ExitStack, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an uninitialised C-contiguous array, which goes back when ``stack`` is closed."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _SMALL_BYTES:
-        return np.empty(shape, dtype)
-    return array_at(stack.enter_context(buffers.borrow(nbytes)), shape, dtype)
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import threads
+from lowprec.backends.cpu import buffers, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.jobs import operand_of, packing_job
@@ -74,8 +73,8 @@ class PackedAs(NamedTuple):
         )  # fmt: skip
 
 
-#: Lends what is packed of a matrix, in the type in which it is multiplied.
-Convert = Callable[[Any], AbstractContextManager[Any]]
+#: Returns what is packed of a matrix, in the type in which it is multiplied.
+Convert = Callable[[Any, buffers.Workspace], Any]
 
 
 def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
@@ -109,7 +108,8 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
     memory, address, finite = np.empty(0, np.uint8), 0, []
     offsets = sorted(matrices)
     for i, offset in enumerate(offsets):
-        with convert(matrices[offset]) as x:
+        with buffers.Workspace() as workspace:
+            x = convert(matrices[offset], workspace)
             (k, n), b = x.shape, operand_of(x)
             kernels, job = packing_job(*packed_as[:5], n, k, b)
             step = job.packed_bytes

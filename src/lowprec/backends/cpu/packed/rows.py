@@ -14,6 +14,9 @@ from lowprec.backends.cpu.packed.jobs import (
     float_bits,
     words_of,
 )
+from lowprec.backends.execution import resolve
+
+_KERNELS = "lowprec.backends.cpu.packed.epilogue"
 
 _Words = ctypes.c_int64 * J.WORDS
 
@@ -36,10 +39,11 @@ def epilogue_of(
 
     Without ``computes`` it only writes them. Importing numba must work here.
     """
-    from lowprec.backends.cpu.packed.epilogue import epilogue_kernel, rows_kernel
-
-    words = {J.M: m, J.N: n, J.EPILOGUE: epilogue_kernel(out.dtype, computes), **out.words(J.OUT)}
-    kernel, made = rows_kernel(), words_of(words | epilogue_words(c, bias, activation))
+    # Imported once: at the exit of Python nothing can be imported.
+    write: int = resolve(f"{_KERNELS}:epilogue_kernel")(out.dtype, computes)
+    words = {J.M: m, J.N: n, J.EPILOGUE: write, **out.words(J.OUT)}
+    kernel: Callable[[int, int, int], int] = resolve(f"{_KERNELS}:rows_kernel")()
+    made = words_of(words | epilogue_words(c, bias, activation))
 
     def apply(
         product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int
