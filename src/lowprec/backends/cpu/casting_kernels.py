@@ -28,7 +28,20 @@ from lowprec.backends.cpu.packed.native import (
     pointer,
     store,
 )
-from lowprec.backends.cpu.packed.result_rows import to_bfloat16
+from lowprec.backends.cpu.packed.vector_arithmetic import (
+    INFINITY,
+    SIGN,
+    bits_of,
+    magnitude_of,
+    narrowed_bfloat16,
+    nearest,
+    rounded,
+    splat,
+    unless_nan,
+    widened_bfloat16,
+)
+from lowprec.backends.cpu.packed.vector_arithmetic import LANES as LANES
+from lowprec.backends.cpu.packed.vector_arithmetic import floats_of as floats_of
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
 DIGITS = FLOAT16_DIGITS.name
@@ -48,12 +61,8 @@ CASTS = (
     ("int8", None),
 )
 
-LANES = 16
-
 ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
 KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
-
-_INFINITY, _SIGN = 0x7F800000, 0x80000000
 
 #: Where in the scratch memory the extrema are: 16 largest magnitudes, 16 of the smallest less 1.
 _EXTREMA = 384
@@ -63,35 +72,22 @@ _EXTREMA = 384
 # --- vectors of bits of float32 ---------------------------------------------------------------
 
 
-def _splat(value: int) -> Any:
-    return native.vector(I32, [value] * LANES)
-
-
-def floats_of(builder: Any, bits: Any) -> Any:
-    """Return 16 float32 by their bits."""
-    return builder.bitcast(bits, ir.VectorType(F32, LANES))
-
-
-def _bits(builder: Any, floats: Any) -> Any:
-    return builder.bitcast(floats, ir.VectorType(I32, LANES))
-
-
 def float_splat(value: float) -> Any:
     """Return 16 times a number."""
     return ir.Constant(ir.VectorType(F32, LANES), [value] * LANES)
 
 
 def _widened_float16(builder: Any, x: Any) -> Any:
-    sign = builder.shl(builder.and_(x, _splat(0x8000)), _splat(16))
-    magnitude = builder.and_(x, _splat(0x7FFF))
-    high = builder.shl(magnitude, _splat(13))
-    normal = builder.add(high, _splat(112 << 23))  # the biases are 15 and 127
-    special = builder.or_(high, _splat(_INFINITY))
+    sign = builder.shl(builder.and_(x, splat(0x8000)), splat(16))
+    magnitude = builder.and_(x, splat(0x7FFF))
+    high = builder.shl(magnitude, splat(13))
+    normal = builder.add(high, splat(112 << 23))  # the biases are 15 and 127
+    special = builder.or_(high, splat(INFINITY))
     # Below the normal numbers a float16 counts units of 2^-24.
     units = builder.uitofp(magnitude, ir.VectorType(F32, LANES))
-    subnormal = _bits(builder, builder.fmul(units, float_splat(2.0**-24)))
-    is_special = builder.icmp_unsigned(">=", magnitude, _splat(0x7C00))
-    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x0400))
+    subnormal = bits_of(builder, builder.fmul(units, float_splat(2.0**-24)))
+    is_special = builder.icmp_unsigned(">=", magnitude, splat(0x7C00))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, splat(0x0400))
     chosen = builder.select(is_special, special, normal)
     return builder.or_(sign, builder.select(is_subnormal, subnormal, chosen))
 
@@ -99,55 +95,37 @@ def _widened_float16(builder: Any, x: Any) -> Any:
 def _read(builder: Any, storage: str, address: Any) -> Any:
     """Bits, as float32, of 16 numbers in sequence."""
     x = builder.load(pointer(builder, address, ir.VectorType(ELEMENTS[storage], LANES)), align=1)
-    wide = ir.VectorType(I32, LANES)
     if storage == "int8":
-        return _bits(builder, builder.sitofp(x, ir.VectorType(F32, LANES)))
+        return bits_of(builder, builder.sitofp(x, ir.VectorType(F32, LANES)))
     if storage == "bfloat16":
-        return builder.shl(builder.zext(x, wide), _splat(16))
+        return widened_bfloat16(builder, x)
     if storage == "float16":
-        return _widened_float16(builder, builder.zext(x, wide))
+        return _widened_float16(builder, builder.zext(x, ir.VectorType(I32, LANES)))
     return x
 
 
-def _nearest_even(builder: Any, bits: Any, dropped: int) -> Any:
-    """Round away so many low bits, ties to even; a carry may go into the exponent, as it should."""
-    last = builder.and_(bits, _splat(1 << dropped))
-    is_even = builder.icmp_unsigned("==", last, _splat(0))
-    half = 1 << dropped - 1
-    added = builder.select(is_even, _splat(half - 1), _splat(half))
-    return builder.and_(builder.add(bits, added), _splat(-(1 << dropped) & 0xFFFFFFFF))
-
-
 def _rounded_float16(builder: Any, bits: Any) -> Any:
-    sign = builder.and_(bits, _splat(_SIGN))
-    magnitude = builder.and_(bits, _splat(_SIGN - 1))
-    normal = _nearest_even(builder, magnitude, 13)
-    overflows = builder.icmp_unsigned(">=", normal, _splat(0x47800000))  # 65536
-    normal = builder.select(overflows, _splat(_INFINITY), normal)
+    sign = builder.and_(bits, splat(SIGN))
+    magnitude = magnitude_of(builder, bits)
+    normal = nearest(builder, magnitude, 13)
+    overflows = builder.icmp_unsigned(">=", normal, splat(0x47800000))  # 65536
+    normal = builder.select(overflows, splat(INFINITY), normal)
     # Below 2^-14 numbers are 2^-24 apart, as float32 are from 0.5 on.
     half = float_splat(0.5)
     sum_ = builder.fadd(floats_of(builder, magnitude), half)
-    subnormal = _bits(builder, builder.fsub(sum_, half))
-    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
+    subnormal = bits_of(builder, builder.fsub(sum_, half))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, splat(0x38800000))
     return builder.or_(sign, builder.select(is_subnormal, subnormal, normal))
 
 
-def rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
+def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
     """Round 16 float32, given by their bits, to a format; None where they stay as they are."""
     if rounding is None:
         return bits
-    if rounding == "tf32":
-        half = builder.add(bits, _splat(0x1000))  # ties away, as cvt.rna.tf32.f32
-        result = builder.and_(half, _splat(0xFFFFE000))
-    elif rounding == "bfloat16":
-        result = _nearest_even(builder, bits, 16)
-    elif rounding == DIGITS:
-        result = _nearest_even(builder, bits, 13)
-    else:
-        result = _rounded_float16(builder, bits)
-    floats = floats_of(builder, bits)
-    is_nan = builder.fcmp_unordered("uno", floats, floats)
-    return builder.select(is_nan, bits, result)
+    if rounding == "float16":
+        return unless_nan(builder, bits, _rounded_float16(builder, bits), bits)
+    dropped = 16 if rounding == "bfloat16" else 13
+    return rounded(builder, bits, dropped, ties_away=rounding == "tf32")
 
 
 def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
@@ -156,7 +134,7 @@ def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any
     bits = _read(builder, storage, address)
     if rounding == DIGITS:
         extrema.update(bits)
-    return rounded(builder, rounding, bits)
+    return _rounded(builder, rounding, bits)
 
 
 # --- extrema ----------------------------------------------------------------------------------
@@ -182,8 +160,8 @@ class Extrema:
     def update(self, bits: Any) -> None:
         """Let 16 numbers count, given by their bits."""
         builder = self.builder
-        magnitude = builder.and_(bits, _splat(_SIGN - 1))
-        less = builder.sub(magnitude, _splat(1))
+        magnitude = magnitude_of(builder, bits)
+        less = builder.sub(magnitude, splat(1))
         for (_, local), x, order in zip(self.found, (magnitude, less), "><", strict=True):
             before = builder.load(local)
             beyond = builder.icmp_unsigned(order, x, before)
@@ -320,25 +298,25 @@ def extrema_kernel() -> Any:
 
 def _narrow_float16(builder: Any, bits: Any) -> Any:
     """The 16 bits of a float16, in 32."""
-    magnitude = builder.and_(bits, _splat(_SIGN - 1))
-    normal = builder.lshr(_nearest_even(builder, magnitude, 13), _splat(13))
-    normal = builder.sub(normal, _splat(112 << 10))
-    overflows = builder.icmp_unsigned(">=", normal, _splat(0x7C00))
-    normal = builder.select(overflows, _splat(0x7C00), normal)
+    magnitude = magnitude_of(builder, bits)
+    normal = builder.lshr(nearest(builder, magnitude, 13), splat(13))
+    normal = builder.sub(normal, splat(112 << 10))
+    overflows = builder.icmp_unsigned(">=", normal, splat(0x7C00))
+    normal = builder.select(overflows, splat(0x7C00), normal)
     half = float_splat(0.5)
-    units = _bits(builder, builder.fadd(floats_of(builder, magnitude), half))
-    subnormal = builder.sub(units, _splat(0x3F000000))  # the bits of 0.5
-    is_subnormal = builder.icmp_unsigned("<", magnitude, _splat(0x38800000))
+    units = bits_of(builder, builder.fadd(floats_of(builder, magnitude), half))
+    subnormal = builder.sub(units, splat(0x3F000000))  # the bits of 0.5
+    is_subnormal = builder.icmp_unsigned("<", magnitude, splat(0x38800000))
     result = builder.select(is_subnormal, subnormal, normal)
-    is_nan = builder.icmp_unsigned(">", magnitude, _splat(_INFINITY))
-    return builder.select(is_nan, _splat(0x7E00), result)
+    is_nan = builder.icmp_unsigned(">", magnitude, splat(INFINITY))
+    return builder.select(is_nan, splat(0x7E00), result)
 
 
-def narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
+def _narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
     """Round 16 float32, given by their bits, to nearest even: the bits of float16 or bfloat16."""
     if not is_float16:
-        return to_bfloat16(builder, bits)
-    sign = builder.lshr(builder.and_(bits, _splat(_SIGN)), _splat(16))
+        return narrowed_bfloat16(builder, bits)
+    sign = builder.lshr(builder.and_(bits, splat(SIGN)), splat(16))
     words = builder.or_(sign, _narrow_float16(builder, bits))
     return builder.trunc(words, ir.VectorType(I16, LANES))
 
@@ -349,7 +327,7 @@ def _narrow_run(typing_context, is_float16, source, target):
     to_float16 = bool(is_float16.literal_value)
 
     def generate(context, builder, signature, args):
-        row = narrowed(builder, _read(builder, "float32", args[1]), is_float16=to_float16)
+        row = _narrowed(builder, _read(builder, "float32", args[1]), is_float16=to_float16)
         builder.store(row, pointer(builder, args[2], row.type), align=1)
         return context.get_dummy_value()
 

@@ -28,7 +28,6 @@ from lowprec.backends.cpu.packed.prepared_panels import (
     Convert,
     PackedAs,
     Panels,
-    PanelStack,
     panels_of,
     stack_of,
 )
@@ -85,16 +84,14 @@ def execute_job(
 
 def _is_one_job(plan: GemmPlan) -> bool:
     """Whether a product of the plan is one job of the kernel, on operands as they are stored."""
-    problem, micro_kernel = plan.problem, _micro_kernel(plan)
-    in_compute_dtype = problem.a.dtype is problem.b.dtype is plan.compute_dtype
-    is_integer = plan.compute_dtype is DType.INT8
+    problem, dtype = plan.problem, plan.compute_dtype
     return (
-        not (is_integer and problem.has_epilogue)
+        problem.a.dtype is problem.b.dtype is dtype
+        and not dtype.is_complex
+        and not (dtype is DType.INT8 and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
         and not (plan.fallback and problem.has_beta)  # c may be the result, and read again
-        and in_compute_dtype
-        and not plan.compute_dtype.is_complex
-        and is_available(micro_kernel)  # nothing stands in for it
+        and is_available(_micro_kernel(plan))  # nothing stands in for it
     )
 
 
@@ -106,7 +103,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
     packed_as, convert = _packing_of_b(plan, plan.out_dtype.label)
     key = packed_as.key(plan.problem.b.shape, plan.problem.b.strides)
 
-    def find(view: PreparedView) -> PanelStack | None:
+    def find(view: PreparedView) -> Panels | None:
         if view.mode not in modes:
             return None
         form = view.forms.get(key)
@@ -164,11 +161,9 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
 def _panels(plan: GemmPlan, arguments: Arguments, out: str, component: int = 0) -> Panels | None:
     """Return the panels of a prepared operand, None where the product packs its own; ``out`` is what it writes."""
     view = arguments.b
-    if (
-        type(view) is not PreparedView
-        or view.mode not in kept_modes(plan)
-        or not is_available(_micro_kernel(plan))
-    ):
+    if type(view) is not PreparedView or view.mode not in kept_modes(plan):
+        return None
+    if not is_available(_micro_kernel(plan)):
         return None
     return panels_of(view, *_packing_of_b(plan, out, component))
 
@@ -201,27 +196,31 @@ def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
     return x if casting.name_of(x.dtype) == name else x.astype(name)
 
 
+def _multiply(
+    plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **epilogue: Any
+) -> bool:
+    panels = _panels(plan, arguments, casting.name_of(out.dtype))
+    a = _as_multiplied(plan, single.a, 0)
+    b = single.b if panels else _as_multiplied(plan, single.b, 1)
+    return run.gemm(
+        _micro_kernel(plan), a, b, out, rounding=_rounding(plan), panels=panels, **epilogue
+    )
+
+
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     # Elements of split operands' products may have to be computed again, before c is added.
     fused = plan.problem.activation in ACTIVATIONS and not (
         _is_split(plan) and single.c is not None
     )
-    if fused and _fused_product(plan, arguments, single):
-        return True
-    if fused and not _is_split(plan):
-        return False
-    return _product_and_epilogue(plan, arguments, single)
-
-
-def _product_and_epilogue(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    """Compute a float32 product and let NumPy apply the epilogue."""
-    panels = _panels(plan, arguments, "float32")
-    a, b = _as_multiplied(plan, single.a, 0), single.b
-    if panels is None:
-        b = _as_multiplied(plan, b, 1)
+    if fused:
+        alpha, beta, activation = arguments.alpha.real, arguments.beta.real, plan.problem.activation
+        epilogue = {"alpha": alpha, "beta": beta, "c": single.c, "bias": single.bias}
+        done = _multiply(plan, arguments, single, single.out, activation=activation, **epilogue)
+        if done or not _is_split(plan):
+            return done
     with Workspace() as workspace:
         product = workspace.array(single.out.shape, np.dtype(np.float32))
-        done = run.gemm(_micro_kernel(plan), a, b, product, rounding=_rounding(plan), panels=panels)
+        done = _multiply(plan, arguments, single, product)
         if not done and _is_split(plan):
             done = _mend(plan, single, product)
         if done:
@@ -233,26 +232,6 @@ def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
     assert plan.fallback is not None, "rows that sum products of parts have one"
     fp32_units.mend(plan.fallback, single.a, single.b, product)
     return True
-
-
-def _fused_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    panels = _panels(plan, arguments, casting.name_of(single.out.dtype))
-    a, b = _as_multiplied(plan, single.a, 0), single.b
-    if panels is None:
-        b = _as_multiplied(plan, b, 1)
-    return run.gemm(
-        _micro_kernel(plan),
-        a,
-        b,
-        single.out,
-        rounding=_rounding(plan),
-        alpha=float(arguments.alpha.real),
-        beta=float(arguments.beta.real),
-        c=single.c,
-        bias=single.bias,
-        activation=plan.problem.activation,
-        panels=panels,
-    )
 
 
 def _complex_product(
@@ -353,11 +332,9 @@ def _scaled_product(
 
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    a, b, out = single.a, single.b, single.out
-    panels = _panels(plan, arguments, casting.name_of(out.dtype))
-    run.gemm(_micro_kernel(plan), a, b, out, rounding="exact", panels=panels)
+    _multiply(plan, arguments, single, single.out)
     if plan.problem.has_epilogue:
-        apply_epilogue(plan, arguments, out, single)
+        apply_epilogue(plan, arguments, single.out, single)
     return True
 
 

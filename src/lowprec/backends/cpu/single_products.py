@@ -17,7 +17,7 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, gemm
 from lowprec.backends.cpu.openblas import has_room
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import Operand
+from lowprec.backends.cpu.packed.jobs import matrix_of
 from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of
 from lowprec.backends.cpu.scaling import lies_apart
 from lowprec.backends.execution import Arguments, Executor
@@ -192,13 +192,9 @@ def _epilogue(plan: GemmPlan) -> Epilogue | None:
         addend = addend_layout(problem.c, problem.a, problem.b, layout)
         if addend is None:
             return None
-        c = _packed_operand(addend)
+        c = matrix_of(addend)
     if problem.bias is not None:
         bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
     return epilogue_of(
-        layout.m, layout.n, _packed_operand(layout.out), c, bias, problem.activation, problem.has_epilogue
+        layout.m, layout.n, matrix_of(layout.out), c, bias, problem.activation, problem.has_epilogue
     )  # fmt: skip
-
-
-def _packed_operand(stack: MatrixStack) -> Operand:
-    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)

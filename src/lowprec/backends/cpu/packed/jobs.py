@@ -20,6 +20,7 @@ from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
 from lowprec.backends.execution import resolve
 from lowprec.formats import TF32, dtype_from_name
 from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning import MatrixStack
 from lowprec.planning.bounds import CHUNK_STEPS
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ def operand_of(x: Any) -> Operand:
     """Return a NumPy array of two dimensions as an operand."""
     (row_stride, col_stride), item = x.strides, x.itemsize
     return Operand(data_pointer(x), name_of(x.dtype), row_stride // item, col_stride // item)
+
+
+def matrix_of(stack: MatrixStack) -> Operand:
+    """Return a matrix of a stack as an operand without its address."""
+    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
 
 
 def anywhere(operand: Operand) -> Operand:

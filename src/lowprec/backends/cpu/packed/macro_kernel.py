@@ -43,6 +43,7 @@ from lowprec.backends.cpu.packed.native import (
     call,
     field,
     inline_asm,
+    instruction,
     lesser,
     load,
     pause,
@@ -67,27 +68,9 @@ def _configure_tiles(typing_context, config):
     return types.void(types.intp), generate
 
 
-@intrinsic
-def _release_tiles(typing_context):
-    """Leave the tiles to others."""
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "tilerelease", "~{memory}", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def _fence(typing_context):
-    """Let all streamed writes be seen before anything that follows."""
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "sfence", "~{memory}", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
+_release_tiles = instruction("tilerelease")
+#: Makes all streamed writes visible before anything that follows.
+_fence = instruction("sfence")
 
 _BLOCK = ir.VectorType(F32, 16)
 

@@ -157,28 +157,22 @@ def atomic_store(typing_context, address, value):
     return types.void(types.intp, types.intp), generate
 
 
-@intrinsic
-def pause(typing_context):
-    """Tell the core that this is a spinning loop."""
+def instruction(text: str, clobbers: str = "~{memory}") -> Any:
+    """Return a function that is an instruction without operands and result."""
 
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "pause", "~{memory}", ir.VoidType(), [])
-        return context.get_dummy_value()
+    def emit(typing_context):
+        def generate(context, builder, signature, args):
+            inline_asm(builder, text, clobbers, ir.VoidType(), [])
+            return context.get_dummy_value()
 
-    return types.void(), generate
+        return types.void(), generate
+
+    return intrinsic(emit)
 
 
-@intrinsic
-def yield_cpu(typing_context):
-    """``sched_yield``, as a system call."""
-
-    def generate(context, builder, signature, args):
-        text = "movl $$24, %eax\nsyscall"
-        clobbers = "~{rax},~{rcx},~{r11},~{memory},~{flags}"
-        inline_asm(builder, text, clobbers, ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+#: For a loop that spins; and ``sched_yield``, as a system call.
+pause = instruction("pause")
+yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
 
 
 # --- from Python ------------------------------------------------------------------------------

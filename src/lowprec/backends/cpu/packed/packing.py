@@ -75,12 +75,8 @@ def _copy_line(typing_context, source, target, count):
         from_, to = (pointer(builder, address, line) for address in args[:2])
         ones, whole = ir.Constant(I64, -1), ir.Constant(I64, 64)
         mask = builder.lshr(ones, builder.sub(whole, args[2]))
-        operands = [
-            from_,
-            ir.Constant(I32, 1),
-            builder.bitcast(mask, bits),
-            ir.Constant(line, None),
-        ]
+        some = builder.bitcast(mask, bits)
+        operands = [from_, ir.Constant(I32, 1), some, ir.Constant(line, None)]
         signature = ir.FunctionType(line, [x.type for x in operands])
         name = "llvm.masked.load.v64i8.p0v64i8"
         function = cgutils.get_or_insert_function(builder.module, signature, name)
@@ -115,53 +111,35 @@ def _clear(target, count):
         _clear_line(target + offset)
 
 
-def _along_function(scheme: Scheme) -> Any:
-    index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
+def _block_function(scheme: Scheme, across: int) -> Any:
+    index, parts, per_dword = scheme.index, scheme.parts, scheme.per_dword
+    run = 16 * scheme.item_bytes
 
     @inlined(types.intp)
-    def along(source, lane_stride, target, is_b, tiles):
-        """Pack a whole block that is contiguous along k."""
+    def pack_block(source, stride, target, is_b, tiles):
+        """Pack a whole block that is contiguous along k or, if `across`, along the lanes."""
+        row_stride, tile_stride, run_stride = stride, 16 * stride, run
+        if across:
+            row_stride, tile_stride, run_stride = per_dword * stride, run, stride
         flags = 0
         for tile in range(2):
             to, part_stride = target + tile * 1024, 2048
-            if is_b:
+            if is_b != across:
                 to, part_stride = tiles, 1024
-            for lane in range(16):
-                from_ = source + (tile * 16 + lane) * lane_stride
-                flags |= pack_row(index, 0, from_, run, to + lane * 64, part_stride)
-            if is_b:
+            for row in range(16):
+                from_ = source + tile * tile_stride + row * row_stride
+                flags |= pack_row(index, across, from_, run_stride, to + row * 64, part_stride)
+            if is_b != across:
                 for part in range(parts):
                     transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
         return flags
 
-    return along
-
-
-def _across_function(scheme: Scheme) -> Any:
-    index, parts, run = scheme.index, scheme.parts, 16 * scheme.item_bytes
-    per_dword = scheme.per_dword
-
-    @inlined(types.intp)
-    def across(source, k_stride, target, is_b, tiles):
-        """Pack a whole block that is contiguous along the lanes."""
-        flags = 0
-        for tile in range(2):
-            to, part_stride = target + tile * 1024, 2048
-            if not is_b:
-                to, part_stride = tiles, 1024
-            for dword in range(16):
-                from_ = source + dword * per_dword * k_stride + tile * run
-                flags |= pack_row(index, 1, from_, k_stride, to + dword * 64, part_stride)
-            if not is_b:
-                for part in range(parts):
-                    transpose(tiles + part * 1024, target + part * 2048 + tile * 1024)
-        return flags
-
-    return across
+    return pack_block
 
 
 def _pack_function(scheme: Scheme) -> Any:
-    pad, along, across = _pad_function(scheme), _along_function(scheme), _across_function(scheme)
+    pad = _pad_function(scheme)
+    along, across = (_block_function(scheme, way) for way in (0, 1))
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
     has_masks = "avx512bw" in cpu_flags()
 

@@ -26,30 +26,22 @@ _SHARED_FROM = 1 << 20
 
 
 class Panels(NamedTuple):
-    """A matrix as a micro-kernel reads it."""
+    """Matrices of B as a micro-kernel reads them, one after the other."""
 
-    memory: Any  # what holds it, which the operand may give back while a product reads it
-    address: int  # of the first panel
-    finite: bool  # whether no value became infinite or NaN; looked at where operands have two parts
-    dtype: str  # in which it was packed
-
-
-class PanelStack(NamedTuple):
-    """The matrices of B as a micro-kernel reads them, one after the other."""
-
-    memory: Any  # what holds them
+    memory: Any  # what holds them, which the operand may give back while a product reads it
     #: Of the first panel of the first, and bytes from each to the next.
     address: int
     step: int
-    offsets: Any  # by how many bytes each lies behind the first matrix of the operand, ascending
-    finite: tuple[bool, ...]
-    dtype: str  # see :class:`Panels`
+    offsets: Any  # by how many bytes each is behind the first matrix of the operand, ascending
+    finite: tuple[
+        bool, ...
+    ]  # whether no value became infinite or NaN, where operands have two parts
+    dtype: str  # in which they were packed
 
     def panels_at(self, offset: int) -> Panels:
-        """Return the panels of the matrix that lies there."""
-        index = int(np.searchsorted(self.offsets, offset))
-        address = self.address + index * self.step
-        return Panels(self.memory, address, self.finite[index], self.dtype)
+        """Return the panels of the matrix at an offset."""
+        i = int(np.searchsorted(self.offsets, offset))
+        return self._replace(address=self.address + i * self.step, finite=self.finite[i : i + 1])
 
     def addresses(self, offsets: Any) -> Any:
         """Return the addresses of the panels of matrices by their offsets."""
@@ -83,14 +75,14 @@ def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Pane
     return stack_of(view.whole, packed_as, convert).panels_at(offset)
 
 
-def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> PanelStack:
+def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
     """Return the panels of a prepared operand, made with the first product."""
 
     def make() -> Form:
         made = _pack(packed_as, dict(_matrices(view)), convert)
         return Form(made, made.memory.nbytes)
 
-    found: PanelStack = view.form(packed_as.key(view.shape, view.strides), make)
+    found: Panels = view.form(packed_as.key(view.shape, view.strides), make)
     return found
 
 
@@ -104,7 +96,7 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
         yield sum(i * step for i, step in zip(index, steps, strict=True)), x[index]
 
 
-def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> PanelStack:
+def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Panels:
     memory, address, finite = np.empty(0, np.uint8), 0, []
     offsets = sorted(matrices)
     for i, offset in enumerate(offsets):
@@ -121,4 +113,4 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
             workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
             run.share(kernels.macro_kernel, ctypes.addressof(words), job.workspace_bytes, workers)
         finite.append(not words[J.NOT_FINITE])
-    return PanelStack(memory, address, step, np.array(offsets), tuple(finite), packed_as.b_dtype)
+    return Panels(memory, address, step, np.array(offsets), tuple(finite), packed_as.b_dtype)

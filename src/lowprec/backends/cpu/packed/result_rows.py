@@ -19,7 +19,6 @@ from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.compilation import inlined
 from lowprec.backends.cpu.packed.native import (
     F16,
-    F32,
     I16,
     I32,
     I64,
@@ -31,6 +30,7 @@ from lowprec.backends.cpu.packed.native import (
     store,
     vector,
 )
+from lowprec.backends.cpu.packed.vector_arithmetic import floats_of, narrowed_bfloat16
 
 #: For each strip of rows of results that are written past the caches: the last vector of each row.
 KEPT_BYTES = 32 * 64
@@ -44,30 +44,14 @@ ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT32: 4}
 
 # --- one row ----------------------------------------------------------------------------------
 
-_HALVES = ir.VectorType(F16, 16)
-
-
-def _splat(value: int) -> Any:
-    return vector(I32, [value] * 16)
-
-
-def to_bfloat16(builder: Any, bits: Any) -> Any:
-    """Round 16 float32 to nearest even; keeps subnormals, which the AVX-512 instruction does not."""
-    odd = builder.and_(builder.lshr(bits, _splat(16)), _splat(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _splat(0x7FFF)), odd), _splat(16))
-    magnitude = builder.and_(bits, _splat(0x7FFFFFFF))
-    is_nan = builder.icmp_unsigned(">", magnitude, _splat(0x7F800000))
-    quiet = builder.or_(builder.lshr(bits, _splat(16)), _splat(0x40))
-    return builder.trunc(builder.select(is_nan, quiet, rounded), ir.VectorType(I16, 16))
-
 
 def _converted(builder: Any, address: Any, kind: int) -> Any:
     """16 accumulators in the output's type."""
     bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
     if kind == BFLOAT16:
-        return to_bfloat16(builder, bits)
+        return narrowed_bfloat16(builder, bits)
     if kind == FLOAT16:
-        halves = builder.fptrunc(builder.bitcast(bits, ir.VectorType(F32, 16)), _HALVES)
+        halves = builder.fptrunc(floats_of(builder, bits), ir.VectorType(F16, 16))
         return builder.bitcast(halves, ir.VectorType(I16, 16))
     return bits
 

@@ -36,21 +36,29 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, buffers, casting, threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import Job, Operand, anywhere, float_bits, job_of, operand_of
+from lowprec.backends.cpu.packed.jobs import (
+    Job,
+    Operand,
+    anywhere,
+    float_bits,
+    job_of,
+    matrix_of,
+    operand_of,
+)
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 
 if TYPE_CHECKING:
-    from lowprec.backends.cpu.packed.prepared_panels import Panels, PanelStack
+    from lowprec.backends.cpu.packed.prepared_panels import Panels
 
 Words = ctypes.c_int64 * J.WORDS
 _BatchWords = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
 
 #: Returns the panels of a prepared ``b``; None where the product packs it.
-FindPanels = Callable[[PreparedView], "PanelStack | None"]
+FindPanels = Callable[[PreparedView], "Panels | None"]
 
 
 def gemm(
@@ -113,7 +121,7 @@ def gemm(
         micro_kernel, m, n, k, anywhere(x), anywhere(y), anywhere(to), rounding,
         other and anywhere(other), vector, activation, alpha != 1,
     )  # fmt: skip
-    if panels is not None and not panels.finite and job.kernels.parts_b > 1:
+    if panels is not None and not panels.finite[0] and job.kernels.parts_b > 1:
         return False
     given: Any = x, y, to, other, place, alpha, beta
     return execute(job, None, Arguments(*given), panels.address if panels else 0)
@@ -201,10 +209,10 @@ def prepare(
         activation, has_alpha = problem.activation, problem.has_alpha
         if problem.bias is not None:
             bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
-    a, b, out = (_operand(x) for x in (layout.a, layout.b, layout.out))
+    a, b, out = (matrix_of(x) for x in (layout.a, layout.b, layout.out))
     job = job_of(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
-        None if c is None else _operand(c), bias, activation, has_alpha,
+        None if c is None else matrix_of(c), bias, activation, has_alpha,
     )  # fmt: skip
     count = layout.batch_count
     if count == 1:
@@ -227,10 +235,6 @@ def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, 
         layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
         c = addend_layout(problem.c, problem.a, problem.b, layout)
     return layout, c
-
-
-def _operand(stack: MatrixStack) -> Operand:
-    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
 
 
 @functools.cache

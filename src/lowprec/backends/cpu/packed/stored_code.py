@@ -22,10 +22,6 @@ from lowprec import disk
 #: The function of an object file.
 SYMBOL = "lowprec_kernel"
 
-#: A digest of all that the code is made of, and of the code, stands before it in a file, so that a file that was cut,
-#: changed or put in the place of another is noticed.
-_DIGEST_BYTES = 32
-
 #: Of each kernel: what keeps its code in memory, and where that is.
 _loaded: dict[str, tuple[Any, int]] = {}
 
@@ -44,10 +40,14 @@ def address(name: str, compile_: Callable[[], bytes]) -> int:
     if name not in _loaded:
         made_of = hashlib.sha256(f"{_maker()} {name}".encode())
         file = f"kernels/{made_of.hexdigest()[:32]}.o"
-        code = _read(file, made_of.digest())
-        if code is None:
+        data = disk.read_bytes(file)
+        # Before the code its digest, and that of its name, by which a damaged or exchanged file is noticed.
+        code = b"" if data is None else data[32:]
+        if data is None or data[:32] != hashlib.sha256(made_of.digest() + code).digest():
+            if data is not None:
+                disk.set_aside(file, "it is damaged")
             code = compile_()
-            disk.write_bytes(file, _digest(made_of.digest(), code) + code)
+            disk.write_bytes(file, hashlib.sha256(made_of.digest() + code).digest() + code)
         _loaded[name] = _link(code)
     return _loaded[name][1]
 
@@ -78,21 +78,6 @@ def _maker() -> str:
         features = binding.get_host_cpu_features().flatten()
     versions = (numba.__version__, llvmlite.__version__, sys.version_info[:2], config.OPT)
     return f"{versions} {sys.platform} {cpu} {features} {sources_digest()}"
-
-
-def _digest(made_of: bytes, code: bytes) -> bytes:
-    return hashlib.sha256(made_of + code).digest()
-
-
-def _read(file: str, made_of: bytes) -> bytes | None:
-    data = disk.read_bytes(file)
-    if data is None:
-        return None
-    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if _digest(made_of, code) == digest:
-        return code
-    disk.set_aside(file, "it is damaged")
-    return None
 
 
 def _link(code: bytes) -> tuple[Any, int]:

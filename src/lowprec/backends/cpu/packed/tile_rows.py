@@ -1,35 +1,5 @@
 """One tile row: runs of 16 elements, rounded, taken apart and woven as a micro-kernel reads them.
 
-What happens to the numbers on the way (`SCHEMES`):
-
-=================  =====  ====================================================================
-storage, rounding  parts  conversion
-=================  =====  ====================================================================
-bfloat16           1      none
-float16            2      x = high + low, both bfloat16, exact: 11 bits are 8 and 3
-float32, bf16      1      round to nearest even (``VCVTNE2PS2BF16``, which flushes subnormals)
-float32, tf32      2      round to a 10-bit fraction, ties away from zero, then as float16
-float32, fp16      2      round to a 10-bit fraction, ties to even, then as float16
-float32, bf16x3    2      round to bfloat16; what that leaves, rounded, and so on
-float32, bf16x6    3      the same, exact
-float32, tf32x3    4      two TF32 parts in the same way, then each as float16
-float16, tf32x3    2      as float16
-int8               1      none
-int8, offset       1      x + 128 as an unsigned number, for instructions that want A so
-=================  =====  ====================================================================
-
-Units for FP32 take every number as a float32 (`FP32_SCHEMES`):
-
-=================  =====  ====================================================================
-storage, rounding  parts  conversion
-=================  =====  ====================================================================
-float32            1      none
-bfloat16, float16  1      widened
-float32, bf16      1      round to nearest even, subnormals as well
-float32, tf32      1      round to a 10-bit fraction, ties away from zero
-float32, fp16      1      round to a 10-bit fraction, ties to even
-=================  =====  ====================================================================
-
 The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
 infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
 and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
@@ -56,6 +26,16 @@ from lowprec.backends.cpu.packed.native import (
     pointer,
     shuffle,
     vector,
+)
+from lowprec.backends.cpu.packed.vector_arithmetic import (
+    INFINITY,
+    bits_of,
+    floats_of,
+    magnitude_of,
+    nearest,
+    rounded,
+    splat,
+    widened_bfloat16,
 )
 
 
@@ -86,81 +66,62 @@ class Scheme:
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
 
 
-SCHEMES: dict[tuple[str, str], Scheme] = {
-    (scheme.storage, scheme.rounding): scheme
-    for scheme in (
-        Scheme(0, "bfloat16", "exact", 2, 1, 32),
-        Scheme(1, "float16", "exact", 2, 2, 32),
-        Scheme(2, "float32", "bf16", 4, 1, 32),
-        Scheme(3, "float32", "tf32", 4, 2, 32),
-        Scheme(4, "float32", "fp16", 4, 2, 32),
-        Scheme(5, "int8", "exact", 1, 1, 64),
-        Scheme(6, "int8", "offset", 1, 1, 64),
-        Scheme(7, "float32", "bf16x3", 4, 2, 32),
-        Scheme(8, "float32", "bf16x6", 4, 3, 32),
-        Scheme(9, "float32", "tf32x3", 4, 4, 32),
-        Scheme(10, "float16", "tf32x3", 2, 2, 32),
-    )
-}
-FP32_SCHEMES: dict[tuple[str, str], Scheme] = {
-    (scheme.storage, scheme.rounding): scheme
-    for scheme in (
-        Scheme(11, "float32", "exact", 4, 1, 16),
-        Scheme(12, "bfloat16", "exact", 2, 1, 16),
-        Scheme(13, "float16", "exact", 2, 1, 16),
-        Scheme(14, "float32", "bf16", 4, 1, 16),
-        Scheme(15, "float32", "tf32", 4, 1, 16),
-        Scheme(16, "float32", "fp16", 4, 1, 16),
-    )
-}
+def _by_kind(*schemes: Scheme) -> dict[tuple[str, str], Scheme]:
+    return {(scheme.storage, scheme.rounding): scheme for scheme in schemes}
+
+
+#: For units that multiply bfloat16 or int8, by storage and rounding. A float16 or TF32 number is the sum of two
+#: bfloat16: 11 bits are 8 and 3.
+SCHEMES = _by_kind(
+    Scheme(0, "bfloat16", "exact", 2, 1, 32),
+    Scheme(1, "float16", "exact", 2, 2, 32),
+    Scheme(2, "float32", "bf16", 4, 1, 32),  # by VCVTNE2PS2BF16, which flushes subnormals
+    Scheme(3, "float32", "tf32", 4, 2, 32),  # rounded to a 10-bit fraction, ties away from zero
+    Scheme(4, "float32", "fp16", 4, 2, 32),  # rounded to a 10-bit fraction, ties to even
+    Scheme(5, "int8", "exact", 1, 1, 64),
+    Scheme(6, "int8", "offset", 1, 1, 64),  # x + 128, for instructions that want A unsigned
+    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # rounded to bfloat16, and what that leaves
+    Scheme(8, "float32", "bf16x6", 4, 3, 32),  # the same in three parts, exact
+    Scheme(9, "float32", "tf32x3", 4, 4, 32),  # the same in two TF32 parts, each a sum of two
+    Scheme(10, "float16", "tf32x3", 2, 2, 32),
+)
+#: For units that multiply float32: widened, or rounded with subnormals kept.
+FP32_SCHEMES = _by_kind(
+    Scheme(11, "float32", "exact", 4, 1, 16),
+    Scheme(12, "bfloat16", "exact", 2, 1, 16),
+    Scheme(13, "float16", "exact", 2, 1, 16),
+    Scheme(14, "float32", "bf16", 4, 1, 16),
+    Scheme(15, "float32", "tf32", 4, 1, 16),
+    Scheme(16, "float32", "fp16", 4, 1, 16),
+)
 #: By the number that kernels know them by.
 BY_INDEX = {scheme.index: scheme for scheme in (*SCHEMES.values(), *FP32_SCHEMES.values())}
 
-_EXPONENT = 0x7F800000
 # The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
 _OVERFLOW = 0x7F7FF000
 
 
-def _splat(value: int) -> Any:
-    return vector(I32, [value] * 16)
-
-
-def _rounded_bits(builder: Any, x: Any, dropped: int, *, ties_away: bool) -> Any:
-    """Bits of 16 float32 without the last ones, rounded; an infinity or a NaN may become anything."""
-    half = _splat(1 << (dropped - 1))  # of a unit: ties away from zero, as cvt.rna.tf32.f32
-    if not ties_away:
-        odd = builder.and_(builder.lshr(x, _splat(dropped)), _splat(1))
-        half = builder.add(odd, _splat((1 << (dropped - 1)) - 1))
-    return builder.and_(builder.add(x, half), _splat(0x100000000 - (1 << dropped)))
-
-
 def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
     """Bits of 16 float32 rounded to a 10-bit fraction, and a mask of those that are not finite then."""
-    magnitude = builder.and_(x, _splat(0x7FFFFFFF))
-    bad = builder.icmp_unsigned(">=", magnitude, _splat(_OVERFLOW))
-    return _rounded_bits(builder, x, 13, ties_away=ties_away), bad
-
-
-def _rounded_or_special(builder: Any, x: Any, dropped: int, *, ties_away: bool) -> Any:
-    """Bits of 16 float32 without the last ones, rounded; an infinity or a NaN stays what it is."""
-    exponent = builder.and_(x, _splat(_EXPONENT))
-    is_special = builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
-    return builder.select(is_special, x, _rounded_bits(builder, x, dropped, ties_away=ties_away))
+    bad = builder.icmp_unsigned(">=", magnitude_of(builder, x), splat(_OVERFLOW))
+    return nearest(builder, x, 13, ties_away=ties_away), bad
 
 
 def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
     """Bits of 16 float16 as float32, and a mask of those that are not finite."""
-    bits = builder.bitcast(builder.fpext(halves, ir.VectorType(F32, 16)), ir.VectorType(I32, 16))
-    exponent = builder.and_(bits, _splat(_EXPONENT))
-    return bits, builder.icmp_unsigned("==", exponent, _splat(_EXPONENT))
+    bits = bits_of(builder, builder.fpext(halves, ir.VectorType(F32, 16)))
+    return bits, builder.icmp_unsigned(">=", magnitude_of(builder, bits), splat(INFINITY))
 
 
 def _low_part(builder: Any, bits: Any) -> Any:
     """What truncation to bfloat16 cuts off, as bits of a float32 that is itself a bfloat16."""
-    floats = ir.VectorType(F32, 16)
-    high = builder.and_(bits, _splat(0xFFFF0000))
-    low = builder.fsub(builder.bitcast(bits, floats), builder.bitcast(high, floats))
-    return builder.bitcast(low, ir.VectorType(I32, 16))
+    return _rest(builder, bits, builder.and_(bits, splat(0xFFFF0000)))
+
+
+def _rest(builder: Any, bits: Any, part: Any) -> Any:
+    """What a part leaves, as bits."""
+    left = builder.fsub(floats_of(builder, bits), floats_of(builder, part))
+    return bits_of(builder, left)
 
 
 def _load_run(builder: Any, address: Any, element: Any, count: int) -> Any:
@@ -191,32 +152,23 @@ def _bfloat16_words(builder: Any, runs: list[Any]) -> Any:
 
 
 def _bfloat16_split_rows(builder: Any, parts: int, runs: list[Any], interleave: bool) -> list[Any]:
-    floats, dwords = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
     order, rows = _words(interleave, odd=False), []
     for _ in range(parts):
         words = _bfloat16_words(builder, runs)
         rows.append(shuffle(builder, words, words, order))
         halves = [shuffle(builder, words, words, range(at, at + 16)) for at in (0, 16)]
-        wide = [builder.shl(builder.zext(half, dwords), _splat(16)) for half in halves]
-        runs = [
-            builder.fsub(run, builder.bitcast(bits, floats))
-            for run, bits in zip(runs, wide, strict=True)
-        ]
+        wide = [floats_of(builder, widened_bfloat16(builder, half)) for half in halves]
+        runs = [builder.fsub(*pair) for pair in zip(runs, wide, strict=True)]
     return rows
 
 
 def _tf32_split_rows(builder: Any, runs: list[Any], interleave: bool) -> list[Any]:
-    floats, rows = ir.VectorType(F32, 16), []
+    rows = []
     for _ in range(2):
-        wide = [_rounded_or_special(builder, run, 13, ties_away=True) for run in runs]
+        wide = [rounded(builder, run, 13, ties_away=True) for run in runs]
         rows.append(_odd_words(builder, wide, interleave))
         rows.append(_odd_words(builder, [_low_part(builder, x) for x in wide], interleave))
-        runs = [
-            builder.bitcast(
-                builder.fsub(builder.bitcast(run, floats), builder.bitcast(bits, floats)), run.type
-            )
-            for run, bits in zip(runs, wide, strict=True)
-        ]
+        runs = [_rest(builder, *pair) for pair in zip(runs, wide, strict=True)]
     return rows
 
 
@@ -243,11 +195,11 @@ def _wide_row(builder: Any, scheme: Scheme, run: Any) -> Any:
     if scheme.storage == "float16":
         return builder.fpext(run, ir.VectorType(F32, 16))
     if scheme.storage == "bfloat16":
-        return builder.shl(builder.zext(run, ir.VectorType(I32, 16)), _splat(16))
+        return widened_bfloat16(builder, run)
     if scheme.rounding == "exact":
         return run
     dropped = 16 if scheme.rounding == "bf16" else 13
-    return _rounded_or_special(builder, run, dropped, ties_away=scheme.rounding == "tf32")
+    return rounded(builder, run, dropped, ties_away=scheme.rounding == "tf32")
 
 
 def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
