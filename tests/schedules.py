@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from lowprec import executors
+from lowprec.core import executors
 from lowprec.modes import MathMode, ModeRow
 from lowprec.planning import planner
 from lowprec.planning.schedule import make_schedule

@@ -14,8 +14,9 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec import executors, formats
+from lowprec import formats
 from lowprec.backends.cpu import casting, numba_import, threads
+from lowprec.core import executors
 from small_products import BF16, assert_same, both, matmul, numbers, views
 
 pytestmark = pytest.mark.skipif(
