@@ -1,4 +1,4 @@
-"""Train a network on handwritten digits in every precision, and compare the accuracies: `examples/digits.py`.
+"""Train a network on handwritten digits in every precision, and compare the accuracies: `docs/examples/digits.py`.
 
 usage: python benchmarks/bench_digits.py [--quick] [--output DIR] [--seeds N] [--epochs N] [--libraries NAME ...]
 
@@ -13,7 +13,7 @@ import sys
 import common  # isort: skip - sets a variable that must come before NumPy
 import machine
 
-sys.path.insert(0, str(machine.ROOT / "examples"))
+sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
 import digits
 
 #: What should train as FP32 does, and what should not.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import common  # noqa: E402 - after the path
 import machine  # noqa: E402
@@ -138,7 +138,7 @@ def _run(
         return parts.not_run(facts.get("why_no_gpu") or "no GPU was found")
     path, log = folder / f"{name}.json", folder / f"{name}.log"
     module, _, override = name.partition("-")
-    search = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH")]
+    search = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, search)),

@@ -161,7 +161,7 @@ def describe() -> dict[str, Any]:
     import lowprec
 
     # Uncommitted results and documentation do not change what was measured.
-    changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    changes = _git("status", "--porcelain", "--", "lowprec", "benchmarks/*.py")
     return {
         "name": slug(),
         "cpu": cpu_model(),

@@ -37,7 +37,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lowprec import executors
+from lowprec.core import executors
 
 # The same examples everywhere, so that a failure seen once can be seen again; no deadline, because
 # the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from lowprec import executors, modes
-from lowprec.modes import MathMode
-from lowprec.planning import GemmLayout, planner
+from lowprec.core import executors
+from lowprec.modes import MathMode, ModeRow
+from lowprec.planning import planner
 from lowprec.planning.schedule import make_schedule
 
 #: By mode: a number x of exactly two parts, and the sum of the products of parts that the mode forms of x times x.
@@ -37,11 +37,11 @@ def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
 def chunked(length: int) -> Iterator[None]:
     """Run every product in chunks of the inner dimension."""
 
-    def schedule(mode: MathMode, rounded: tuple[bool, bool], layout: GemmLayout, *_: object):
-        return make_schedule(modes.row(mode), rounded, layout.k, length)
+    def schedule(row: ModeRow, rounded: tuple[bool, bool], k: int, k_chunk=None, **of_a_plan: bool):
+        return make_schedule(row, rounded, k, length if of_a_plan else k_chunk)
 
     with fresh_plans() as patch:
-        patch.setattr(planner, "_schedule", schedule)
+        patch.setattr(planner, "make_schedule", schedule)
         yield
 
 

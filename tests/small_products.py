@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import executors
 from lowprec.backends.cpu import casting, single_products
+from lowprec.core import executors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 
 import oracles
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.splitting import split
 from lowprec.modes import MathMode, row
@@ -67,7 +66,7 @@ def gemm(
 def _sum_of_parts(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
     """Return the sum of the products of parts in float32; an operand of 16 bits is one part."""
     found, is_split = row(MathMode(mode)), [x.dtype == np.float32 for x in (a, b)]
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         x, y = (
             split(
                 side,
@@ -76,7 +75,7 @@ def _sum_of_parts(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
                 found.operand_format,
                 found.parts if whole else 1,
                 None,
-                stack,
+                workspace,
             )
             for side, whole in zip((a, b), is_split, strict=True)
         )

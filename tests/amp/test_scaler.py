@@ -399,8 +399,7 @@ def test_numpy_computes_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_numba_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowprec.amp import unscaling
-    from lowprec.backends.cpu import casting, numba_import
+    from lowprec.backends.cpu import casting, numba_import, unscaling
 
     casting.has_kernels.cache_clear()
     monkeypatch.setattr(numba_import, "fails", lambda: True)
@@ -559,6 +558,9 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
         scaler.unscale({"a": good}, out={"b": good})
     with pytest.raises(DTypeError, match="make both alike"):
         scaler.unscale(good, out=np.ones(2))
+    scalar = [np.float32(1)]  # of NumPy's, which cannot be written
+    with pytest.raises(DTypeError, match="make both alike"):
+        scaler.unscale(scalar, out=scalar)
     with pytest.raises(ArrayError, match="expected arrays in lists, tuples or dicts, got 'x'"):
         scaler.unscale(["x"])
     with pytest.raises(ArrayError, match="no gradients to unscale"):

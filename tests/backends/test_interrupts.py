@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -285,28 +284,6 @@ def test_threads_that_open_openblas_together() -> None:
 
 
 @needs_openblas
-def test_openblas_interrupted_while_it_is_opened() -> None:
-    """And what it sets in the environment is put back all the same."""
-    code = """
-        import os, sys, ctypes
-        sys.path.insert(0, sys.argv[1])
-        import interrupts
-        from lowprec.backends.cpu import openblas
-
-        def inherited():
-            return os.popen("echo $OPENBLAS_CORETYPE $OPENBLAS_NUM_THREADS").read()
-
-        before, count = inherited(), 0
-        for error in interrupts.interrupted(openblas.openblas, also=(ctypes.__file__,)):
-            assert type(error) is interrupts.Interrupt, error
-            count += 1
-        assert count > 2
-        print(openblas.openblas() is not None, before == inherited())
-    """
-    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True True"
-
-
-@needs_openblas
 @posix
 def test_a_fork_while_openblas_is_opened() -> None:
     """The fork waits, so that the child finds the library, and the variables as they were."""
@@ -372,50 +349,6 @@ def test_what_a_handler_raises_is_not_taken_for_an_answer(
 
 
 @posix
-def test_children_that_are_forked_while_another_thread_plans() -> None:
-    code = """
-        import itertools, os, sys, threading, time
-        import numpy as np
-        import lowprec
-        from lowprec.backends.cpu import buffers
-
-        whole = np.ones((300, 300), np.float32)
-        # The first product imports, and Python's own locks of modules do not outlive a fork.
-        lowprec.matmul(whole, whole, math_mode="tf32")
-        stop = threading.Event()
-        sys.setswitchinterval(1e-6)
-        def plan(first):
-            for i in itertools.count(first):
-                if stop.is_set():
-                    return
-                lowprec.matmul(whole[: 1 + i % 250, :7], whole[:7, : 1 + i // 250 % 250], math_mode="tf32")
-                with buffers.borrow(1 << 17):
-                    pass
-        planning = [threading.Thread(target=plan, args=(x,)) for x in (0, 30_000)]
-        for thread in planning: thread.start()
-        failed = []
-        for i in range(100):
-            child = os.fork()
-            deadline = time.monotonic() + 10
-            if child == 0:
-                c = lowprec.matmul(whole[:251 + i % 40, :9], whole[:9, :3])
-                with buffers.borrow(1 << 17):
-                    os._exit(0 if (c == 9).all() else 1)
-            while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-                time.sleep(0.001)
-            if not done[0]:
-                os.kill(child, 9)
-                os.waitpid(child, 0)
-            if not done[0] or done[1]:
-                failed.append(i)
-                break
-        stop.set()
-        print(failed)
-    """
-    assert run_python(code) == "[]"
-
-
-@posix
 @pytest.mark.parametrize("delay_ms", [0, 5, 20, 50])
 def test_a_child_that_is_forked_while_other_threads_import(delay_ms: int) -> None:
     code = """
@@ -472,30 +405,6 @@ def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) ->
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), result(double), result(triple))
     """
     assert run_python(code, str(tmp_path)) == "15 10 15"
-
-
-def test_a_handler_that_multiplies_in_a_first_product() -> None:
-    code = """
-        import sys
-        sys.path.insert(0, sys.argv[1])
-        import numpy as np
-        import interrupts
-        import lowprec
-
-        whole = np.ones((400, 400), np.float32)
-        extents = iter(range(1, 10**6))
-        def multiply():
-            i = next(extents)
-            m, n = 1 + i % 400, 1 + i // 400
-            c = lowprec.matmul(whole[:m, :2], whole[:2, :n], math_mode="bf16", alpha=2.0, bias=np.ones(n, np.float32))
-            assert c.shape == (m, n) and (c == 5).all()
-        multiply()
-        at = 0
-        while interrupts.strike(multiply, at, multiply):
-            at += 1
-        print(at > 100)
-    """
-    assert run_python(code, os.path.dirname(interrupts.__file__)) == "True"
 
 
 def test_a_subinterpreter_is_refused() -> None:

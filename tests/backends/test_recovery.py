@@ -12,6 +12,7 @@ import machines
 import oracles
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu import splitting
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import selection
 
@@ -26,9 +27,15 @@ TOP, LEAST = np.float32(3.4028235e38), np.float32(2.0**-149)
 
 def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> splitting.Split:
     found, shape = row(mode), x.shape
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         made = splitting.split(
-            np.atleast_2d(x), x.dtype, found, found.operand_format, found.parts, scaled_over, stack
+            np.atleast_2d(x),
+            x.dtype,
+            found,
+            found.operand_format,
+            found.parts,
+            scaled_over,
+            workspace,
         )
         return splitting.Split([part.reshape(shape).copy() for part in made.parts], made.exponents)
 

@@ -14,8 +14,9 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec import executors, formats
+from lowprec import formats
 from lowprec.backends.cpu import casting, numba_import, threads
+from lowprec.core import executors
 from small_products import BF16, assert_same, both, matmul, numbers, views
 
 pytestmark = pytest.mark.skipif(
@@ -325,3 +326,14 @@ def test_a_product_of_two_vectors(
     given = {"math_mode": mode, "out_dtype": out_dtype, "activation": activation}
     found = both(a, b, **given, bias=numbers(rng, 1), alpha=2.0)
     assert found.shape == ()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16"])
+@pytest.mark.parametrize("stored", [np.float32, BF16])
+def test_a_batch_of_one(mode: str, stored: Any, rng: np.random.Generator) -> None:
+    """Either operand cast or in place, of another batch than the other."""
+    a, b = numbers(rng, 1, 1, 9, 12), numbers(rng, 12, 7, dtype=stored)
+    for x, y in ((a, b), (a, b[None]), (b.T[None], a.swapaxes(2, 3)), (a[:, :, ::2, 1::2], b[:6])):
+        both(x, y, math_mode=mode, out_dtype="float32", alpha=0.5)
+        if mode != "fp32" or stored is BF16:
+            both(x, y, math_mode=mode)

@@ -17,7 +17,8 @@ import pytest
 import lowprec
 import machines
 from cpu_units import needs
-from lowprec.backends.cpu import device, splitting
+from lowprec.backends.cpu import device, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
 from lowprec.formats import DType
@@ -96,9 +97,11 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(
         for _ in "ab"
     )
     a, b = x.astype(np.float32)[:, None], y.astype(np.float32)[None, :]
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         parts = [
-            splitting.split(z, z.dtype, found, found.operand_format, found.parts, None, stack).parts
+            splitting.split(
+                z, z.dtype, found, found.operand_format, found.parts, None, workspace
+            ).parts
             for z in (a, b)
         ]
         want = sum(
@@ -529,3 +532,23 @@ def test_amx_text_is_assembled_for_every_mode() -> None:
         builder.ret_void()
         module.triple = "x86_64-unknown-linux-gnu"
         assert len(machine.emit_object(llvm.parse_assembly(str(module)))) > 500
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("mode", ["bf16x3", "bf16x9"])
+def test_a_job_with_a_sum_that_is_not_finite_runs_again(
+    mode: str, count: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any number of threads, with a prepared b, too; other elements keep their bits."""
+    a, b = (rng.standard_normal((count, 32, 32), dtype=np.float32) for _ in "ab")
+    bias, touched = np.arange(32, dtype=np.float32), np.zeros(a.shape, bool)
+    clean = lowprec.matmul(a, b, bias=bias, activation="relu", math_mode=mode)
+    a[0, 5, 3], a[-1, 9, 2] = np.inf, np.nan
+    touched[0, 5], touched[-1, 9] = True, True
+    for workers in (1, 2, 5):
+        monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
+        for y in (b, lowprec.prepare(b, math_mode=mode)):
+            found = lowprec.matmul(a, y, bias=bias, activation="relu", math_mode=mode)
+            np.testing.assert_array_equal(found[~touched], clean[~touched])
+            np.testing.assert_array_equal(found[0, 5], np.where(b[0, 3] > 0, np.inf, 0))
+            assert np.isnan(found[-1, 9]).all()

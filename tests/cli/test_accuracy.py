@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import dispatch
 from lowprec.checking import comparison
 from lowprec.checking.accuracy import Reference, Verdict
 from lowprec.cli.operands import DISTRIBUTIONS, operand
+from lowprec.core import dispatch
 from lowprec.formats import DType
 from lowprec.modes import available_modes
 

@@ -13,7 +13,7 @@ import pytest
 
 from lowprec.checking.comparison import seconds
 from lowprec.cli import output
-from lowprec.tables import Table, plain_text
+from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
 

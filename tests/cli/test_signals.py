@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such 
 #: Forks a child for each line of what writes files, which gets the signal there. Prints how each one ended.
 EVERY_LINE = """
 import os, signal, sys
-from lowprec import atomic
+from lowprec.util import atomic
 from lowprec.cli import main
 
 name, *words = sys.argv[1:]

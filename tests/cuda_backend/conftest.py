@@ -15,9 +15,9 @@ if HAS_BINDINGS:
     import device_libraries
     import software_cuda
     from cuda_reset import reset
-    from lowprec import executors
     from lowprec.arrays import libraries
     from lowprec.backends.cuda import memory
+    from lowprec.core import executors
 else:
     # The software stands in for functions, and uses the real libraries' types.
     collect_ignore_glob = ["test_*.py"]

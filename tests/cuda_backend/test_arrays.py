@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-from lowprec import streams
 from lowprec.arrays import ArrayView, Device, libraries, library_of
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_array import DeviceArray
@@ -26,9 +25,10 @@ from lowprec.arrays.view import memory_at
 from lowprec.backends import Arguments
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.libraries import Libraries, use
+from lowprec.core import streams
+from lowprec.core.arguments import PLAIN
 from lowprec.errors import BackendError
 from lowprec.formats import DType
-from lowprec.request import PLAIN
 from software_cuda.driver import Contexts
 from software_cuda.recorder import Recorder
 from software_cuda.runtime import DeviceModel, Runtime

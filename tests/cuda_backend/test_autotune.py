@@ -18,8 +18,9 @@ import lowprec
 import oracles
 from cuda_reset import reset
 from device_fixture import Gpu
-from lowprec import disk, executors
+from lowprec.backends import disk
 from lowprec.backends.cuda import compiling, measuring
+from lowprec.core import executors
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import INTERNAL_ERROR
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowprec import disk
+from lowprec.backends import disk
 from lowprec.backends.cuda import compiling, libraries, unscaling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
@@ -415,7 +415,7 @@ def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
 
 WRITER = """
 import hashlib, sys
-from lowprec import disk
+from lowprec.backends import disk
 for i in range(150):
     data = bytes([i % 256]) * 200_000
     disk.write_bytes("kernels/x", hashlib.sha256(data).digest() + data)

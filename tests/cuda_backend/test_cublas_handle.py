@@ -12,8 +12,8 @@ import pytest
 import lowprec
 from cuda_reset import reset
 from device_fixture import Gpu, has_real_gpu
-from lowprec import executors
 from lowprec.backends.cuda import bindings, cublas
+from lowprec.core import executors
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
 

@@ -14,8 +14,8 @@ import oracles
 import software_cuda
 from cuda_reset import reset
 from device_fixture import SoftwareGpu
-from lowprec import executors
 from lowprec.backends.cuda import compiling
+from lowprec.core import executors
 
 A = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float32)
 

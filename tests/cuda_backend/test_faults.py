@@ -15,7 +15,7 @@ import lowprec
 import oracles
 from cuda_reset import reset
 from device_fixture import Gpu
-from lowprec import executors
+from lowprec.core import executors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)

@@ -13,7 +13,7 @@ import lowprec
 import software_cuda
 from cuda_reset import reset
 from device_fixture import SoftwareGpu
-from lowprec import executors
+from lowprec.core import executors
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
 

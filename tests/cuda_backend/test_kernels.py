@@ -263,7 +263,7 @@ def test_division_of_large_indices() -> None:
         "  results[2 * i] = x.quotient; results[2 * i + 1] = x.remainder; } }\n"
     )
     core = libraries.libraries().core
-    source = compiling.source_text() + program
+    source = compiling._text("elements.cuh") + program
     major, minor = runtime.properties(0).capability
     options = core.ProgramOptions(arch=f"sm_{major}{minor}", std="c++17")
     code = core.Program(source, "c++", options)

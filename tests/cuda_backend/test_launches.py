@@ -14,8 +14,8 @@ import lowprec
 import oracles
 from cuda_reset import reset
 from device_fixture import SoftwareGpu
-from lowprec import executors
 from lowprec.backends.cuda import epilogue, packing
+from lowprec.core import executors
 from software_cuda.cupy import Cupy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -13,9 +13,9 @@ import pytest
 import lowprec
 from cuda_reset import reset
 from device_fixture import SoftwareGpu
-from lowprec import executors
 from lowprec.backends.cuda import autotune, measuring, runtime
 from lowprec.backends.cuda.invocation import Invocation, Operands
+from lowprec.core import executors
 from software_cuda import machine
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)

@@ -33,8 +33,9 @@ import pytest
 import lowprec
 import oracles
 from device_fixture import Gpu
-from lowprec import executors, modes
+from lowprec import modes
 from lowprec.backends.cuda import executor, invocation, staging
+from lowprec.core import executors
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import lowering, planner

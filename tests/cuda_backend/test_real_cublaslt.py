@@ -18,7 +18,7 @@ import lowprec
 import software_cuda
 from cuda_reset import reset
 from device_fixture import SoftwareGpu
-from lowprec import executors
+from lowprec.core import executors
 from lowprec.modes import available_modes
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.algorithms import candidates

@@ -14,9 +14,9 @@ import pytest
 import lowprec
 import software_cuda as software
 from cuda_reset import reset
-from lowprec import executors
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array
+from lowprec.core import executors
 
 ORDERS = ["lazy", "all", 0, 1, 2, 3]
 A = np.random.default_rng(0).integers(-3, 4, (16, 24)).astype(np.float32)

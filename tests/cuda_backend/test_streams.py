@@ -17,7 +17,7 @@ import lowprec
 import oracles
 from device_fixture import SoftwareGpu
 from device_libraries import StreamedLibrary
-from lowprec import executors
+from lowprec.core import executors
 from lowprec.errors import BackendError
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy

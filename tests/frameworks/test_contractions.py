@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from lowprec import contraction_recipes, contractions
+from lowprec import contractions
 from lowprec.arrays import namespaces
+from lowprec.contractions import recipes
+from lowprec.core.arguments import parse_dtype
 from lowprec.formats import promote
-from lowprec.request import parse_dtype
 
 with_namespace = pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
 
@@ -153,7 +154,7 @@ def test_einsum_refuses_an_order_that_is_none(optimize: Any) -> None:
 
 
 def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
-    contraction_recipes._opt_einsum.cache_clear()
+    recipes._opt_einsum.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
         lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)))
@@ -162,9 +163,9 @@ def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = operands_of("ab,bc->ca")
     lowprec.einsum("ab,bc->ca", *operands)
-    before = contraction_recipes.recipe.cache_info().misses
+    before = recipes.recipe.cache_info().misses
     lowprec.einsum("ab,bc->ca", *operands)
-    assert contraction_recipes.recipe.cache_info().misses == before
+    assert recipes.recipe.cache_info().misses == before
 
 
 # -- tensordot, vecdot, linear --------------------------------------------------------------------

@@ -13,7 +13,7 @@ import interrupts
 from lowprec import fp32_guard, math_mode
 from lowprec.policy import entries
 
-ERRORS = (KeyboardInterrupt, TimeoutError, RuntimeError, interrupts.Late)
+ERRORS = (KeyboardInterrupt, RuntimeError)
 PAIRS = [
     *[("generic", "all"), ("cuda", "all"), ("mkldnn", "all")],
     *[(backend, what) for backend in ("cuda", "mkldnn") for what in ("matmul", "conv", "rnn")],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lowprec.arrays.dlpack import view_of_capsule
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
-from lowprec.strides import contiguous_strides
+from lowprec.util.strides import contiguous_strides
 from software_cuda.arrays import capsule, checked, empty, new_stream
 from software_cuda.runtime import Runtime
 from software_cuda.streams import Op

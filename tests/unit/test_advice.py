@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import machines
@@ -28,9 +30,19 @@ def test_128_is_still_small():
     assert memory_bound_dimensions(128, 129, 128) == ("m = 128", "k = 128")
 
 
+def a_plan(sizes, fmt, intensity, rounds_for, capability):
+    """Return what advice reads of a plan."""
+    able = SimpleNamespace(flops_per_byte=16.0, compute_capability=capability)
+    return SimpleNamespace(
+        layout=SimpleNamespace(**dict(zip("mnk", sizes, strict=True))), operand_format=fmt, capabilities=able,
+        arithmetic_intensity=intensity, rounded=(rounds_for is not None, False), call=None,
+        kernel_row=SimpleNamespace(cost_per_element=rounds_for),
+    )  # fmt: skip
+
+
 def test_low_intensity_is_below_the_devices_own():
     def kinds(intensity):
-        advice = advise(*SQUARE, FLOAT32, intensity, 16.0, None, tensor_cores=False)
+        advice = advise(a_plan(SQUARE, FLOAT32, intensity, None, None))
         return [reason.why for reason in advice]
 
     assert kinds(15.9) == [Why.LOW_INTENSITY]
@@ -73,7 +85,7 @@ SQUARE = (1024, 1024, 1024)
     ],
 )  # fmt: skip
 def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, expected):
-    advice = advise(*sizes, fmt, intensity, 16.0, rounds_for, tensor_cores=True)
+    advice = advise(a_plan(sizes, fmt, intensity, rounds_for, (9, 0)))
     assert tuple(map(str, advice)) == expected
 
 

@@ -22,6 +22,8 @@ import lowprec
 from lowprec import _version
 
 PACKAGE = Path(lowprec.__file__).parent
+#: Layers above the core, which know no backend.
+ABOVE = {"torch", "jax", "dask", "amp", "linalg", "contractions", "profiling", "checking", "cli"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
 #: Read it too: the start-up hook runs in programs that may never import lowprec; what is set for C is put back.
@@ -133,10 +135,20 @@ def test_source_follows_the_house_rules(path: Path) -> None:
         assert not where, f"lines {where}: only {ENVIRONMENT_READER} reads the environment"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE],
+    ids=_name,
+)
+def test_no_string_names_a_backend_above_the_core(path: Path) -> None:
+    """As import-linter sees no import by name."""
+    assert not re.search(r"""["']lowprec\.backends""", path.read_text(encoding="utf-8"))
+
+
 def test_the_rules_saw_the_package() -> None:
     names = {_name(path) for path in SOURCES}
     readers = {ENVIRONMENT_READER, *OTHER_READERS}
-    assert {"__init__.py", "dispatch.py", *readers} <= names
+    assert {"__init__.py", "core/dispatch.py", *readers} <= names
     for name in readers:
         source = (PACKAGE / name).read_text(encoding="utf-8")
         assert list(environment_reads(source)), f"{name} may read the environment and does not"

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from lowprec import atomic
+from lowprec.util import atomic
 
 
 def _half(file: BinaryIO) -> None:

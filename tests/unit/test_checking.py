@@ -14,7 +14,7 @@ import pytest
 import lowprec
 from lowprec.checking import Verdict
 from lowprec.modes import available_modes
-from lowprec.tables import Table, html, plain_text
+from lowprec.util.tables import Table, html, plain_text
 
 
 @pytest.fixture

@@ -29,62 +29,9 @@ from lowprec.policy import (
     switch_report,
 )
 from lowprec.policy.protocol import Tier
+from made_up import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
-
-
-class Library:
-    """A library with two switches, and its controller. It counts what is asked of it."""
-
-    def __init__(self, name: str, tier: Tier = Tier.PROCESS) -> None:
-        self.name = name
-        self.module = f"made_up_{name}"
-        self.tier = tier
-        self.switches = {"products": "products", "convolutions": "convolutions"}
-        self.modes = (FP32, TF32)
-        self._process = {"products": "low", "convolutions": "lower"}
-        self._threads = threading.local()
-        self.fails: dict[str, Exception] = {}
-        self.calls: list[str] = []
-        self.while_saving: Callable[[], None] | None = None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        if self.tier is Tier.PROCESS:
-            return self._process
-        if not hasattr(self._threads, "values"):
-            self._threads.values = dict(self._process)
-        return self._threads.values
-
-    def _call(self, what: str) -> None:
-        self.calls.append(what)
-        if what in self.fails:
-            raise self.fails[what]
-
-    def save(self) -> dict[str, Any]:
-        self._call("save")
-        if self.while_saving is not None:
-            self.while_saving()
-        return dict(self.values)
-
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        self._call("set_mode")
-        self.values.update(dict.fromkeys(self.values, mode.value))
-        return dict(self.values)
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        self._call("restore")
-        self.values.update(saved)
-
-    describe = save
-
-    @property
-    def is_full(self) -> bool:
-        return set(self.values.values()) == {"fp32"}
-
-    @property
-    def is_as_before(self) -> bool:
-        return self.values == {"products": "low", "convolutions": "lower"}
 
 
 Load = Callable[..., Library]
@@ -95,7 +42,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Make a library, registered and loaded; at the end every switch must be as it was at the start."""
     # Real libraries that other tests have loaded would be set too; nothing here is about them.
     monkeypatch.setattr(registry, "_by_name", {})
-    monkeypatch.setattr(registry, "_current", ())
     made: list[Library] = []
 
     def make(name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True) -> Library:
@@ -298,17 +244,6 @@ def test_a_warning_made_an_error_leaves_nothing_behind(load: Load) -> None:
     assert good.is_as_before
     with math_mode("tf32"):
         assert get_math_mode() is TF32
-
-
-def test_an_interrupt_while_entering_puts_back_what_was_set(load: Load) -> None:
-    good, slow = load("good"), load("slow")
-    slow.fails["set_mode"] = KeyboardInterrupt("now")  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt, match="now"):
-        fp32_guard().__enter__()
-    assert good.is_as_before
-    slow.fails.clear()
-    with fp32_guard():
-        assert good.is_full
 
 
 # -- threads and tasks ----------------------------------------------------------------------------

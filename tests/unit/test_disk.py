@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import lowprec
-from lowprec import disk
+from lowprec.backends import disk
 from lowprec.errors import LowprecWarning
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import interrupts
+import made_up
 from interrupts import Late
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
@@ -29,51 +30,11 @@ from lowprec.policy import (
     switches,
 )
 from lowprec.policy.protocol import Tier
+from made_up import Library
 
 ERRORS = (KeyboardInterrupt, TimeoutError, Late)
 #: The code of the libraries below counts as the policy's own.
-FILES = (__file__,)
-
-
-class Library:
-    """A library with three switches, which are set one after the other, in code that can be interrupted."""
-
-    def __init__(self, name: str, tier: Tier) -> None:
-        self.name = self.module = f"made_up_{name}"
-        self.tier = tier
-        self.switches = {"products": "", "convolutions": "", "sums": ""}
-        self.modes = (MathMode.FP32, MathMode.TF32)
-        self.fails: Exception | None = None
-        self.at_start = {"products": "low", "convolutions": "lower", "sums": "lowest"}
-        self._process = dict(self.at_start)
-        self._thread = threading.local()
-
-    @property
-    def values(self) -> dict[str, str]:
-        if self.tier is Tier.PROCESS:
-            return self._process
-        found: dict[str, str] = self._thread.__dict__.setdefault("values", dict(self.at_start))
-        return found
-
-    @property
-    def is_full(self) -> bool:
-        return set(self.values.values()) == {"fp32"}
-
-    def save(self) -> dict[str, str]:
-        return dict(self.values)
-
-    def set_mode(self, mode: MathMode) -> dict[str, str]:
-        for name in self.values:
-            self.values[name] = mode.value
-            if self.fails is not None:
-                raise type(self.fails)(*self.fails.args)
-        return dict(self.values)
-
-    def restore(self, saved: dict[str, str]) -> None:
-        for name in self.values:
-            self.values[name] = saved[name]
-
-    describe = save
+FILES = (__file__, made_up.__file__)
 
 
 Libraries = tuple[Library, Library]
@@ -83,19 +44,18 @@ Libraries = tuple[Library, Library]
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
     """One whose switches belong to the process, and one whose switches belong to the thread."""
     monkeypatch.setattr(registry, "_by_name", {})
-    monkeypatch.setattr(registry, "_current", ())
     made = Library("process", Tier.PROCESS), Library("thread", Tier.THREAD)
     for library in made:
         registry.register_controller(library)
         monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
     environment.snapshot()
     yield made
-    assert [library.values for library in made] == [library.at_start for library in made]
+    assert all(library.is_as_before for library in made)
 
 
 def check(libraries: Libraries) -> None:
     """Everything is as before, and can be set again."""
-    assert [library.values for library in libraries] == [lib.at_start for lib in libraries]
+    assert all(library.is_as_before for library in libraries)
     assert entries.innermost.get().outer is None
     assert not entries.held
     # Those of other tests' libraries may have been set for the rest of the process.
@@ -188,7 +148,7 @@ def test_a_guard_that_another_thread_has_open(libraries: Libraries) -> None:
         assert of_process.is_full
         assert entries.innermost.get().outer is None
         assert len(entries.held) == 1
-        assert of_thread.values == of_thread.at_start
+        assert of_thread.is_as_before
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(guard.__enter__).result()
@@ -199,12 +159,13 @@ def test_a_guard_that_another_thread_has_open(libraries: Libraries) -> None:
 
 @pytest.mark.filterwarnings("ignore::lowprec.errors.LowprecWarning")
 def test_a_library_that_fails_by_itself_does_not_take_the_exception(libraries: Libraries) -> None:
-    own = libraries[0].fails = OSError("no driver")
+    fails = libraries[0].fails
+    fails["have set_mode"] = OSError("no driver")
 
     def look() -> None:
-        libraries[0].fails = None
+        own = fails.pop("have set_mode")
         check(libraries)
-        libraries[0].fails = own
+        fails["have set_mode"] = own
 
     assert interrupts.count(empty, look, Late, also=FILES) > 20
 

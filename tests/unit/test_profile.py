@@ -23,14 +23,15 @@ import pytest
 import lowprec
 import machines
 from cpu_units import needs, needs_amx
-from lowprec import executors, policy
+from lowprec import policy
 from lowprec.arrays import library_of
 from lowprec.backends import Arguments, ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
+from lowprec.core import executors
+from lowprec.core.arguments import PLAIN, Request, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import recorder, units
-from lowprec.request import PLAIN, Request, parse_dtype
 from programs import posix, start
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)

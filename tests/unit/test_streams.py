@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import streams
 from lowprec.arrays import CPU, ArrayView, Device, device_memory, libraries
 from lowprec.arrays.base import Library
 from lowprec.backends import Arguments, registry
 from lowprec.backends.cpu import backend as cpu_backend
+from lowprec.core import streams
+from lowprec.core.arguments import PLAIN, Request
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
-from lowprec.request import PLAIN, Request
-from lowprec.strides import contiguous_strides
+from lowprec.util.strides import contiguous_strides
 
 GPU = Device(2, 0)
 F32 = DType.FLOAT32

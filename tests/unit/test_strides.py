@@ -10,7 +10,7 @@ import pytest
 from lowprec.arrays import CPU, library_of
 from lowprec.formats import DType
 from lowprec.planning import OperandSpec
-from lowprec.strides import contiguous_strides, overlaps_itself, reach
+from lowprec.util.strides import contiguous_strides, overlaps_itself, reach
 
 SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
 

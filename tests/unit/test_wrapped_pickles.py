@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,11 @@ class Holder:
 @pytest.mark.parametrize(
     ("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)]
 )
-def test_a_wrapped_function_reaches_another_process(scope: Any, mode: MathMode) -> None:
+def test_a_wrapped_function_reaches_another_process(
+    scope: Any, mode: MathMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other process imports this module by its name, from the root of the tests.
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[__name__.count(".")]))
     wrapped = scope.wrap(plain)
     assert inspect.signature(wrapped) == inspect.signature(plain)
     assert pickle.loads(pickle.dumps(wrapped))(3) == (mode, 3)

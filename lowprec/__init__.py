@@ -1,0 +1,121 @@
+"""Matrix products of any library's arrays, in the precision that you choose and that you are told of."""
+
+from __future__ import annotations
+
+import importlib
+import typing
+
+from lowprec._version import __version__
+from lowprec.arrays import DLPackArray
+from lowprec.core.arguments import ShapeDtype
+from lowprec.core.dispatch import matmul
+from lowprec.errors import (
+    ArrayError,
+    BackendError,
+    DeviceError,
+    DeviceMemoryError,
+    DTypeError,
+    EnvironmentVariableError,
+    LowprecError,
+    LowprecWarning,
+    ModeError,
+    ShapeError,
+    UnsupportedError,
+)
+from lowprec.modes import MathMode
+from lowprec.policy import (
+    fp32_guard,
+    get_math_mode,
+    math_mode,
+    register_controller,
+    set_math_mode,
+)
+
+if typing.TYPE_CHECKING:
+    from lowprec import amp, emulation, linalg
+    from lowprec.backends import release_memory
+    from lowprec.backends.cuda.cublas import cublas_handle
+    from lowprec.checking import check
+    from lowprec.contractions import einsum, linear, tensordot, vecdot
+    from lowprec.core.plan_call import plan
+    from lowprec.core.prepare import PreparedOperand, prepare
+    from lowprec.policy.emulation import emulate
+    from lowprec.profiling import profile
+    from lowprec.report import info
+    from lowprec.tuning import autotune
+
+__all__ = [
+    "ArrayError",
+    "BackendError",
+    "DLPackArray",
+    "DTypeError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "EnvironmentVariableError",
+    "LowprecError",
+    "LowprecWarning",
+    "MathMode",
+    "ModeError",
+    "PreparedOperand",
+    "ShapeDtype",
+    "ShapeError",
+    "UnsupportedError",
+    "__version__",
+    "amp",
+    "autotune",
+    "check",
+    "cublas_handle",
+    "einsum",
+    "emulate",
+    "emulation",
+    "fp32_guard",
+    "get_math_mode",
+    "info",
+    "linalg",
+    "linear",
+    "math_mode",
+    "matmul",
+    "plan",
+    "prepare",
+    "profile",
+    "register_controller",
+    "release_memory",
+    "set_math_mode",
+    "tensordot",
+    "vecdot",
+]
+
+
+# What explains, what measures and what solves takes long to import, and few programs need it.
+_LAZY = {
+    "PreparedOperand": "lowprec.core.prepare",
+    "amp": "lowprec.amp",
+    "autotune": "lowprec.tuning",
+    "check": "lowprec.checking",
+    "cublas_handle": "lowprec.backends.cuda.cublas",
+    "einsum": "lowprec.contractions",
+    "emulate": "lowprec.policy.emulation",
+    "emulation": "lowprec.emulation",
+    "info": "lowprec.report",
+    "linalg": "lowprec.linalg",
+    "linear": "lowprec.contractions",
+    "plan": "lowprec.core.plan_call",
+    "prepare": "lowprec.core.prepare",
+    "profile": "lowprec.profiling",
+    "release_memory": "lowprec.backends",
+    "tensordot": "lowprec.contractions",
+    "vecdot": "lowprec.contractions",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    # A module of that name is what was asked for; otherwise it holds it.
+    value = globals()[name] = getattr(module, name, module)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,272 @@
+"""A namespace of the Array API whose functions cast by a policy, and whose products are lowprec's.
+
+Only functions are seen: ``xp.matmul(a, b)`` is cast, and ``a @ b`` is the library's own operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lowprec import contractions
+from lowprec.amp.arguments import Operands, by_list, has_type, is_operand
+from lowprec.amp.policy import Policy
+from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
+from lowprec.core import dispatch
+from lowprec.errors import ArrayError, quoted
+from lowprec.formats import OPERAND_DTYPES
+from lowprec.util.tables import Table, html, plain_text
+
+_log = logging.getLogger("lowprec.amp")
+
+_PRODUCTS: dict[str, Callable[..., Any]] = {
+    "matmul": dispatch.matmul,
+    "tensordot": contractions.tensordot,
+    "vecdot": contractions.vecdot,
+    "linear": contractions.linear,
+}
+
+#: Namespaces within a namespace.
+_PARTS = ("linalg", "fft", "nn", "functional")
+
+#: Of operands; products of others (integers, booleans) are the library's own.
+_DTYPES = frozenset(dtype.label for dtype in OPERAND_DTYPES)
+
+#: Names of the standard that PyTorch does not have, or has in another sense.
+_TORCH: dict[str, Callable[[Any], Any]] = {
+    "astype": lambda torch: lambda x, dtype, copy=True: x.to(dtype, copy=copy),
+    "permute_dims": lambda torch: torch.permute,
+    "matrix_transpose": lambda torch: lambda x: x.mT,
+    "expand_dims": lambda torch: lambda x, axis=0: x.unsqueeze(axis),
+    "max": lambda torch: torch.amax,
+    "min": lambda torch: torch.amin,
+    "vecdot": lambda torch: lambda x, y, axis=-1: torch.linalg.vecdot(x, y, dim=axis),
+}
+
+
+@dataclass(frozen=True)
+class AutocastRow:
+    """What became of the calls of one function.
+
+    Parameters
+    ----------
+    function : str
+    list : str
+        ``"allow"``, ``"deny"``, ``"infer"``, or ``"-"`` for a function on none.
+    calls, cast, by_lowprec : int
+        All calls; those whose operands were cast, or whose products were rounded; those that lowprec multiplied.
+    to : str
+        The type of the last cast.
+    """
+
+    function: str
+    list: str
+    calls: int
+    cast: int
+    by_lowprec: int
+    to: str
+
+
+@dataclass(frozen=True)
+class AutocastReport:
+    """The calls through a namespace; ``print`` shows a table."""
+
+    policy: str
+    rows: tuple[AutocastRow, ...]
+
+    @property
+    def calls(self) -> int:
+        """Of all functions."""
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def cast(self) -> int:
+        """Calls whose operands were cast, or whose products were rounded."""
+        return sum(row.cast for row in self.rows)
+
+    def _table(self) -> Table:
+        title = f"converted {self.cast} of {self.calls} calls ({self.policy})"
+        rows = [
+            [r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to]
+            for r in self.rows
+        ]
+        return Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)
+
+    def __str__(self) -> str:
+        return plain_text(self._table())
+
+    def _repr_html_(self) -> str:
+        return html(self._table())
+
+
+class _Record:
+    """Counts of calls, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, list[Any]] = {}  # the fields of AutocastRow after the first
+
+    def add(self, name: str, which: str | None, to: str | None, by_lowprec: bool) -> None:
+        with self._lock:
+            counts = self._counts.setdefault(name, [which or "-", 0, 0, 0, "-"])
+            counts[1] += 1
+            counts[3] += by_lowprec
+            if to is not None:
+                counts[2] += 1
+                counts[4] = to
+
+    def rows(self) -> tuple[AutocastRow, ...]:
+        with self._lock:
+            rows = [AutocastRow(name, *counts) for name, counts in self._counts.items()]
+        return tuple(sorted(rows, key=lambda row: (-row.cast, row.function)))
+
+
+class AutocastNamespace:
+    """The functions of a namespace, by a policy; see :func:`autocast`."""
+
+    def __init__(self, xp: Any, policy: Policy, record: _Record, whole: Any = None) -> None:
+        self._base = xp
+        self._policy = policy
+        self._record = record
+        #: The namespace that holds the element types, for a part such as ``linalg``.
+        self._whole = xp if whole is None else whole
+
+    @property
+    def policy(self) -> Policy:
+        """What decides the casts."""
+        return self._policy
+
+    def __repr__(self) -> str:
+        return f"autocast({getattr(self._whole, '__name__', self._whole)}, {str(self._policy)!r})"
+
+    def __dir__(self) -> list[str]:
+        return dir(self._base)
+
+    def __enter__(self) -> AutocastNamespace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.report()
+
+    def report(self) -> AutocastReport:
+        """Return the calls so far, and log how many were cast (logger ``lowprec.amp``, level INFO)."""
+        report = AutocastReport(str(self._policy), self._record.rows())
+        _log.info("converted %d of %d calls", report.cast, report.calls)
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__array_namespace_info__":
+            raise AttributeError(name)
+        in_torch = name in _TORCH and getattr(self._base, "__name__", "") == "torch"
+        value = _TORCH[name](self._base) if in_torch else getattr(self._base, name)
+        if isinstance(value, ModuleType) and name in _PARTS:
+            value = AutocastNamespace(value, self._policy, self._record, self._whole)
+        elif callable(value) and not isinstance(value, type | ModuleType) and name[0] != "_":
+            value = self._wrapped(name, value)
+        self.__dict__[name] = value
+        return value
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        policy, record, whole = self._policy, self._record, self._whole
+        listed = policy.list_of(name)
+        product = _PRODUCTS.get(name)
+        which = listed if policy.functions else None
+        if product is not None and not policy.functions and not has_type(whole, policy.compute):
+            which = "allow"  # the model is in 16 bits, which these arrays have as a math mode alone
+
+        inputs = getattr(function, "nin", None)  # NumPy's functions take `out` without a name, too
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if inputs is not None and len(args) > inputs:
+                args, outs = args[:inputs], args[inputs:]
+                kwargs["out"] = outs if len(outs) > 1 else outs[0]
+            operands = Operands(args, kwargs)
+            if which is not None:
+                operands = by_list(policy.compute, which, args, kwargs, whole)
+            with operands.scope():
+                by_lowprec = product is not None and _are_multiplied(name, operands)
+                if by_lowprec:
+                    result = _multiplied(whole, name, operands)
+                else:
+                    result = function(*operands.args, **operands.kwargs)
+            record.add(name, listed, operands.to, by_lowprec)
+            return result
+
+        return functools.update_wrapper(
+            call, function, assigned=("__name__", "__doc__"), updated=()
+        )
+
+
+def _are_multiplied(name: str, operands: Operands) -> bool:
+    """Whether lowprec multiplies arrays of these types, or has the words to refuse what is no array."""
+    if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
+        return False  # PyTorch takes its own keywords, and a vector
+    return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
+
+
+def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
+    """Return lowprec's product; arrays of a library that it knows only by DLPack come back as arrays of it."""
+    args, kwargs = list(operands.args), dict(operands.kwargs)
+    if "dims" in kwargs:  # PyTorch's word
+        kwargs["axes"] = kwargs.pop("dims")
+    if name == "tensordot" and len(args) == 3:
+        kwargs["axes"] = args.pop()
+    if not any(is_operand(x) and library_name(x) == "dlpack" for x in args):
+        return _PRODUCTS[name](*args, **kwargs)
+    arrays = [library_of(x).view(x).ndarray() if is_operand(x) else x for x in args]
+    result = _PRODUCTS[name](*arrays, **kwargs)
+    return xp.from_dlpack(DLPackArray(result) if result.ndim else result.reshape(()))
+
+
+def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
+    """Return a namespace of the Array API whose functions cast by a policy.
+
+    ``matmul``, ``tensordot``, ``vecdot`` and PyTorch's ``nn.functional.linear`` go through lowprec. Where a library has
+    no 16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions
+    of the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is
+    traced.
+
+    Parameters
+    ----------
+    xp : module
+        NumPy, PyTorch, ``jax.numpy``, CuPy, array_api_strict or another namespace; one that :func:`autocast` returned
+        gets the new policy in the place of the old one.
+    policy : Policy or str
+        As :meth:`Policy.parse` takes it.
+
+    Returns
+    -------
+    AutocastNamespace
+        It may be shared by threads. As a ``with`` block it logs, at its end, how many calls were cast.
+
+    Raises
+    ------
+    ArrayError
+        If ``xp`` has no ``matmul``.
+    SettingError
+        If the policy is none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> xp = autocast(np, "params=float32,compute=bfloat16,output=float32")
+    >>> x = xp.ones((2, 2), dtype=xp.float32)
+    >>> xp.matmul(x, x).dtype.name, xp.exp(xp.matmul(x, x)).dtype.name
+    ('bfloat16', 'float32')
+    >>> print(xp.report())
+    converted 3 of 4 calls (params=float32,compute=bfloat16,output=float32)
+      function  list   calls  cast  by lowprec  to
+      matmul    allow      2     2           2  bfloat16
+      exp       deny       1     1           0  float32
+      ones      -          1     0           0  -
+    """
+    base = xp._base if isinstance(xp, AutocastNamespace) else xp
+    if not hasattr(base, "matmul"):
+        raise ArrayError(f"autocast takes a namespace of arrays, such as numpy, got {quoted(base)}")
+    return AutocastNamespace(base, Policy.parse(policy), _Record())

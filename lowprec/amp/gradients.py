@@ -1,0 +1,282 @@
+"""What gradients lose in 16 bits, and the scale that saves them.
+
+Source: P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.2 and figure 3: histograms of a
+network's gradients by exponent, of which float16 holds a part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec.amp.arguments import FLOATS
+from lowprec.amp.containers import leaves
+from lowprec.arrays import library_name, library_of
+from lowprec.arrays.namespaces import dtype_name
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.util.atomic import write_file
+from lowprec.util.plain import finite
+from lowprec.util.tables import Table, html, plain_text
+
+#: In which formats the report counts.
+FORMATS = (FLOAT16, BFLOAT16, TF32)
+
+#: Elements that are counted at a time, and the range of float64's exponents.
+_BLOCK, _LEAST = 1 << 18, -1074
+
+
+@dataclass(frozen=True)
+class FormatShares:
+    """What becomes of gradients in one format at one scale: shares of the elements that are finite and not zero.
+
+    Parameters
+    ----------
+    format : str
+    scale : float
+    lost : float
+        Rounded to zero.
+    subnormal : float
+        Kept, with fewer significant digits than the format has.
+    overflow : float
+        Rounded to infinity.
+    """
+
+    format: str
+    scale: float
+    lost: float
+    subnormal: float
+    overflow: float
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """Sizes of gradients. ``print`` shows a table, and so do notebooks.
+
+    Parameters
+    ----------
+    elements, zeros, nonfinite : int
+        How many there are in all, how many are zero, how many Inf or NaN.
+    smallest, largest : float
+        Magnitudes, of those that are finite and not zero; NaN where there are none.
+    suggested_scale : float
+        Of :func:`suggest_scale`.
+    exponents : dict of int to int
+        How many magnitudes lie in [2^e, 2^(e+1)), by e.
+    shares : tuple of FormatShares
+        At scale 1 and at the suggested scale.
+    """
+
+    elements: int
+    zeros: int
+    nonfinite: int
+    smallest: float
+    largest: float
+    suggested_scale: float
+    exponents: dict[int, int]
+    shares: tuple[FormatShares, ...]
+
+    def _table(self) -> Table:
+        others = "" if math.isnan(self.largest) else (
+            f", others from {self.smallest:.3g} to {self.largest:.3g}"
+        )  # fmt: skip
+        title = (
+            f"{self.elements} gradients: {self.zeros} zero, {self.nonfinite} Inf or NaN{others}; "
+            f"suggested scale {self.suggested_scale:g}"
+        )
+        rows = [
+            [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"]
+            for s in self.shares
+        ]
+        return Table(title, ["format", ">scale", ">lost", ">subnormal", ">overflow"], rows)
+
+    def __str__(self) -> str:
+        return plain_text(self._table())
+
+    def _repr_html_(self) -> str:
+        return html(self._table())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them: None for NaN, exponents as text."""
+        found: dict[str, Any] = finite(asdict(self))
+        found["exponents"] = {str(e): n for e, n in self.exponents.items()}
+        return found
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file, so that no reader finds half of it."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        write_file(path, lambda file: file.write(text.encode()))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the histogram with float16's range at both scales; the ending of the path chooses the format.
+
+        The file is replaced as a whole or not at all.
+
+        Raises
+        ------
+        UnsupportedError
+            If matplotlib is not installed, or has no such format.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise UnsupportedError(
+                'plot needs matplotlib, which is not installed: pip install "lowprec[plot]"'
+            ) from None
+        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+        suffix = Path(path).suffix.lower().removeprefix(".")
+        known = figure.canvas.get_supported_filetypes()
+        if suffix not in known:
+            raise UnsupportedError(
+                f"plot writes {', '.join(known)} by the ending of the path, got {quoted(os.fspath(path))}"
+            )
+        axes = figure.subplots()
+        axes.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color="#0072b2")
+        shift = math.log2(self.suggested_scale)
+        for offset, colour, label in ((0, "#d55e00", "1"), (shift, "#009e73", f"2^{shift:g}")):
+            low = math.log2(FLOAT16.smallest_subnormal) - offset
+            high = FLOAT16.emax + 1 - offset
+            axes.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
+        axes.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
+        axes.legend()
+        write_file(path, lambda file: figure.savefig(file, format=suffix))
+
+
+def suggest_scale(grads: Any) -> float:
+    """Return the largest power of two that keeps the largest gradient below 65504, float16's largest number.
+
+    Inf and NaN do not count. Without a gradient that is finite and not zero the answer is 1.
+
+    Parameters
+    ----------
+    grads : container of arrays
+        Unscaled: float64, float32, bfloat16 or float16, of any library.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        If something is no array, or no array of floats.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> suggest_scale({"w": np.float32([1e-7, 3e-3])})
+    16777216.0
+    """
+    return _scale([_host(x) for x in leaves(grads)])
+
+
+def gradient_report(grads: Any) -> GradientReport:
+    """Count gradients by their exponents, and what float16, bfloat16 and TF32 lose of them.
+
+    Parameters
+    ----------
+    grads : container of arrays
+        Unscaled, as for :func:`suggest_scale`. Arrays on a GPU are copied to the host.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        If something is no array, or no array of floats.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> print(gradient_report([np.float32([1e-9, 1e-3])]))
+    2 gradients: 0 zero, 0 Inf or NaN, others from 1e-09 to 0.001; suggested scale 3.35544e+07
+      format          scale      lost  subnormal  overflow
+      float16             1  50.0000%     0.0000%   0.0000%
+      bfloat16            1   0.0000%     0.0000%   0.0000%
+      tf32                1   0.0000%     0.0000%   0.0000%
+      float16   3.35544e+07   0.0000%     0.0000%   0.0000%
+      bfloat16  3.35544e+07   0.0000%     0.0000%   0.0000%
+      tf32      3.35544e+07   0.0000%     0.0000%   0.0000%
+    """
+    arrays = [_host(x) for x in leaves(grads)]
+    elements = sum(x.size for x in arrays)
+    zeros = elements - sum(int(np.count_nonzero(x)) for x in arrays)
+    scale = _scale(arrays)
+    questions = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
+    found = np.zeros((len(questions), 3), np.int64)
+    histogram = np.zeros(2100, np.int64)
+    smallest = largest = math.nan
+    for magnitudes in _blocks(arrays):
+        smallest = float(np.fmin(smallest, magnitudes.min()))
+        largest = float(np.fmax(largest, magnitudes.max()))
+        histogram += np.bincount(np.frexp(magnitudes)[1] - 1 - _LEAST, minlength=2100)
+        for i, (s, f) in enumerate(questions):
+            found[i] += _fates(magnitudes * s, f)
+    counted = int(histogram.sum())
+    return GradientReport(
+        elements,
+        zeros,
+        elements - zeros - counted,
+        smallest,
+        largest,
+        scale,
+        {i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
+        tuple(
+            FormatShares(f.name, s, *map(float, row))
+            for (s, f), row in zip(questions, found / max(counted, 1), strict=True)
+        ),
+    )
+
+
+def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
+    """Return how many are lost, subnormal and overflowing, as rounding to nearest has it."""
+    half = to.smallest_subnormal / 2
+    # A tie goes to zero, which is even; TF32 rounds ties away.
+    lost = magnitudes < half if to is TF32 else magnitudes <= half
+    # Half a unit beyond the largest number, ties upwards: the largest number is odd.
+    limit = to.largest * (1 + to.unit_roundoff / (2 - 2 * to.unit_roundoff))
+    below = int(np.count_nonzero(magnitudes < to.smallest_normal * (1 - to.unit_roundoff)))
+    missing = int(np.count_nonzero(lost))
+    return missing, below - missing, int(np.count_nonzero(magnitudes >= limit))
+
+
+def _blocks(arrays: list[Any]) -> Iterator[Any]:
+    """Yield magnitudes that are finite and not zero, as float64."""
+    for array in arrays:
+        flat = array.reshape(-1)
+        for first in range(0, flat.size, _BLOCK):
+            block = np.abs(flat[first : first + _BLOCK].astype(np.float64))
+            block = block[np.isfinite(block) & (block > 0)]
+            if block.size:
+                yield block
+
+
+def _scale(arrays: list[Any]) -> float:
+    largest = max((float(block.max()) for block in _blocks(arrays)), default=0.0)
+    if not largest:
+        return 1.0
+    fraction, exponent = math.frexp(largest)
+    top = math.frexp(FLOAT16.largest)
+    shift = top[1] - exponent - (fraction >= top[0])
+    return math.ldexp(1.0, max(-126, min(127, shift)))
+
+
+def _host(array: Any) -> Any:
+    """Return an array of floats as NumPy's, in host memory."""
+    name = dtype_name(array)
+    if name not in FLOATS:
+        raise DTypeError(f"gradients are of {', '.join(FLOATS)}, got {name}; cast them first")
+    library = library_name(array)
+    if library == "torch":
+        array = array.detach().cpu()
+    elif library == "cupy":
+        array = array.get()
+    elif library == "jax":
+        array = np.asarray(array)
+    view = library_of(array).view(array)
+    if not view.device.is_host:
+        raise ArrayError(
+            f"gradients on {view.device} are known only by DLPack; copy them to the host"
+        )
+    return view.ndarray()

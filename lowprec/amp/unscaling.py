@@ -1,0 +1,264 @@
+"""Gradients divided by the scale, with the look for Inf and NaN in the same pass, library by library.
+
+What is found stays where the arrays are: nothing here waits for a GPU. Whether a gradient is finite is asked of the
+gradient as it came, before the division, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowprec.amp.containers import leaves, mapped
+from lowprec.amp.rules import GradientTypeError
+from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import unscaling as host_unscaling
+from lowprec.errors import ArrayError, DTypeError, ShapeError
+
+#: Element types of gradients.
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
+    """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
+
+    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device, and ``bool`` of
+    it waits for the device.
+    """
+    arrays = leaves(grads)
+    if not arrays:
+        raise ArrayError("no gradients to unscale; pass a container with at least one array")
+    targets: list[Any] = [] if out is not None else [None] * len(arrays)
+    if out is not None:
+        mapped(lambda _, target: targets.append(target), grads, out)
+    for x, target in zip(arrays, targets, strict=True):
+        _check(x, target)
+    # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
+    inverse = np.float32(1.0 / scale)
+    groups: dict[Any, list[int]] = {}
+    names: dict[type, str] = {}
+    first: dict[Any, int] = {}  # by what is written, the gradient that comes first
+    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
+        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        if target is not None:
+            written = _elements(target, name)
+            if first.setdefault(written, i) != i:
+                if _elements(x, name) != _elements(arrays[first[written]], name):
+                    raise ArrayError("out holds one array for two gradients; give each its own")
+                continue  # the gradient of weights that are tied, in two places of the container
+        device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
+        groups.setdefault((name, device), []).append(i)
+    results: list[Any] = [None] * len(arrays)
+    flags = []
+    for (library, _), members in groups.items():
+        work = _WORK.get(library, _by_namespace)
+        own = [targets[i] for i in members]
+        found, flag = work([arrays[i] for i in members], own, inverse)
+        flags.append(flag)
+        for i, result in zip(members, found, strict=True):
+            results[i] = result
+    if out is not None:
+        return out, flags
+    following = iter(results)
+    return mapped(lambda _: next(following), grads), flags
+
+
+def _elements(array: Any, library: str) -> Any:
+    """Return what is the same for views of the same elements, as far as the library tells; else for one object."""
+    if library == "numpy" and array.size:
+        return data_pointer(array), array.shape, array.strides
+    if library == "torch" and (values := _values(array)).numel():
+        return values.data_ptr(), values.shape, values.stride()
+    return id(array)
+
+
+def _values(tensor: Any) -> Any:
+    """Return the elements of a tensor as a dense one; of a sparse one as they are, not coalesced."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def _library(array: Any) -> str:
+    library = library_name(array)
+    if library == "dlpack" and hasattr(array, "__array_namespace__"):
+        library = type(array).__module__.partition(".")[0]
+    return library
+
+
+def check_gradient(array: Any, *, coo: bool = False) -> str:
+    """Return the element type of a gradient; raise for one, or a layout, that it must not have but PyTorch's COO."""
+    name = dtype_name(array)
+    if name == "float16":
+        raise GradientTypeError(
+            "float16 gradients must not be unscaled: what is small is lost again. Keep master weights in float32 "
+            "(lowprec.amp.MasterWeights) and cast their gradients to float32 first"
+        )
+    if name not in DTYPES:
+        raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
+    # PyTorch's: a flag for its coordinates, and none for rows, columns and blocks.
+    if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
+        values = "coalesce().values()" if array.is_sparse else "values()"
+        if not (coo and array.is_sparse):
+            raise ArrayError(f"a sparse gradient: pass grad.{values}")
+    return name
+
+
+def _check(array: Any, target: Any) -> None:
+    name = check_gradient(array, coo=True)
+    if target is None or target is array:
+        return
+    if type(target) is not type(array) or dtype_name(target) != name:
+        raise DTypeError(
+            f"out holds {type(target).__name__} of {dtype_name(target)} beside a gradient that is "
+            f"{type(array).__name__} of {name}; make both alike"
+        )
+    if shape_of(target) != shape_of(array):
+        raise ShapeError(
+            f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}"
+        )
+    if getattr(target, "is_sparse", False) != getattr(array, "is_sparse", False):
+        raise ArrayError("out is a sparse tensor if and only if the gradient is; make both alike")
+
+
+def _new(
+    empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]
+) -> list[Any]:
+    """Return the targets, new arrays for those that are missing."""
+    pairs = zip(arrays, targets, strict=True)
+    return [empty_like(x) if out is None else out for x, out in pairs]
+
+
+# -- NumPy, and what is known only by DLPack ------------------------------------------------------
+
+
+def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
+    for out in results:
+        if not out.flags.writeable:
+            raise ArrayError("out is read-only; pass an array that may be written")
+    return results, host_unscaling.unscale(list(zip(arrays, results, strict=True)), inverse)
+
+
+def _by_dlpack(
+    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
+) -> tuple[list[Any], Any]:
+    views = [library_of(x).view(x) for x in arrays]
+    if not all(view.device.is_host for view in views):
+        raise ArrayError(
+            "gradients that are known only by DLPack are unscaled in host memory; pass arrays of PyTorch, JAX or "
+            "CuPy, for example by their from_dlpack"
+        )
+    own = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
+    results, flag = _by_numpy([view.ndarray() for view in views], own, inverse)
+    return [DLPackArray(x) for x in results], flag
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+
+def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    torch: Any = sys.modules["torch"]
+    device = arrays[0].device
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    factor = torch.full((), float(inverse), dtype=torch.float32, device=device)
+    with torch.no_grad():
+        results = _new(torch.empty_like, arrays, targets)
+        for dtype in {x.dtype for x in arrays}:
+            # One kernel each for all tensors of an element type.
+            pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
+            # A detached sparse tensor has indices of its own.
+            apart = [
+                (x.detach(), out if out.is_sparse else out.detach())
+                for x, out in pairs
+                if out is not x
+            ]
+            if apart:
+                torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
+            own = [_values(out.detach()) for _, out in pairs]
+            torch._amp_foreach_non_finite_check_and_unscale_(own, flag, factor)
+    return results, flag
+
+
+def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    """Queue one kernel for all arrays of an element type, on CuPy's current stream."""
+    from lowprec.backends.cuda import unscaling
+
+    cupy: Any = sys.modules["cupy"]
+    if cupy.cuda.runtime.is_hip or not unscaling.is_usable():
+        return _by_namespace(arrays, targets, inverse)
+    library = library_of(arrays[0])
+    device = library.view(arrays[0]).device
+    with cupy.cuda.Device(device.index):
+        results = _new(cupy.empty_like, arrays, targets)
+        # What has gaps, or overlaps, is copied before and after.
+        pairs = [
+            (x, out)
+            if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr)
+            else (cupy.array(x, order="C"),) * 2
+            for x, out in zip(arrays, results, strict=True)
+        ]
+        runs: dict[Any, list[unscaling.Run]] = {}
+        for x, out in pairs:
+            run = unscaling.Run(x.data.ptr, out.data.ptr, x.size)
+            runs.setdefault(library.view(x).dtype, []).append(run)
+        stream = library.current_stream(device) or 0
+        table = unscaling.unscale(runs, float(inverse), device.index, stream, cupy.asarray)
+        for result, (_, out) in zip(results, pairs, strict=True):
+            if out is not result:
+                result[...] = out
+    return results, table[:1]
+
+
+def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    jax: Any = sys.modules["jax"]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        raise ArrayError(
+            "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
+            "lowprec.amp.functional inside jit, or unscale what the compiled function returns"
+        )
+    if any(out is not None for out in targets):
+        raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
+    return _jax_program(jax)(list(arrays), inverse)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _jax_program(jax: Any) -> Any:
+    @jax.jit  # type: ignore[untyped-decorator]
+    def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
+        found = functools.reduce(
+            jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays]
+        )
+        # A bfloat16 is multiplied in float32 and rounded once.
+        return [(x * inverse).astype(x.dtype) for x in arrays], found
+
+    return program
+
+
+def _by_namespace(
+    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
+) -> tuple[list[Any], Any]:
+    """Multiply and look in two passes, by the functions of the Array API."""
+    xp = array_module(arrays[0])
+    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
+    results = []
+    for x, out in zip(arrays, targets, strict=True):
+        result = x * float(inverse)
+        if out is not None:
+            out[...] = result
+            result = out
+        results.append(result)
+    return results, flag
+
+
+_WORK = {
+    "numpy": _by_numpy,
+    "dlpack": _by_dlpack,
+    "torch": _by_torch,
+    "cupy": _by_cupy,
+    "jax": _by_jax,
+}

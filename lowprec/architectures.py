@@ -1,0 +1,55 @@
+"""Generations of NVIDIA GPUs by name, for what imitates their tensor cores."""
+
+from __future__ import annotations
+
+from enum import unique
+
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.util.enums import StrEnum
+
+
+@unique
+class Architecture(StrEnum):
+    """Generations whose tensor cores can be emulated; each is a string, so ``"hopper"`` serves as well.
+
+    Each member is a row: its name, and the first compute capability of the generation (CUDA C++ Programming Guide,
+    *Compute Capabilities*).
+    """
+
+    VOLTA = ("volta", (7, 0))
+    AMPERE = ("ampere", (8, 0))
+    ADA = ("ada", (8, 9))
+    HOPPER = ("hopper", (9, 0))
+    BLACKWELL = ("blackwell", (10, 0))
+
+    capability: tuple[int, int]
+
+    def __new__(cls, name: str, capability: tuple[int, int]) -> Architecture:
+        """Make the member of a row."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.capability = capability
+        return member
+
+    @property
+    def label(self) -> str:
+        """Name as people write it."""
+        return str(self.value).capitalize()
+
+
+def parse_architecture(name: str | Architecture) -> Architecture:
+    """Return the architecture of this name, in upper or lower case; raise UnsupportedError if there is none.
+
+    Examples
+    --------
+    >>> parse_architecture("Hopper").capability
+    (9, 0)
+    """
+    if isinstance(name, str):
+        for architecture in Architecture:
+            if architecture.value == name.strip().lower():
+                return architecture
+    raise UnsupportedError(
+        f"architecture {quoted(name)} is not one whose tensor cores are emulated; choose one of: "
+        f"{', '.join(Architecture)}"
+    )

@@ -1,0 +1,370 @@
+"""DLPack: reading other libraries' capsules, and an array that exports its own.
+
+Source: ``dlpack.h`` of DLPack 1.0 and the Python specification in the Array API standard.
+
+Two decisions keep this file free of C callbacks, which would have to survive the end of the interpreter:
+
+- A capsule is *held*, never renamed. As long as its name is ``dltensor`` its own destructor calls the producer's
+  deleter, exactly once, when the last reference to it goes.
+- An exported capsule is NumPy's own. NumPy refuses bfloat16 and float8, so their bits are exported as unsigned
+  integers and the type code in the fresh capsule is set to the true one. So is the device, where the memory is not the
+  host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import sys
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device, HostView
+from lowprec.errors import ArrayError, BackendError, LowprecError
+from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
+from lowprec.util.strides import contiguous_strides, reach
+
+_LEGACY = b"dltensor"
+_VERSIONED = b"dltensor_versioned"
+_MAJOR = 1
+_READ_ONLY = 1 << 0
+_IS_COPIED = 1 << 1
+
+# Pinned host memory is host memory to whoever reads it, and managed memory is read on the GPU that DLPack names.
+_HOST_TYPES = frozenset({1, 3, 11})
+_DEVICE_TYPES = {13: 2}
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``, with the device and the type written out flat."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """``DLManagedTensorVersioned``; the older ``DLManagedTensor`` begins with its tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+# Calls of the C API through PyGILState wait for ever in a subinterpreter. An object of ``ctypes.pythonapi`` is asked
+# by subscript, so that its prototype is not shared.
+_current, _main = (ctypes.pythonapi[f"PyInterpreterState_{name}"] for name in ("Get", "Main"))
+_current.restype = _main.restype = ctypes.c_void_p
+if _current() != _main():
+    raise BackendError(
+        "lowprec cannot be imported in a subinterpreter; import it in the main one (with mod_wsgi, "
+        "WSGIApplicationGroup %{GLOBAL})"
+    )
+
+_CAPSULE = type(np.empty(0).__dlpack__())
+_TENSOR_OFFSET: int = _Versioned.tensor.offset
+_INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
+
+# Own prototypes: the functions of ``ctypes.pythonapi`` are shared by every package of the process.
+_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _open(capsule: object) -> tuple[_Tensor, int]:
+    """Return the tensor in a capsule that nobody has consumed, and the flags of its version (0 if it has none)."""
+    if type(capsule) is not _CAPSULE:
+        raise ArrayError(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
+    name = _get_name(capsule)
+    if name == _LEGACY:
+        return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
+    if name != _VERSIONED:
+        raise ArrayError(
+            f"__dlpack__ returned a capsule named {name!r}, which holds no array to read"
+        )
+    address = _get_pointer(capsule, _VERSIONED)
+    managed = _Versioned.from_address(address)
+    if managed.major != _MAJOR:
+        raise ArrayError(
+            f"the array was exported as DLPack {managed.major}.{managed.minor}; lowprec reads DLPack {_MAJOR}"
+        )
+    return _Tensor.from_address(address + _TENSOR_OFFSET), managed.flags
+
+
+def view_of_capsule(capsule: object) -> ArrayView:
+    """Return the view of a DLPack capsule, which the view holds until it dies.
+
+    Raises ArrayError if the capsule has been consumed, is of another major version, or describes no array that memory
+    can hold, DTypeError if the element type is not supported.
+    """
+    tensor, flags = _open(capsule)
+    dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
+    ndim = tensor.ndim
+    if not 0 <= ndim < len(_INTEGERS) or (ndim and not tensor.shape):
+        raise ArrayError(f"the DLPack capsule describes no array: ndim is {ndim}")
+    integers = _INTEGERS[ndim]
+    shape = tuple(integers.from_address(tensor.shape)) if ndim else ()
+    # Null strides, legal before DLPack 1.2, mean row-major.
+    if tensor.strides and ndim:
+        strides = tuple(integers.from_address(tensor.strides))
+    else:
+        strides = contiguous_strides(shape)
+    address = (tensor.data or 0) + tensor.byte_offset
+    if not tensor.data and 0 not in shape:
+        raise ArrayError(f"the DLPack capsule of shape {shape} has no data: its pointer is null")
+    _check_extent(shape, strides, address, dtype.itemsize)
+    device = _device(tensor.device_type, tensor.device_id)
+    copied = "the array's library exported a copy" if flags & _IS_COPIED else None
+    view = ArrayView(
+        dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
+    )
+    return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
+
+
+def _check_extent(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int
+) -> None:
+    """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
+    if shape and min(shape) < 0:
+        raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
+    nbytes = itemsize * (prod(shape) or prod(length or 1 for length in shape))
+    first, last = (0, 0) if 0 in shape else reach(shape, strides)
+    if address + first * itemsize < 0 or max(address + last * itemsize, nbytes) > sys.maxsize:
+        raise ArrayError(
+            f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
+            f"from address {address:#x}"
+        )
+
+
+def _aligned_copy(view: ArrayView) -> ArrayView:
+    if not view.device.is_host:
+        raise ArrayError(
+            f"the {view.dtype} array on {view.device} is not aligned to its element size"
+        )
+    array = np.array(view.ndarray(), order="C")
+    strides = contiguous_strides(view.shape)
+    reason = "its memory is not aligned to the element size"
+    return HostView(view.dtype, view.shape, strides, CPU, array, view.read_only, None, reason)
+
+
+def _device(kind: int, index: int) -> Device:
+    return CPU if kind in _HOST_TYPES else Device(_DEVICE_TYPES.get(kind, kind), index)
+
+
+def device_of(array: Any) -> Device:
+    """Return where an array with ``__dlpack_device__`` says it is; memory that the host can read is the CPU's.
+
+    Raises ArrayError if it refuses to tell, or names no device.
+    """
+    try:
+        said = array.__dlpack_device__()
+    except Exception as error:
+        raise _refusal(array, error) from error
+    try:
+        kind, index = map(
+            operator.index, said
+        )  # an Enum of the array's library counts as its number
+    except (TypeError, ValueError):
+        raise ArrayError(
+            f"{_name(array)} names no device by DLPack: __dlpack_device__ returned {said!r}, not two integers"
+        ) from None
+    return _device(kind, index)
+
+
+def import_array(array: Any, stream: int | None = None) -> ArrayView:
+    """Return the view of any array with ``__dlpack__``; an ArrayError quotes a library that refuses to export it.
+
+    ``stream`` is the consumer's, as the standard numbers them; None is host memory, or CUDA's legacy default stream.
+    """
+    keywords = {} if stream is None else {"stream": stream}
+    try:
+        try:
+            capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
+        except TypeError as error:
+            if not _lacks_max_version(error):
+                raise
+            capsule = array.__dlpack__(**keywords)
+    except Exception as error:
+        raise _refusal(array, error) from error
+    return view_of_capsule(capsule)
+
+
+def _lacks_max_version(error: TypeError) -> bool:
+    """Whether a producer from before DLPack 1.0 has refused the keyword, and not a newer one something else.
+
+    A producer that is taken for an old one cannot say that its memory is read-only. Nothing is remembered: an object
+    may pass its calls on to others of either kind.
+    """
+    if isinstance(error, LowprecError):
+        return False
+    # Refused by the call itself, no frame of the producer's was entered; or further in, where it was passed on.
+    frames = error.__traceback__
+    return frames is None or frames.tb_next is None or "max_version" in str(error)
+
+
+def _refusal(array: Any, error: Exception) -> ArrayError:
+    return ArrayError(f"{_name(array)} refuses to be exported by DLPack: {error}")
+
+
+def _name(array: Any) -> str:
+    kind = type(array)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# Unsigned integers that carry the bits of types that NumPy does not export.
+_CARRIERS: dict[DType, np.dtype[Any]] = {
+    DType.BFLOAT16: np.dtype(np.uint16),
+    DType.FLOAT8_E4M3FN: np.dtype(np.uint8),
+    DType.FLOAT8_E5M2: np.dtype(np.uint8),
+}
+
+
+class DLPackArray:
+    """A result for a library that lowprec knows only by DLPack, on the device of the operands.
+
+    Read it with that library's ``from_dlpack``; in host memory also with ``numpy.asarray``. None of them copies.
+    Unlike NumPy it exports bfloat16 and float8 under their true types. On a GPU the work that fills it may still be
+    running; the reader's stream waits for it, as DLPack has it, and for a reader that names none the host waits.
+
+    Parameters
+    ----------
+    memory : numpy.ndarray
+        The elements; bfloat16 and float8 as ml_dtypes has them. It is shared, not copied.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> array = DLPackArray(numpy.ones((2, 3), numpy.float32))
+    >>> array
+    DLPackArray(shape=(2, 3), dtype='float32')
+    >>> float(numpy.from_dlpack(array).sum())
+    6.0
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_memory")
+
+    def __init__(self, memory: NDArray[Any]) -> None:
+        self._dtype = FROM_NUMPY.get(memory.dtype) or dtype_from_name(memory.dtype.name)
+        self._memory = memory
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        """The elements as a NumPy array, shared."""
+        return self._memory
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return self._memory.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._memory.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._memory.size
+
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+        return self._dtype.label
+
+    @property
+    def device(self) -> Device:
+        """Where the elements are."""
+        return CPU
+
+    def __repr__(self) -> str:
+        return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r})"
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        if copy:
+            return np.array(self._memory, dtype=dtype, copy=True)
+        wanted = self._memory.dtype if dtype is None else np.dtype(dtype)
+        if wanted == self._memory.dtype:
+            return self._memory
+        if copy is False:
+            raise ValueError(f"conversion from {self.dtype} to {wanted.name} needs a copy")
+        return self._memory.astype(wanted)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.device.type, self.device.index)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        device, consumer = self.device, self._consumer(stream)
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"the array is on {device} and is not exported to device {dl_device}")
+        exported = self._copy() if copy else self
+        exported._hand_over(consumer)
+        return export(exported._memory, self._dtype, max_version, device=device, copied=bool(copy))
+
+    def _consumer(self, stream: Any) -> int:
+        """Return the stream that a consumer names; -1 for none."""
+        if stream not in (None, -1):
+            raise BufferError(f"host memory has no stream; stream must be None, not {stream!r}")
+        return -1
+
+    def _hand_over(self, consumer: int) -> None:
+        """Have a consumer's stream wait for the elements: in host memory they are there."""
+
+    def _copy(self) -> DLPackArray:
+        return DLPackArray(self._memory.copy())
+
+
+def export(
+    memory: NDArray[Any],
+    dtype: DType,
+    max_version: tuple[int, int] | None,
+    *,
+    device: Device = CPU,
+    copied: bool = False,
+) -> object:
+    """Return a capsule that holds an array, of the newest version of DLPack that the consumer reads.
+
+    The elements are not touched, so that ``memory`` may be at another device's address; ``dtype`` is their true type,
+    and ``copied`` tells whether they were copied for this export.
+    """
+    carrier = _CARRIERS.get(dtype)
+    exported = memory if carrier is None else memory.view(carrier)
+    is_versioned = max_version is not None and max_version[0] >= _MAJOR
+    capsule: object = exported.__dlpack__(max_version=max_version if is_versioned else None)
+    if carrier is None and device is CPU and not copied:
+        return capsule
+    tensor, _ = _open(capsule)
+    tensor.code = dtype.dlpack_code
+    tensor.device_type, tensor.device_id = device
+    if copied and _get_name(capsule) == _VERSIONED:
+        _Versioned.from_address(_get_pointer(capsule, _VERSIONED)).flags |= _IS_COPIED
+    return capsule

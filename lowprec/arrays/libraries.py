@@ -1,0 +1,184 @@
+"""Which library an array belongs to.
+
+Libraries are found in ``sys.modules``: an array of a library can only exist where the caller has imported it, so
+lowprec never imports one itself. Every type is looked up once.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import ml_dtypes
+import numpy as np
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.device_array import DeviceArray
+from lowprec.arrays.dlpack import DLPackArray
+from lowprec.arrays.dlpack_library import DLPACK
+from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
+from lowprec.arrays.prepared_view import Prepared
+from lowprec.arrays.view import ArrayView
+from lowprec.errors import ArrayError, ElsewhereError
+
+
+class OptionalLibrary(NamedTuple):
+    """A library that need not be there: the class of its arrays, the adapter and what distributes it.
+
+    The adapter, ``"module:class"``, is imported with the first of its arrays.
+    """
+
+    array_class: str
+    adapter: str
+    distributions: tuple[str, ...]
+
+
+_CUPY = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
+
+#: By module name.
+OPTIONAL = {
+    "torch": OptionalLibrary("Tensor", "lowprec.arrays.torch_library:TorchLibrary", ("torch",)),
+    "jax": OptionalLibrary("Array", "lowprec.arrays.jax_library:JaxLibrary", ("jax",)),
+    "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
+}
+
+_DASK = (
+    "a Dask array, which is lazy, has no elements that can be read: lowprec has matmul and contractions of it; else "
+    "pass array.compute()"
+)
+
+_INSTANCES: dict[str, Library] = {}
+_BY_TYPE: dict[type, Library] = {
+    np.ndarray: NUMPY,
+    np.memmap: NUMPY,
+    DLPackArray: DLPACK,
+    DeviceArray: DLPACK,
+}
+
+# Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.
+_DLPACK_TYPES: WeakSet[type] = WeakSet()
+
+
+def library_of(array: Any) -> Library:
+    """Return the library of an array.
+
+    Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
+    that changes what the elements mean. The message names the way out.
+    """
+    found = _BY_TYPE.get(type(array))
+    return _look_up(array) if found is None else found
+
+
+def view_of_b(array: Any) -> ArrayView:
+    """Return the view of the second operand of a product, which may be a prepared one."""
+    return array._view if isinstance(array, Prepared) else library_of(array).view(array)
+
+
+def _look_up(array: Any) -> Library:
+    kind = type(array)
+    if kind in _DLPACK_TYPES:
+        return DLPACK
+    found = _find(array)
+    if array.__class__ is not kind:  # a proxy, which stands for an array of any type
+        return found
+    if found is not DLPACK:
+        _BY_TYPE[kind] = found
+    elif hasattr(kind, "__dlpack__"):
+        _DLPACK_TYPES.add(kind)
+    return found
+
+
+def _find(array: Any) -> Library:
+    if isinstance(array, np.ndarray):
+        raise NumpyLibrary.refuse_subclass(array)
+    name = _optional_name(array)
+    if name is not None:
+        library = _instance(name)
+        library.check_type(array)
+        return library
+    if is_dask_array(array):
+        raise ElsewhereError(_DASK, "lowprec.dask:matmul")
+    if isinstance(array, Prepared):
+        raise ElsewhereError(
+            "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
+            "linear; pass the array itself",
+            road="",
+        )
+    if isinstance(array, type) or not (
+        hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    ):
+        raise ArrayError(
+            f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
+            f"{_what(array)}; wrap it with numpy.asarray"
+        )
+    return DLPACK
+
+
+def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
+    """Return operands of a product and addends, those that JAX types weakly as arrays of the type it gives them.
+
+    A weakly typed operand takes the result type of all operands, an addend that of the operands and itself.
+    """
+    if not any(_is_weak(x) for x in (*operands, *addends)):
+        return (*operands, *addends)
+    kinds = [_kind(x) for x in operands]
+    result_type = sys.modules["jax"].numpy.result_type
+    return (
+        *(x.astype(result_type(*kinds)) if _is_weak(x) else x for x in operands),
+        *(x.astype(result_type(*kinds, x)) if _is_weak(x) else x for x in addends),
+    )
+
+
+def _is_weak(x: Any) -> bool:
+    return getattr(x, "weak_type", False) is True and hasattr(x, "astype")
+
+
+def _kind(x: Any) -> Any:
+    """Return what JAX promotes: a weakly typed array, else an element type."""
+    label = str(getattr(x, "dtype", None)).rpartition(".")[2]
+    return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
+
+
+def is_dask_array(array: Any) -> bool:
+    """Whether an array is Dask's, which has no elements to read."""
+    return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
+
+
+def _optional_name(array: Any) -> str | None:
+    for name, row in OPTIONAL.items():
+        array_class = getattr(sys.modules.get(name), row.array_class, None)
+        if array_class is not None and isinstance(array, array_class):
+            return name
+    return None
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is an array of some library, readable or not; a description of an array is none."""
+    return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
+
+
+def library_name(array: Any) -> str:
+    """Return the name of the library whose own functions take this array.
+
+    They take more than lowprec reads in place: a tracer, a tensor that requires grad, a tensor subclass. For these
+    :func:`library_of` raises, and this does not.
+
+    Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
+    """
+    return _optional_name(array) or library_of(array).name
+
+
+def _instance(name: str) -> Library:
+    library = _INSTANCES.get(name)
+    if library is None:
+        made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+        library = _INSTANCES.setdefault(name, made)  # another thread may have been first
+    return library
+
+
+def _what(array: Any) -> str:
+    kind = type(array)
+    name = kind.__qualname__
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"

@@ -1,0 +1,152 @@
+"""An array's own library: its namespace, its element types by name, casts, and the arrangement of axes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.libraries import is_dask_array, library_name, library_of
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.errors import ArrayError, quoted
+from lowprec.formats import dtype_from_name
+
+#: Where the libraries that are known by name keep these functions.
+_MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
+
+
+def array_module(array: Any) -> Any:
+    """Return the Array API namespace of an array's library, or what that library has in its place."""
+    return namespace_of(array)._xp
+
+
+def namespace_of(array: Any) -> Namespace:
+    """Return the functions of an array's library; raise ArrayError if it has no Array API namespace."""
+    kind = type(array)
+    if kind in _BY_TYPE:
+        return _BY_TYPE[kind]
+    module = "dask.array" if is_dask_array(array) else _MODULES.get(library_name(array))
+    if module is not None:
+        found = _BY_TYPE[kind] = Namespace(sys.modules[module])
+        return found
+    if hasattr(array, "__array_namespace__"):
+        return Namespace(array.__array_namespace__())
+    raise ArrayError(
+        f"{quoted(type(array).__qualname__)} has no Array API namespace, by which axes are arranged and elements cast; "
+        "pass an array of NumPy, PyTorch, JAX, CuPy or of a library with the Array API"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which NumPy builds in each call
+
+
+def dtype_label(dtype: Any) -> str:
+    """Return the name of a library's element type: ``"float32"`` of ``torch.float32``.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> dtype_label(numpy.dtype(">f4"))
+    'float32'
+    """
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of an array's element type, also of one that is known only by DLPack."""
+    dtype = getattr(array, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
+    return library_of(array).view(array).dtype.label if dtype is None else dtype_label(dtype)
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Return the lengths of an array's axes."""
+    return tuple(array.shape if hasattr(array, "shape") else library_of(array).view(array).shape)
+
+
+def cast(array: Any, label: str) -> Any:
+    """Return an array with elements of another type.
+
+    It is returned as it is where it has that type already, or its library has no such type (the Array API's own has no
+    float16, and JAX none of 64 bits where they are off).
+
+    Examples
+    --------
+    >>> import numpy
+    >>> cast(numpy.ones(2, numpy.float32), "bfloat16").dtype.name
+    'bfloat16'
+    """
+    if dtype_name(array) == label:
+        return array
+    if hasattr(array, "astype"):  # NumPy's scalars have it, too
+        jax = sys.modules.get("jax")
+        wide = label in ("float64", "complex128")
+        if wide and jax and isinstance(array, jax.Array) and not jax.config.jax_enable_x64:
+            return array
+        return array.astype(NUMPY_DTYPES[dtype_from_name(label)])
+    xp = array_module(array)
+    dtype = getattr(xp, label, None)
+    if dtype is None:
+        return array
+    return array.to(dtype) if hasattr(array, "to") else xp.astype(array, dtype)
+
+
+class Namespace:
+    """What contractions need of one library."""
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        names = ("permute_dims", "permute", "transpose")  # PyTorch has the second, Dask the third
+        self._permute = next(getattr(xp, name) for name in names if hasattr(xp, name))
+
+    def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
+        """Return ``x`` with its axes in this order."""
+        return x if order == tuple(range(len(order))) else self._permute(x, order)
+
+    def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """Return ``x`` with its axes in this order, reshaped."""
+        return self.reshaped(self.permuted(x, order), shape)
+
+    def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """Return ``x`` in another shape."""
+        if tuple(x.shape) == shape:
+            return x
+        if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
+            if 0 in x.shape:
+                return self._xp.zeros_like(x, shape=shape, chunks=shape)
+            x = x.rechunk(tuple(tuple(n for n in axis if n) for axis in x.chunks))
+        return self._xp.reshape(x, shape)
+
+    def last(self, x: Any, axis: int) -> Any:
+        """Return ``x`` with this axis last."""
+        rest = [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
+        return self.permuted(x, (*rest, axis % len(x.shape)))
+
+    def diagonal(self, x: Any, first: int, second: int) -> Any:
+        """Return the diagonals over two axes, as the last axis."""
+        rest = [i for i in range(len(x.shape)) if i not in (first, second)]
+        last = self.permuted(x, (*rest, first, second))
+        if hasattr(self._xp.linalg, "diagonal"):
+            return self._xp.linalg.diagonal(last)
+        return self._xp.diagonal(last, 0, len(rest), len(rest) + 1)
+
+    def ones(self, n: int, like: Any) -> Any:
+        """Return ``n`` ones of the element type of ``like``, on its device."""
+        if hasattr(like, "new_ones"):
+            return like.new_ones(n)
+        return self._xp.ones((n,), dtype=like.dtype)
+
+    def conjugated(self, x: Any) -> Any:
+        """Return the complex conjugate; what is real stays as it is."""
+        return self._xp.conj(x) if "complex" in str(x.dtype) else x
+
+
+_BY_TYPE: dict[type, Namespace] = {}

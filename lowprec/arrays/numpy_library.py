@@ -1,0 +1,119 @@
+"""NumPy, with the element types of ml_dtypes."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowprec.arrays.base import Library
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, data_pointer
+from lowprec.errors import ArrayError
+from lowprec.formats import DType, dtype_from_name
+from lowprec.util.strides import contiguous_strides
+
+#: Bytes. JAX adopts memory that is aligned so, and kernels write it in whole lines.
+CACHE_LINE = 64
+#: Results from here on are aligned: many are written past the caches.
+_LARGE_BYTES = 1 << 20
+
+# By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
+# bits of a byte stride that this shift would lose.
+_ENTRIES = {
+    numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1)
+    for d, numpy_dtype in NUMPY_DTYPES.items()
+}
+
+
+def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
+    """Return the view of a NumPy array.
+
+    A foreign byte order, misaligned data and byte strides that are no multiple of the element size cannot be
+    expressed in elements: those arrays are copied, and the view says why.
+    """
+    entry = _ENTRIES.get(array.dtype)
+    flags = array.flags
+    if entry is None or not flags.aligned:
+        return _view_of_copy(array)
+    dtype, shift, lost = entry
+    strides = array.strides
+    if len(strides) == 2:  # almost every call; the loop below costs 0.3 us more
+        first, second = strides
+        if (first | second) & lost:
+            return _view_of_copy(array)
+        strides = (first >> shift, second >> shift)
+    else:
+        for stride in strides:
+            if stride & lost:
+                return _view_of_copy(array)
+        strides = tuple([s >> shift for s in strides])
+    return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, None, copied)
+
+
+def _view_of_copy(array: NDArray[Any]) -> ArrayView:
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    entry = _ENTRIES.get(native)
+    dtype = dtype_from_name(native.name) if entry is None else entry[0]
+    if array.dtype != native:
+        reason = "its byte order is not this machine's"
+    elif not array.flags.aligned:
+        reason = "its memory is not aligned to the element size"
+    else:
+        reason = "its byte strides are no multiples of the element size"
+    copy = np.array(array, NUMPY_DTYPES[dtype], order="C")
+    strides = contiguous_strides(copy.shape)
+    return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array that begins with a cache line; its memory belongs to its base."""
+    try:
+        raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
+    except (MemoryError, ValueError):  # ValueError: no such size exists
+        return np.empty(shape, dtype)  # which says for what there is no memory
+    return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
+
+
+class NumpyLibrary(Library):
+    """NumPy arrays: read and written in place by their own attributes."""
+
+    name = "numpy"
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of a NumPy array."""
+        return host_view(array)
+
+    view_another = view
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of a new NumPy array."""
+        numpy_dtype = NUMPY_DTYPES[dtype]
+        large = prod(shape) * numpy_dtype.itemsize >= _LARGE_BYTES
+        array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
+        return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
+
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
+        """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
+        return buffer if buffer.ndim else buffer[()]
+
+    @staticmethod
+    def refuse_subclass(array: NDArray[Any]) -> ArrayError:
+        """Return the error for an array whose class changes what its elements mean (masks, units, ``*``)."""
+        name = type(array).__name__
+        if isinstance(array, np.ma.MaskedArray):
+            return ArrayError(
+                f"{name} is not accepted: a matrix product cannot carry its mask; pass array.filled(0), or "
+                "array.data to ignore the mask"
+            )
+        return ArrayError(
+            f"{name} is not accepted: the result would be a plain numpy.ndarray and lose what the subclass adds; "
+            "pass numpy.asarray(array)"
+        )
+
+
+#: The one instance.
+NUMPY = NumpyLibrary()

@@ -1,0 +1,183 @@
+"""PyTorch tensors, by their own attributes."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any, NoReturn
+
+from lowprec.arrays import huge_pages
+from lowprec.arrays.base import Library
+from lowprec.arrays.torch_interception import (
+    ROAD,
+    probes_of,
+    refuse_interception,
+    refuse_tangent,
+)
+from lowprec.arrays.view import CPU, ArrayView, Device
+from lowprec.errors import ArrayError, ElsewhereError
+from lowprec.formats import DType, dtype_from_name
+from lowprec.util.strides import contiguous_strides
+
+# torch's device types and DLPack's; those without a memory address (meta, xla, ...) are missing.
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
+_ROCM = 10
+
+_WITH_GRAD = (
+    "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), "
+    "or call inside torch.no_grad()"
+)
+
+
+class TorchLibrary(Library):
+    """PyTorch: plain tensors and parameters, on any device with addresses.
+
+    A tensor that requires grad is refused while gradients are recorded, because the product would silently drop
+    out of the graph. Inside ``torch.no_grad()`` or ``torch.inference_mode()`` nothing is lost, and the weights of
+    a model are read as ``torch.matmul`` reads them there.
+    """
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._torch_dtypes = {d: getattr(torch, d.label) for d in DType if hasattr(torch, d.label)}
+        self._dtypes = {t: d for d, t in self._torch_dtypes.items()}
+        self._grad_enabled = torch.is_grad_enabled
+        self._probes = probes_of(torch)
+        self._forward_ad = torch.autograd.forward_ad
+        self._device_types = dict(_DEVICE_TYPES)
+        if getattr(torch.version, "hip", None):
+            self._device_types["cuda"] = _ROCM
+        self.device_of = functools.cache(self._device_of)
+        self._accepted = (torch.Tensor, torch.nn.Parameter)
+        # What its compiled code allocates with takes a third of the time; older versions lack it.
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
+        # What torch's own compiler calls: 0.1 us, where torch.cuda.current_stream makes an object first.
+        self._raw_stream = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda i: torch.cuda.current_stream(i).cuda_stream,
+        )
+
+    def check_type(self, array: Any) -> None:
+        """Refuse tensors whose class stands for something other than strided memory."""
+        kind = type(array)
+        if kind not in self._accepted:
+            tensor, parameter = self._accepted
+            plain = tensor.__torch_dispatch__
+            acts = getattr(kind, "__torch_dispatch__", plain) is not plain
+            if not acts and getattr(kind, "__torch_function__", None) in (
+                parameter.__torch_function__,
+                MethodType(tensor.__torch_function__.__func__, kind),
+            ):
+                return  # it only adds attributes
+            refuse = functools.partial(ElsewhereError, road=ROAD) if acts else ArrayError
+            raise refuse(
+                f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
+                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
+                "tensor.as_subclass(torch.Tensor) where the subclass has memory of its own)"
+            )
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of a tensor, unless what intercepts torch's operations would miss the product."""
+        dispatch_modes, function_modes, is_tracing, transforms = self._probes
+        if dispatch_modes() or function_modes() or is_tracing() or transforms():
+            refuse_interception(self._torch)
+        return self.view_another(array)
+
+    def view_another(self, array: Any) -> ArrayView:
+        """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
+        if self._forward_ad._current_level >= 0:
+            refuse_tangent(self._torch, array)
+        copied = None
+        if array.requires_grad and self._grad_enabled():
+            raise ElsewhereError(_WITH_GRAD, ROAD)
+        dtype = self._dtypes.get(array.dtype)
+        if dtype is None:
+            self._refuse_dtype(array)
+        if array.is_neg() or (dtype.is_complex and array.is_conj()):
+            array = array.resolve_conj().resolve_neg()
+            copied = "torch had put off its conjugation or negation"
+        try:
+            address = array.data_ptr()
+            shape = tuple(array.shape)
+            strides = array.stride()
+        except RuntimeError:
+            return self._view_of_dead(array)
+        if not address and 0 not in shape:
+            return self._view_of_dead(array)
+        device = CPU if array.is_cpu else self.device_of(array.device)
+        if device is None:
+            raise self._without_memory(array)
+        return ArrayView(dtype, shape, strides, device, array, False, address, copied)
+
+    def _view_of_dead(self, array: Any) -> ArrayView:
+        """Return the view of what a transform has wrapped that has ended."""
+        unwrapped = self._torch._C._functorch.unwrap_if_dead(array)
+        if unwrapped is array:
+            raise self._without_memory(array) from None
+        return self.view_another(unwrapped)
+
+    def mark_written(self, array: Any) -> None:
+        """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""
+        self._torch.autograd.graph.increment_version(array)
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
+    ) -> ArrayView:
+        """Return the view of a new tensor on the device of ``like``, from torch's own allocator."""
+        torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
+        if device is CPU and self._empty_on_cpu is not None:
+            array = self._empty_on_cpu(shape, strides, torch_dtype)
+        else:
+            array = like.new_empty(shape, dtype=torch_dtype)
+        address = array.data_ptr()
+        if not address and 0 not in shape:
+            raise self._without_memory(array)
+        view = ArrayView(dtype, shape, strides, device, array, False, address)
+        if device is CPU and (nbytes := view.nbytes) >= huge_pages.LARGE_BYTES:
+            huge_pages.request(address, nbytes)
+        return view
+
+    def current_stream(self, device: Device) -> int | None:
+        """Return torch's current CUDA stream on the device."""
+        if device.type != self._device_types["cuda"]:
+            return None
+        return self._raw_stream(device.index) or 1
+
+    def _device_of(self, device: Any) -> Device | None:
+        """Return DLPack's name of a ``torch.device``, None if its memory has no addresses."""
+        kind = self._device_types.get(device.type)
+        if kind is None:
+            return None
+        return CPU if kind == CPU.type else Device(kind, device.index or 0)
+
+    def _refuse_dtype(self, array: Any) -> NoReturn:
+        if array.is_quantized:
+            raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
+        dtype_from_name(str(array.dtype).removeprefix("torch."))
+        raise AssertionError(f"{array.dtype} is supported and was not recognised")
+
+    def _without_memory(self, array: Any) -> ArrayError:
+        if array.layout is not self._torch.strided:
+            return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
+        if array.is_nested:
+            return ArrayError(
+                "the torch tensor is nested; multiply its parts, from tensor.unbind()"
+            )
+        if array.is_meta:
+            return ElsewhereError(
+                "the torch tensor is on device 'meta', where it has no memory that can be read",
+                ROAD,
+            )
+        if self.device_of(array.device) is None:
+            return ArrayError(
+                f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "
+                "move it to the CPU or a GPU"
+            )
+        return ArrayError(
+            "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
+            "FSDP.summon_full_params), or torch holds its elements elsewhere; pass a tensor that has them"
+        )

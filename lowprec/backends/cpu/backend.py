@@ -1,0 +1,110 @@
+"""Executes plans on the CPU.
+
+:func:`prepare` turns a plan into a function of the operands. All decisions were made in the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from lowprec.arrays import CPU, ArrayView, Device
+from lowprec.arrays.numpy_library import NUMPY
+from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import, packed_products
+from lowprec.backends.cpu.device import capabilities as capabilities
+from lowprec.backends.cpu.info import info as info
+from lowprec.backends.cpu.packed import micro_kernels, run
+from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, imported
+from lowprec.formats import DType
+from lowprec.planning import GemmPlan, plan_gemm
+
+_BY_UNITS = (packed_products.execute, packed_products.execute_job, run.execute, run.execute_batch)
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the function that executes a plan for this CPU; safe to call from several threads at once."""
+    if 0 in plan.out_shape:
+        return _nothing
+    if plan.layout.k == 0:
+        return functools.partial(fp32_units.execute, plan)
+    row = plan.kernel_row
+    if row.micro_kernel or row.requires == "numba":
+        if _numba_has_failed():
+            return prepare(_without_numba(plan))
+    elif _converts(plan) or plan.problem.activation:
+        casting.can_compile()
+    make: Callable[[GemmPlan], Executor] = imported(plan.kernel_row.executor)
+    return make(plan)
+
+
+def _converts(plan: GemmPlan) -> bool:
+    """Whether operands are rounded, or numbers of 16 or 8 bits are read or written: numba's kernels do that."""
+    dtypes = (plan.problem.a.dtype, plan.problem.b.dtype, plan.out_dtype)
+    return any(plan.rounded) or any(x.bits < 32 for x in dtypes)
+
+
+def _numba_has_failed() -> bool:
+    return bool(numba_import.failure()) or (casting.has_kernels() and numba_import.fails())
+
+
+def _without_numba(plan: GemmPlan) -> GemmPlan:
+    """Return the plan of a product on what the CPU can do now that importing numba has failed."""
+    casting.has_kernels.cache_clear()
+    micro_kernels.obstacle.cache_clear()
+    device.forget()
+    return plan_gemm(plan.problem, capabilities(CPU), plan.mode)
+
+
+def _nothing(_: Arguments) -> None:
+    """Compute a result that has no elements."""
+
+
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> AbstractContextManager[ArrayView]:
+    """Return a new row-major array in host memory."""
+    return nullcontext(NUMPY.allocate(shape, dtype, device, None))
+
+
+def release_memory() -> None:
+    """Give the buffers of all threads that nobody uses back to the system."""
+    buffers.release_all()
+
+
+def staging_dtype(dtype: DType) -> DType:
+    """Return the same type: NumPy copies all."""
+    return dtype
+
+
+def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
+    """Write the elements of ``source`` to ``out``, an array of the same shape and dtype."""
+    out.ndarray()[...] = source.ndarray()
+
+
+def stopwatch(arguments: Arguments) -> None:
+    """Return None: the host's clock tells, because a product is done when its executor returns."""
+
+
+def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
+    """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
+    by_kernel = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
+    # What holds narrower numbers in float32 multiplies on FP32 units.
+    by_units = by_kernel and plan.kernel_row.holds_in is None
+    return ExecutionInfo(by_units and not (plan.fallback and packed_products.fell_back()))
+
+
+def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+    """Return nothing: the plan itself says all that there is to say."""
+    return ()
+
+
+def tune(
+    execute: Executor,
+    arguments: Arguments,
+    *,
+    candidates: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[AlgorithmTiming, ...]:
+    """Return nothing: the CPU's kernels have no algorithms to choose from."""
+    return ()

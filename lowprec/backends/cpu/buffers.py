@@ -1,0 +1,162 @@
+"""Reusable, page-aligned scratch memory.
+
+A fresh large allocation costs more than the work done in it (the kernel zeroes every page on the first touch: about
+50 ms for 32 MiB on a small virtual machine), so packed operands and intermediate blocks are in buffers that are handed
+back and used again.
+
+Every thread keeps its own free buffers, so that a worker finds its scratch in its own cache. All threads together
+retain at most `RETAINED_LIMIT_BYTES`: beyond that, the oldest buffers of the thread that returns one are freed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays.view import data_pointer
+
+#: Upper bound on the free buffers of all threads together.
+RETAINED_LIMIT_BYTES = 512 << 20
+
+_PAGE = 4096
+_SMALLEST = 64 << 10
+#: Buffers below this size are not worth a look at what all threads retain.
+_LARGE = 1 << 20
+#: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
+_SMALL = 64 << 10
+
+
+class _Buffer(NamedTuple):
+    nbytes: int  # from the address on
+    address: int  # a multiple of a page
+    memory: np.ndarray
+
+
+class _FreeList(threading.local):
+    """The free buffers of one thread, without a lock that a fork or a signal handler could find taken."""
+
+    def __init__(self) -> None:
+        self.buffers = _Buffers()
+        _all[id(self.buffers)] = weakref.ref(self.buffers)
+
+
+class _Buffers(list[_Buffer]):
+    """A list with weak references, which leaves `_all` when its thread ends."""
+
+    _all: dict[int, weakref.ref[_Buffers]]
+
+    def __del__(self) -> None:
+        self._all.pop(id(self), None)
+
+
+#: The free list of each thread, by its id.
+_all: dict[int, weakref.ref[_Buffers]] = {}
+_Buffers._all = (
+    _all  # of the class: when the interpreter ends, this module may be cleared before the lists
+)
+_free = _FreeList()
+
+
+def _new(nbytes: int) -> _Buffer:
+    """Return a buffer of at least `nbytes`, rounded up to an eighth of its power of two: similar sizes share it."""
+    nbytes = max(nbytes, _SMALLEST)
+    step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
+    nbytes = -(-nbytes // step) * step
+    memory = np.empty(nbytes + _PAGE, np.uint8)
+    return _Buffer(nbytes, -(-data_pointer(memory) // _PAGE) * _PAGE, memory)
+
+
+def _take(nbytes: int) -> _Buffer:
+    """Return a free buffer of this thread, or a new one."""
+    buffers = _free.buffers
+    best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
+    for index, buffer in enumerate(buffers):
+        if nbytes <= buffer.nbytes < smallest:
+            best, smallest = index, buffer.nbytes
+    if best is not None and best < len(buffers):
+        found = buffers.pop(best)
+        # A signal handler that multiplied may have changed the list after it was searched.
+        if found.nbytes >= nbytes:
+            return found
+    try:
+        return _new(nbytes)
+    except MemoryError:
+        release_all()
+        return _new(nbytes)
+
+
+def _give(buffer: _Buffer) -> None:
+    """Put a buffer into the free list of this thread."""
+    buffers = _free.buffers
+    buffers.append(buffer)
+    if buffer.nbytes >= _LARGE:
+        # What was returned last is asked for next.
+        while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
+            del buffers[:1]
+
+
+class borrow:
+    """Lend scratch memory for the length of a `with` block.
+
+    Where an exception strikes while it is being taken or given back, the buffer is lost to the garbage collector; it is
+    never lent twice.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size wanted. The contents are undefined. The block gets the address of the memory, aligned to 4096 bytes.
+    """
+
+    __slots__ = ("_buffer", "_nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __enter__(self) -> int:
+        self._buffer = _take(self._nbytes)
+        return self._buffer.address
+
+    def __exit__(self, *_: object) -> None:
+        _give(self._buffer)
+
+
+class Workspace:
+    """Lends arrays until the end of a `with` block."""
+
+    __slots__ = ("_buffers",)
+
+    def __enter__(self) -> Workspace:
+        self._buffers: list[_Buffer] = []
+        return self
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised C-contiguous array."""
+        count = math.prod(shape)
+        if count * dtype.itemsize < _SMALL:
+            return np.empty(shape, dtype)
+        buffer = _take(count * dtype.itemsize)
+        self._buffers.append(buffer)
+        first = buffer.address - data_pointer(buffer.memory)
+        return np.ndarray(shape, dtype, buffer.memory, first)
+
+    def __exit__(self, *_: object) -> None:
+        while self._buffers:
+            _give(self._buffers.pop())
+
+
+def retained_bytes() -> int:
+    """Bytes held in free buffers by all threads."""
+    lists = list(_all.values())
+    return sum([buffer.nbytes for reference in lists for buffer in list(reference() or ())])
+
+
+def release_all() -> None:
+    """Give the free buffers of all threads back to the system."""
+    for reference in list(_all.values()):
+        found = reference()
+        if found is not None:
+            found.clear()

@@ -1,0 +1,257 @@
+"""float32 arrays from numbers of other storage types or precisions: by native kernels, or by NumPy without numba.
+
+The kernels read any strides and treat special values as :mod:`lowprec.backends.cpu.rounding` says; threads share the
+pieces of all arrays of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import numba_import, threads
+from lowprec.backends.cpu.rounding import round_all
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
+from lowprec.formats import NumberFormat, dtype_from_name
+from lowprec.planning.bounds import holds
+from lowprec.policy import environment
+
+_KERNELS = "lowprec.backends.cpu.casting_kernels"
+
+#: Elements that a thread takes at a time.
+_PIECE = 1 << 17
+
+#: Elements below which it costs more to wake a thread.
+_PAYS_TO_SHARE = 1 << 19
+
+#: Elements below which NumPy's own conversion between dtypes is the fastest.
+_PAYS_TO_CALL = 1 << 12
+
+#: Scratch memory that each call of a kernel may use.
+SCRATCH_BYTES = 512
+
+Kernel = Callable[..., int]
+
+
+class _Scratch(threading.local):
+    """The scratch memory of each thread, which one call of a kernel uses at a time, a signal handler's included."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(SCRATCH_BYTES, np.uint8)
+        self.address = data_pointer(self.memory)
+
+
+kernel_scratch = _Scratch()
+
+
+@functools.lru_cache(maxsize=64)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype; NumPy makes it each time, for which it imports."""
+    return dtype.name
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Whether numba is here to compile the kernels. It is not imported for that."""
+    if not numba_import.is_installed():
+        return False
+    return not environment.numba_is_off() and not numba_import.failure()
+
+
+def can_compile() -> bool:
+    """Whether the kernels can be compiled here, as importing numba for them tells."""
+    if not has_kernels():
+        return False
+    if numba_import.fails():
+        has_kernels.cache_clear()
+        return False
+    return True
+
+
+@functools.cache
+def kernels() -> Any:
+    """Return the module of native kernels."""
+    return importlib.import_module(_KERNELS)
+
+
+@functools.cache
+def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
+    """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
+    stored = dtype_from_name(dtype).format
+    casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
+    name = None if to is None else to.name
+    if to is not None and (dtype, name) not in casts and stored and holds(to, stored):
+        name = None
+    return casts.index((dtype, name)) if (dtype, name) in casts else None
+
+
+@functools.cache
+def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
+    index = cast_index(dtype, to)
+    return None if index is None else kernels().cast_kernel(index)
+
+
+def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
+    """Write arrays as float32, rounded to TF32, bfloat16, float16 or its digits; None where numbers stay what they are.
+
+    ``pairs`` are sources, and targets of the same shape, which do not overlap them or are the same. A target is
+    C-contiguous, or its transpose is. Complex numbers are rounded by component, into complex numbers. Returned is for
+    each pair whether the numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
+    """
+    elements = sum([out.size for _, out in pairs])
+    pays = _pays(elements, to)
+    pieces: list[tuple[Any, ...]] = []
+    by_numpy: list[tuple[Any, Any]] = []
+    extrema = [0] * len(pairs)
+    for number, (source, out) in enumerate(pairs):
+        if not out.flags.c_contiguous:
+            source, out = source.swapaxes(-1, -2), out.swapaxes(-1, -2)
+        kernel = None
+        if pays:
+            source, out = _as_real(source, out)
+            if out.dtype == np.float32:
+                kernel = _cast_kernel(name_of(source.dtype), to)
+        if kernel is None:
+            own = None if to is FLOAT16_DIGITS and source.dtype == np.float16 else to
+            flat = _for_numpy(source, out, own)
+            if own is not None:
+                by_numpy.append(flat)
+            if own is FLOAT16_DIGITS:
+                extrema[number] = extrema_of(flat[0])
+        elif out.size:
+            pieces += [(number, kernel, *piece) for piece in _pieces(source, out)]
+    if to is not None and by_numpy:
+        round_all(by_numpy, to)
+    if pieces:
+        for number, found in _run(pieces, elements):
+            extrema[number] = merged(extrema[number], found)
+    return (
+        [lies_apart(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
+    )
+
+
+def lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether numbers in float32 or bfloat16 lie too far apart for float16's digits, and must be scaled."""
+    pieces, extrema = [], 0
+    # Widened ones live until all have been looked at.
+    arrays = [x.astype(np.float32, copy=False) for x in arrays]
+    for x in arrays:
+        if not _pays(x.size, FLOAT16_DIGITS):
+            extrema = merged(extrema, extrema_of(np.ascontiguousarray(x)))
+            continue
+        if abs(x.strides[-2]) < abs(x.strides[-1]):
+            x = x.swapaxes(-1, -2)
+        kernel = kernels().extrema_kernel()
+        pieces += [(None, kernel, *piece) for piece in _pieces(x, x)]
+    for _, found in _run(pieces, sum([x.size for x in arrays])):
+        extrema = merged(extrema, found)
+    return lies_apart(extrema)
+
+
+def narrow(source: Any, out: Any) -> None:
+    """Write a C-contiguous array to another of its shape, rounded to nearest even where that has 16 bits.
+
+    ``out`` has any dtype and strides, and does not overlap ``source``.
+    """
+    is_narrow = name_of(out.dtype) in ("float16", "bfloat16") and source.dtype == np.float32
+    if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
+        out[...] = source
+        return
+    kernel = kernels().narrow_kernel(name_of(out.dtype))
+    # The same cut as for a cast the other way, which names what is strided first.
+    _run(
+        [
+            (0, kernel, target, address, row_stride, col_stride, rows, cols)
+            for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
+        ],
+        out.size,
+    )
+
+
+def is_ready() -> bool:
+    """Whether numba was imported with a plan, and compiles the kernels."""
+    return numba_import.is_ready() and has_kernels()
+
+
+def _pays(elements: int, to: NumberFormat | None) -> bool:
+    """Whether numba was imported with a plan, and the kernels pay."""
+    if to is None and elements < _PAYS_TO_CALL:
+        return False
+    return is_ready()
+
+
+def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
+    """Return complex arrays as arrays of their components, where strides allow it; others as they are."""
+    if out.dtype.kind != "c" or source.dtype != out.dtype or source.strides[-1] != source.itemsize:
+        return source, out
+    real = np.dtype(f"f{out.itemsize // 2}")
+    return source.view(real), out.view(real)
+
+
+def _for_numpy(source: Any, out: Any, to: NumberFormat | None) -> tuple[Any, Any]:
+    """Return arrays as contiguous float32 of one dimension, the source copied to ``out`` where it cannot be that."""
+    if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
+        with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
+            out[...] = source
+        source = out
+    if to is None:
+        return source, out
+    # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
+    return (
+        source.reshape(-1, copy=False).view(np.float32),
+        out.reshape(-1, copy=False).view(np.float32),
+    )
+
+
+def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the arguments of a kernel, but for its scratch memory."""
+    item = source.itemsize
+    if source.flags.c_contiguous:
+        start, target = data_pointer(source), data_pointer(out)
+        for first in range(0, out.size, _PIECE):
+            count = min(_PIECE, out.size - first)
+            yield start + first * item, 0, item, 1, count, target + 4 * first
+        return
+    cols = out.shape[-1]
+    rows = max(1, _PIECE // cols)
+    for matrix, result in _matrices(source, out):
+        row_stride, col_stride = matrix.strides
+        start, target = data_pointer(matrix), data_pointer(result)
+        for first in range(0, len(result), rows):
+            count = min(rows, len(result) - first)
+            at = start + first * row_stride
+            yield at, row_stride, col_stride, count, cols, target + first * cols * 4
+
+
+def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield matrices that make up two arrays: one, if the leading dimensions of both can be taken for one."""
+    cols = out.shape[-1]
+    try:
+        yield source.reshape(-1, cols, copy=False), out.reshape(-1, cols, copy=False)
+    except ValueError:
+        for index in np.ndindex(source.shape[:-2]):
+            yield source[index], out[index]
+
+
+def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
+    """Call kernels; return what each returned, with the number before it."""
+    results: list[tuple[Any, int]] = []
+    queue = iter(pieces)
+
+    def work() -> None:
+        scratch = kernel_scratch.address
+        # Taking the next element of a list's iterator is atomic.
+        for number, kernel, *arguments in queue:
+            results.append((number, kernel(*arguments, scratch)))
+
+    if elements < _PAYS_TO_SHARE:
+        work()
+    else:
+        threads.run(work, min(threads.num_threads(), len(pieces)))
+    return results

@@ -1,0 +1,166 @@
+"""What follows the product: ``out = activation(alpha * product + beta * c + bias)``, rounded once to out's dtype.
+
+The arithmetic is done in the accumulator's dtype (float32 for 16-bit results), as the epilogues of cuBLASLt do
+(cuBLAS documentation, ``cublasLtEpilogue_t``). Integers saturate: cuBLASLt adds nothing to int32 results, and oneDNN
+saturates its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.backends.cpu.gelu import gelu_float32
+from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
+from lowprec.backends.cpu.packed.jobs import anywhere, operand_of
+from lowprec.backends.cpu.packed.rows import epilogue_of
+from lowprec.backends.cpu.rounding import rounded_to_odd
+from lowprec.planning import Activation
+
+#: Elements that NumPy activates at a time, and stay in the cache; and rows of a product that a thread takes.
+_BLOCK, _PIECE = 1 << 15, 1 << 16
+
+#: Columns of a block of the packed kernels.
+_ROW = 32
+
+
+def relu(x: Any) -> Any:
+    """Replace negative elements by zero, in place; NaN stays NaN."""
+    return np.maximum(x, 0, out=x)
+
+
+def gelu(x: Any) -> Any:
+    """Apply the tanh form of GELU in place (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    if x.dtype == np.float32:
+        flat = x.reshape(-1)
+        for i in range(0, flat.size, _BLOCK):
+            flat[i : i + _BLOCK] = gelu_float32(flat[i : i + _BLOCK])
+        x[...] = flat.reshape(x.shape)
+        return x
+    np.maximum(x, np.finfo(x.dtype).min, out=x)  # of -Inf the formula makes NaN, not its limit
+    inner = np.square(x, out=np.empty_like(x))  # an array where x has no dimensions, too
+    inner *= 0.044715
+    inner += 1
+    inner *= x
+    inner *= math.sqrt(2.0 / math.pi)
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= 0.5
+    x *= inner
+    return x
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {
+    Activation.RELU: relu,
+    Activation.GELU: gelu,
+}
+
+
+def _add_saturating(product: Any, addend: Any) -> None:
+    """Add integers in place; a sum beyond the type becomes the nearest number of it."""
+    limits = np.iinfo(product.dtype)
+    lowest, highest = limits.min - np.minimum(addend, 0), limits.max - np.maximum(addend, 0)
+    np.clip(product, lowest, highest, out=product)
+    product += addend
+
+
+def apply(
+    product: Any,
+    out: Any,
+    *,
+    alpha: complex,
+    beta: complex,
+    c: Any | None,
+    bias: Any | None,
+    activation: Activation | None,
+) -> None:
+    """Apply the epilogue to ``product``, in place, and write the result to ``out``.
+
+    ``product``, ``out`` and ``c`` have one shape (..., m, n), ``bias`` has (n,). ``product`` is overwritten; it and
+    ``c`` may be ``out`` itself, which gets the result rounded to its dtype. ``c`` is not read where ``beta`` is zero,
+    as in BLAS.
+    """
+    operands = [x for x in (out, c, bias) if x is not None]
+    if (
+        product.dtype == np.float32
+        and product.flags.c_contiguous
+        and activation in ACTIVATIONS
+        and (alpha != 1 or operands[1:] or activation)
+        and casting.is_ready()
+        and all(step % x.itemsize == 0 for x in operands for step in x.strides)
+    ):
+        _apply_native(product, out, alpha.real, beta.real, c, bias, activation)
+        return
+    scalar = product.dtype.type
+    with np.errstate(all="ignore"):
+        if alpha != 1:
+            product *= scalar(alpha)
+        if c is not None and beta != 0:
+            addend = c.astype(product.dtype, copy=False)
+            product += addend if beta == 1 else addend * scalar(beta)
+        if bias is not None:
+            addend = bias.astype(product.dtype, copy=False)
+            if product.dtype.kind == "i":
+                _add_saturating(product, addend)
+            else:
+                product += addend
+        if activation is not None:
+            _ACTIVATIONS[activation](product)
+        if product is not out:
+            # ml_dtypes rounds float64 to bfloat16 by way of float32, which would be a rounding more.
+            twice = product.dtype == np.float64 and out.dtype.itemsize == 2
+            casting.narrow(rounded_to_odd(product) if twice else product, out)
+
+
+def _apply_native(
+    product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None
+) -> None:
+    """Apply the epilogue of the packed kernels, in threads where it pays."""
+    c = c if beta else None
+    arrays = [x for x in (product, out, c) if x is not None]
+    wide = _ROW // product.shape[-1]
+    if (
+        wide > 1
+        and product.size % (wide * product.shape[-1]) == 0
+        and all(x.flags.c_contiguous for x in arrays)
+    ):
+        # Several rows as one, since blocks are as wide.
+        shape = -1, wide * product.shape[-1]
+        product, out = product.reshape(shape), out.reshape(shape)
+        c = None if c is None else c.reshape(shape)
+        bias = None if bias is None else np.tile(bias, wide)
+    n = product.shape[-1]
+    vector = (
+        None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
+    )
+    place = 0 if bias is None else data_pointer(bias)
+
+    def run(piece: tuple[Any, ...]) -> None:
+        numbers, to, addend = piece
+        m = len(numbers)
+        target, other = operand_of(to), None if addend is None else operand_of(addend)
+        finish = epilogue_of(m, n, anywhere(target), other and anywhere(other), vector, activation)
+        with buffers.borrow(BLOCK_SCRATCH_BYTES) as memory:
+            at = data_pointer(numbers), target.address, other.address if other else 0, place
+            finish(*at, alpha, beta, memory)
+
+    pieces: list[tuple[Any, ...]] = []
+    for matrices in _as_matrices(product, out, c):
+        height = max(1, _PIECE // n)
+        for i in range(0, len(matrices[0]), height):
+            pieces.append(tuple(None if x is None else x[i : i + height] for x in matrices))
+    threads.share(run, pieces)
+
+
+def _as_matrices(*arrays: Any) -> list[tuple[Any, ...]]:
+    """Return matrices that make up arrays of one shape: one, if the leading dimensions of all can be taken for one."""
+    shape = arrays[0].shape
+    try:
+        return [tuple(x if x is None else x.reshape(-1, shape[-1], copy=False) for x in arrays)]
+    except ValueError:
+        return [tuple(x if x is None else x[i] for x in arrays) for i in np.ndindex(shape[:-2])]

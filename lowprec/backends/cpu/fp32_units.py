@@ -1,0 +1,238 @@
+"""Products on the ordinary floating-point units: rounded as the mode says, multiplied in FP32 or FP64.
+
+Every plan can run here. A product of two rounded operands is exact in the FP32 fused multiply-add up to the rounding
+of the sum, so these are the numbers of the tile units within the rounding of the accumulation. Where operands are
+split, an element that comes out NaN or infinite is computed again in FP32, from the operands as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
+from lowprec.backends.cpu import gemm, single_products, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
+from lowprec.backends.cpu.splitting import Split
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
+from lowprec.backends.execution import Arguments, Executor, imported
+from lowprec.formats import DType, NumberFormat
+from lowprec.modes import row
+from lowprec.planning import GemmPlan, KernelRow
+from lowprec.planning.prepared import kept_modes
+
+#: Elements of an operand or result up to which products of a batch run in slices, and those of each slice.
+_SMALL_PRODUCT, _SLICE = 1 << 14, 1 << 17
+
+#: dtypes that a BLAS multiplies.
+_BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan whose kernel has a BLAS."""
+    blas = _blas(plan.kernel_row)
+    if _is_plain(plan) and blas.takes_whole(plan.layout):
+        return blas.call(plan)
+    general = functools.partial(execute, plan)
+    if blas is not gemm.OPENBLAS or plan.kernel_row.emulates or plan.split != (1, 1):
+        return general
+    to = FLOAT16_DIGITS if any(plan.scaled) else rounding_format(plan)
+    return single_products.prepare(plan, to, general) or general
+
+
+def _blas(kernel: KernelRow) -> gemm.Blas:
+    found: gemm.Blas = imported(kernel.blas)
+    return found
+
+
+def rounding_format(plan: GemmPlan) -> NumberFormat | None:
+    """Return the format to which the mode rounds the operands, None where they stay as they are."""
+    fmt = plan.operand_format
+    return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
+
+
+def _is_plain(plan: GemmPlan) -> bool:
+    """Whether the product of the arrays as they are is all that the plan asks for."""
+    problem, layout = plan.problem, plan.layout
+    return (
+        plan.compute_dtype in _BLAS_DTYPES
+        and problem.a.dtype is problem.b.dtype is plan.out_dtype
+        and plan.accumulator is plan.compute_dtype
+        and rounding_format(plan) is None
+        and len(plan.schedule) == 1
+        and not problem.has_epilogue
+        and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
+    )
+
+
+def execute(plan: GemmPlan, arguments: Arguments) -> None:
+    """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
+    kept = arguments.b if type(arguments.b) is PreparedView else None
+    if kept is not None and kept.mode not in kept_modes(plan):
+        kept = None
+    stacks = stacks_of(plan, arguments)
+    if kept or stacks.out.ndim == 2:
+        execute_stacks(plan, plan.kernel_row, arguments, stacks, kept)
+    else:
+        threads.share(
+            lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), _slices(stacks)
+        )
+
+
+def _slices(stacks: Stacks) -> list[Stacks]:
+    """Return a batch of small products in slices which stay in the cache; other batches whole."""
+    a, b, out, c, bias = stacks
+    each = max([x.shape[-2] * x.shape[-1] for x in (a, b, out)])
+    if (
+        out.ndim < 3
+        or each > _SMALL_PRODUCT
+        or not a.ndim == b.ndim == out.ndim
+        or 1 in (len(a), len(b))
+    ):
+        return [stacks]
+    step = max(1, _SLICE * len(out) // max(1, a.size, b.size, out.size))
+    found = []
+    for i in range(0, len(out), step):
+        part = slice(i, i + step)
+        found.append(Stacks(a[part], b[part], out[part], None if c is None else c[part], bias))
+    return found
+
+
+def execute_stacks(
+    plan: GemmPlan,
+    kernel: KernelRow,
+    arguments: Arguments,
+    stacks: Stacks,
+    kept: PreparedView | None = None,
+) -> None:
+    """Run a plan, or a slice of its batch, on the BLAS of a kernel: the plan's own, or its fallback.
+
+    ``arguments`` give the factors, ``stacks`` the arrays in matrix form. ``kept`` is the view of a prepared ``b``,
+    which keeps what is made of it.
+    """
+    with_epilogue(
+        plan,
+        arguments,
+        stacks,
+        lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept),
+    )
+
+
+def with_epilogue(
+    plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]
+) -> None:
+    """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
+    dtype = NUMPY_DTYPES[plan.accumulator]
+    # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
+    if stacks.out.dtype == dtype and stacks.c is None:
+        multiply(stacks.out)
+        if plan.problem.has_epilogue:
+            apply_epilogue(plan, arguments, stacks.out, stacks)
+        return
+    with Workspace() as workspace:
+        product = workspace.array(stacks.out.shape, dtype)
+        multiply(product)
+        apply_epilogue(plan, arguments, product, stacks)
+
+
+def _sum_products(
+    plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, kept: PreparedView | None
+) -> None:
+    """Run the schedule of a plan into ``out``."""
+    if a.shape[-1] == 0:
+        out[...] = 0
+        return
+    multiply = _blas(kernel).multiply
+    if plan.compute_dtype is DType.INT8:
+        gemm.multiply_int8(multiply, a, b, out)
+        return
+    is_whole = len(plan.schedule) == 1 and plan.split == (1, 1)
+    if is_whole and not kernel.emulates:
+        with Workspace() as workspace:
+            if kept is None:
+                x, y = whole_operands(plan, (a, b), out.dtype, workspace)
+            else:
+                (x,) = whole_operands(plan, (a,), out.dtype, workspace)
+                y = _kept_split(plan, b, out.dtype, kept)
+            multiply(x.parts[0], y.parts[0], out)
+            splitting.unscale(out, x, y)
+        return
+    with Workspace() as workspace:
+        split_a = split_operand(plan, a, 0, out.dtype, workspace)
+        split_b = (
+            split_operand(plan, b, 1, out.dtype, workspace)
+            if kept is None
+            else _kept_split(plan, b, out.dtype, kept)
+        )
+        term = workspace.array(out.shape, out.dtype)
+        for product in plan.schedule:
+            x = split_a.parts[product.a_part][..., product.k_start : product.k_stop]
+            y = split_b.parts[product.b_part][..., product.k_start : product.k_stop, :]
+            to = term if product.accumulates else out
+            multiply(x, y, to)
+            with np.errstate(all="ignore"):
+                if product.factor != 1:
+                    to *= to.dtype.type(product.factor)
+                if product.accumulates:
+                    out += term
+        splitting.unscale(out, split_a, split_b)
+    if not is_whole and max(plan.split) > 1:
+        mend(kernel, a, b, out)
+
+
+def whole_operands(
+    plan: GemmPlan,
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    workspace: Workspace,
+    first: int = 0,
+) -> list[Split]:
+    """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
+    if any(plan.scaled):
+        return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), workspace, first)
+    return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), workspace)]
+
+
+def split_operand(
+    plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], workspace: Workspace
+) -> Split:
+    """Return an operand (0 for ``a``, 1 for ``b``) as the plan splits it."""
+    fmt = rounding_format(plan)
+    axis = (-1, -2)[operand] if plan.scaled[operand] else None
+    return splitting.split(x, dtype, row(plan.scheme), fmt, plan.split[operand], axis, workspace)
+
+
+def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
+    """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
+    emulates = plan.kernel_row.emulates
+    how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
+    key = (*how, data_pointer(b), b.shape, b.strides)
+
+    def make() -> Form:
+        with Workspace() as workspace:
+            if plan.split[1] > 1 or emulates:
+                parts, exponents = split_operand(plan, b, 1, dtype, workspace)
+            else:
+                ((parts, exponents),) = whole_operands(plan, (b,), dtype, workspace, first=1)
+            made = Split([part.copy(order="K") for part in parts], exponents)
+        return Form(made, sum(part.nbytes for part in made.parts))
+
+    found: Split = kept.form(key, make)
+    return found
+
+
+def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+    """Put FP32's own NaN and infinities, by the BLAS of a kernel, where a sum of products of parts is not finite."""
+    lost = ~np.isfinite(out)
+    if not lost.any():
+        return
+    with Workspace() as workspace:
+        x, y = splitting.rounded((a, b), out.dtype, None, workspace)
+        product = workspace.array(out.shape, out.dtype)
+        _blas(kernel).multiply(x, y, product)
+        np.copyto(out, product, where=lost)

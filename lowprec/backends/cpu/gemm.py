@@ -1,0 +1,175 @@
+"""Products of matrices that already hold what the mode says, by lowprec's OpenBLAS or by NumPy's BLAS."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays import NUMPY_DTYPES
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import batches, casting
+from lowprec.backends.cpu.buffers import Workspace
+from lowprec.backends.cpu.openblas import has_room, loaded_openblas
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
+
+_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
+
+#: Shape and strides in bytes of an array of at least two dimensions.
+_Extents = tuple[tuple[int, ...], tuple[int, ...]]
+
+#: Computes ``out = a @ b`` for the arrays that begin at three addresses.
+_Call = Callable[[int, int, int], None]
+
+
+def _stack(dtype: np.dtype[Any], extents: _Extents, batch: tuple[int, ...] = ()) -> MatrixStack:
+    """Return the matrices of an array whose strides are multiples of its elements, broadcast to a batch."""
+    (*own, rows, cols), steps = extents
+    *strides, row_stride, col_stride = (step // dtype.itemsize for step in steps)
+    strides = [x if n > 1 else 0 for n, x in zip(own, strides, strict=True)]
+    missing = [0] * (len(batch) - len(own))
+    return MatrixStack.of(
+        _DTYPES[dtype], rows, cols, row_stride, col_stride, batch, (*missing, *strides)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_expressible(dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if any(step % dtype.itemsize for step in strides):
+        return False
+    return _stack(dtype, (shape, strides), shape[:-2]).blas_expressible
+
+
+def is_blas_expressible(x: Any) -> bool:
+    """Return whether BLAS can read the last two dimensions of ``x`` in place, as they are or transposed."""
+    return x.flags.c_contiguous or _is_expressible(x.dtype, x.shape, x.strides)
+
+
+def _in_place_or_copy(x: Any) -> Any:
+    return x if is_blas_expressible(x) else np.ascontiguousarray(x)
+
+
+def multiply_numpy(a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
+    a, b = (x if x.flags.c_contiguous else _in_place_or_copy(x) for x in (a, b))
+    with np.errstate(all="ignore"):
+        if out.flags.c_contiguous or is_blas_expressible(out):
+            np.matmul(a, b, out=out)
+        else:
+            out[...] = np.matmul(a, b)
+
+
+def multiply_openblas(a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast.
+
+    Where a limit leaves no memory for it, NumPy does that.
+    """
+    if not has_room():
+        multiply_numpy(a, b, out)
+        return
+    a, b = _in_place_or_copy(a), _in_place_or_copy(b)
+    target = out if is_blas_expressible(out) else np.empty(out.shape, out.dtype)
+    call = _openblas_product(out.dtype, *((x.shape, x.strides) for x in (a, b, target)))
+    call(data_pointer(a), data_pointer(b), data_pointer(target))
+    if target is not out:
+        out[...] = target
+
+
+@functools.lru_cache(maxsize=1024)
+def _openblas_product(dtype: np.dtype[Any], a: _Extents, b: _Extents, out: _Extents) -> _Call:
+    batch = out[0][:-2]
+    return library_product(
+        _stack(dtype, a, batch), _stack(dtype, b, batch), _stack(dtype, out, batch)
+    )
+
+
+def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
+    """Return what multiplies the matrices of stacks; small batches keep how far each is from the first."""
+    library = loaded_openblas()
+    if not out.batch_shape:
+        return library.product(a, b, out)
+    product, matrices = library.batch(a, b, out), (a, b, out, None)
+    few = math.prod(out.batch_shape) <= batches.KEPT
+    kept = _columns(batches.offsets_of(matrices)) if few else None
+
+    def multiply(*first: int) -> None:
+        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
+        product(offsets + np.array(first, np.int64)[:, None])
+
+    return multiply
+
+
+def _columns(table: Any) -> Any:
+    """Return the columns of a, b and out, from a table with a row for each product."""
+    return np.ascontiguousarray(table[:, :3].T)
+
+
+#: Products of int8 are at most 2^14 in size, so sums of this many are exact in float32.
+_INT8_CHUNK = 1024
+
+
+def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, with float32 products of short sums."""
+    float32 = np.dtype(np.float32)
+    with Workspace() as workspace:
+        x, y, z = (workspace.array(array.shape, float32) for array in (a, b, out))
+        casting.cast([(a, x), (b, y)], None)
+        for first in range(0, a.shape[-1], _INT8_CHUNK):
+            last = first + _INT8_CHUNK
+            multiply(x[..., first:last], y[..., first:last, :], z)
+            if first:
+                out += z.astype(np.int32)
+            else:
+                out[...] = z
+
+
+# -- one call of the library on the arrays as they are --------------------------------------------
+
+
+def _numpy_call(plan: GemmPlan) -> Executor:
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        with np.errstate(all="ignore"):
+            np.matmul(a.ndarray(), b.ndarray(), out=out.ndarray())
+
+    return execute
+
+
+def _openblas_call(plan: GemmPlan) -> Executor:
+    by_library, by_numpy = _library_call(plan), _numpy_call(plan)
+
+    def execute(arguments: Arguments) -> None:
+        (by_library if has_room() else by_numpy)(arguments)
+
+    return execute
+
+
+def _library_call(plan: GemmPlan) -> Executor:
+    product = library_product(plan.layout.a, plan.layout.b, plan.layout.out)
+
+    def execute(arguments: Arguments) -> None:
+        a, b, out = arguments[:3]
+        product(a.address, b.address, out.address)
+
+    return execute
+
+
+class Blas(NamedTuple):
+    """A library that multiplies arrays which hold what the mode says."""
+
+    #: Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
+    multiply: Callable[[Any, Any, Any], None]
+    #: Whether one call of the library can run the products of a layout.
+    takes_whole: Callable[[GemmLayout], bool]
+    call: Callable[[GemmPlan], Executor]  # returns the executor that makes that call
+
+
+#: It takes the arrays with their batches, so not a batch as rows.
+NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
+
+#: It takes the addresses of all matrices.
+OPENBLAS = Blas(multiply_openblas, lambda layout: True, _openblas_call)

@@ -1,0 +1,239 @@
+"""The CPU's kernels, as data: what each needs, costs and multiplies. The most welcome first.
+
+Costs are in units of an FP32 flop. Those of AMX are ratios that
+``benchmarks/bench_gemm.py`` measured on two threads of a Xeon, matrices of 2048 x 2048, less the packing: there
+``numpy.matmul`` on float32 does 3.7e11 flops a second, tile kernels round and pack 2.8e9 elements a second (a row times
+a matrix), and NumPy rounds 1.3e9. Those of vector units were measured on two threads of a Zen 5.
+"""
+
+from __future__ import annotations
+
+from lowprec.formats import DType
+from lowprec.planning import KernelRow, Summation, Why
+
+_MICRO_KERNELS = "lowprec.backends.cpu.packed.micro_kernels"
+
+_TILES = KernelRow(
+    name="",
+    units="",
+    executor="lowprec.backends.cpu.packed_products:prepare",
+    cost_per_element=130.0,
+    summation=Summation.TILES,
+    products_per_complex=4,
+    reads_any_strides=True,
+    single_product=True,
+    keeps_b=True,
+    # Below these, most of what the kernel does is padding.
+    minimum_elements=8_000,
+    minimum_elements_complex=100_000,
+    minimum_k=16,
+    minimum_extent_complex=64,
+)
+
+AMX_BF16 = _TILES._replace(
+    name="amx_bf16",
+    units="bfloat16 tile units (AMX)",
+    formats=frozenset({"bfloat16"}),
+    micro_kernel=f"{_MICRO_KERNELS}:AMX_BF16",
+    requires="amx_bf16",
+    missing="no bfloat16 tile units (AMX)",
+    instruction_sets=("avx512_bf16", "amx_tile", "amx_bf16"),
+    cost_per_flop=0.09,
+)
+
+#: A TF32 or float16 value is the exact sum of two bfloat16 values.
+AMX_BF16_PAIR = AMX_BF16._replace(
+    name="amx_bf16_pair",
+    units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
+    formats=frozenset({"tf32", "float16"}),
+    cost_per_flop=0.35,
+    # These take the long way to the kernel, since it may decline.
+    minimum_elements=20_000,
+    parts=2,
+    fallback=Why.NOT_FINITE_IN_TWO_PARTS,
+)
+
+#: All products of parts in one pass; a product costs as it does where there is one, which is an estimate.
+AMX_BF16_PARTS = AMX_BF16._replace(
+    name="amx_bf16_parts",
+    units="bfloat16 tile units (AMX), all products of parts in one pass",
+    single_product=False,
+    sums_products=True,
+    minimum_elements=20_000,
+    fallback=Why.NOT_FINITE_IN_PARTS,
+)
+
+#: Of TF32 parts, each the exact sum of two.
+AMX_BF16_PAIR_PARTS = AMX_BF16_PARTS._replace(
+    name="amx_bf16_pair_parts",
+    units="bfloat16 tile units (AMX), all products of parts, each the exact sum of two, in one pass",
+    formats=frozenset({"tf32"}),
+    cost_per_flop=AMX_BF16_PAIR.cost_per_flop,
+    parts=2,
+)
+
+AMX_INT8 = _TILES._replace(
+    name="amx_int8",
+    units="int8 tile units (AMX)",
+    formats=frozenset({"int8"}),
+    micro_kernel=f"{_MICRO_KERNELS}:AMX_INT8",
+    requires="amx_int8",
+    missing="no int8 tile units (AMX)",
+    instruction_sets=("amx_tile", "amx_int8"),
+    cost_per_flop=0.06,
+)
+
+#: Bfloat16 parts of TF32 and float16 values would not pay here: four products at half the cost of one in FP32.
+AVX512_BF16 = _TILES._replace(
+    name="avx512_bf16",
+    units="bfloat16 vector units (AVX512-BF16)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_BF16",
+    formats=frozenset({"bfloat16"}),
+    requires="avx512_bf16",
+    missing="no bfloat16 vector units (AVX512-BF16)",
+    instruction_sets=("avx512_bf16",),
+    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
+    minimum_elements=9_000,
+    # Of smaller ones most is padding.
+    minimum_batch_flops=50_000,
+    minimum_k=0,
+    cost_per_flop=0.4,
+    cost_per_element=40.0,
+    summation=Summation.PAIRS,
+)
+
+#: Several products never pay next to one in FP32, but next to as many.
+AVX512_BF16_PARTS = AVX512_BF16._replace(
+    name="avx512_bf16_parts",
+    units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
+    single_product=False,
+    sums_products=True,
+    minimum_elements=0,
+    fallback=Why.NOT_FINITE_IN_PARTS,
+)
+
+AVX512_VNNI = AVX512_BF16._replace(
+    name="avx512_vnni",
+    units="int8 vector units (AVX512-VNNI)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_VNNI",
+    formats=frozenset({"int8"}),
+    requires="avx512_vnni",
+    missing="no int8 vector units (AVX512-VNNI)",
+    instruction_sets=("avx512_vnni",),
+    minimum_elements=0,
+    # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
+    minimum_batch_flops=12_000,
+    cost_per_flop=0.25,
+    cost_per_element=10.0,
+)
+
+AVX_VNNI = AVX512_VNNI._replace(
+    name="avx_vnni",
+    units="int8 vector units (AVX-VNNI)",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX_VNNI",
+    requires="avx_vnni",
+    missing="no int8 vector units (AVX-VNNI)",
+    instruction_sets=("avx_vnni",),
+    cost_per_flop=0.55,
+)
+
+#: Reading the matrix is all that it costs, so nothing else is as fast where there are few vectors.
+GEMV = KernelRow(
+    name="gemv",
+    units="FP32 units, rounding a matrix that meets 1 to 4 vectors as it is read",
+    executor="lowprec.backends.cpu.matrix_vector:prepare",
+    formats=frozenset({"tf32", "bfloat16", "float16"}),
+    requires="numba",
+    missing="numba is not installed",
+    cost_per_element=0.0,
+    holds_in=DType.FLOAT32,
+    single_product=True,
+    keeps_b=True,
+    real_only=True,
+    vectors=range(1, 5),
+    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
+    minimum_elements=49_152,
+)
+
+#: Nothing is rounded, but a BLAS's product of matrices packs what it reads.
+GEMV_FP32 = GEMV._replace(
+    name="gemv_fp32",
+    units="FP32 units, reading a matrix that meets 2 to 4 vectors once",
+    formats=frozenset({"float32"}),
+    vectors=range(2, 5),
+    # OpenBLAS has kernels that do not pack, for fewer.
+    minimum_elements=400_000,
+)
+
+#: A fourth of the bytes to read, and no packing of what is read once.
+GEMV_INT8 = GEMV._replace(
+    name="gemv_int8",
+    units="integer vector units, widening a matrix of int8 that meets 1 to 4 vectors as it is read",
+    formats=frozenset({"int8"}),
+    holds_in=None,
+    keeps_b=False,
+    # Below, what packs passes its padding in the time in which this one is called.
+    minimum_elements=100_000,
+)
+
+#: What has no units of its own is rounded and widened while it is packed.
+AVX512_FP32_ROUNDED = AVX512_BF16._replace(
+    name="avx512_fp32_rounded",
+    units="FP32 vector units (AVX-512), rounding the operands as they are packed",
+    micro_kernel=f"{_MICRO_KERNELS}:AVX512_FP32",
+    formats=frozenset({"tf32", "bfloat16", "float16"}),
+    requires="avx512_fp32",
+    missing="no AVX-512, or AMX beside it",
+    instruction_sets=(),
+    cost_per_flop=1.0,
+    cost_per_element=0.0,
+    holds_in=DType.FLOAT32,
+    summation=Summation.SEQUENTIAL,
+    real_only=True,
+    minimum_elements=49_152,
+    # Of narrower products most is padding, or packing of a B that is used for a few rows.
+    minimum_mn=64,
+)
+
+#: A BLAS packs more often where several threads call it, but less of B before the first product.
+AVX512_FP32 = AVX512_FP32_ROUNDED._replace(
+    name="avx512_fp32",
+    units="FP32 vector units (AVX-512)",
+    formats=frozenset({"float32"}),
+    # Below, it saves less than importing numba costs.
+    minimum_elements=3_000_000,
+    minimum_batch_flops=0,
+    minimum_mn=512,
+    is_shallow=True,
+)
+
+#: numpy.matmul on the rounded operands.
+NUMPY = KernelRow(
+    name="numpy",
+    units="NumPy's BLAS",
+    executor="lowprec.backends.cpu.fp32_units:prepare",
+    blas="lowprec.backends.cpu.gemm:NUMPY",
+    cost_per_element=300.0,
+    holds_in=DType.FLOAT32,
+    keeps_b=True,
+)
+
+#: cblas_?gemm on the rounded operands.
+OPENBLAS = NUMPY._replace(
+    name="openblas",
+    units="OpenBLAS",
+    blas="lowprec.backends.cpu.gemm:OPENBLAS",
+    requires="openblas",
+    missing="scipy-openblas64 is not installed, or a limit leaves no address space for it",
+    # Numba's kernels round.
+    cost_per_element=100.0,
+    # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread whatever its setting.
+    minimum_batch_flops=(1 << 19) + 1,
+    minimum_batch_flops_vector=8_192,
+    minimum_batch_flops_complex=65_536,
+)
+
+KERNELS = (
+    GEMV, GEMV_FP32, GEMV_INT8, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8,
+    AVX512_BF16_PARTS, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
+)  # fmt: skip

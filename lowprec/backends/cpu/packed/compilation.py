@@ -1,0 +1,100 @@
+"""Compiling kernels by numba's private interfaces; all uses of them are in this file.
+
+To load one cached function, numba's public interface (``cfunc(cache=True)``) sets up its typing of NumPy, which takes
+0.33 s on top of importing numba; the machine code of `stored_code` is linked in milliseconds. If numba changes one of
+these interfaces, `numba_import.fails` notices it before the first product, and products run without the kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import compiler
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu.cpuinfo import llvm_features
+from lowprec.backends.cpu.packed import stored_code
+from lowprec.util import forking
+
+llvmlite.binding.initialize_native_asmparser()  # LLVM assembles inline assembly itself
+
+if numba.config.CPU_FEATURES is None:
+    numba.config.CPU_FEATURES = llvm_features()
+
+# numba makes its target with the first function, under a lock of its own, and then takes the compiler's. A thread that
+# compiles takes them the other way round, so two first uses at once could deadlock.
+with global_compiler_lock:
+    _TARGET = cpu_target.target_context
+forking.hold(
+    global_compiler_lock
+)  # a child could not release the lock of another thread that compiles
+
+compiled_here: list[Any] = []  # the libraries of functions that this process has compiled
+
+
+def _flags() -> compiler.Flags:
+    """Return how functions are compiled: for callers that are native code, too, and without errors of arithmetic."""
+    flags = compiler.Flags()
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = flags.nrt = True
+    flags.error_model = "numpy"
+    return flags
+
+
+def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function into the kernels that call it; ``result`` is its return type, integers are 64-bit words.
+
+    A function of ``njit`` would be typed for each literal argument, and compiled by itself, for twice the time.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        def typed(typing_context, *args):
+            words = (types.intp if isinstance(x, types.Integer) else x for x in args)
+
+            def generate(context, builder, signature, args):
+                compiled = context.compile_subroutine(builder, function, signature, flags=_flags())
+                return context.call_internal(builder, compiled.fndesc, signature, args)
+
+            return result(*words), generate
+
+        context, _ = inspect.signature(typed).parameters.values()
+        parameters = [context, *inspect.signature(function).parameters.values()]
+        typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        typed.__name__ = stored_code.made_of(function)
+        return intrinsic(typed)
+
+    return decorate
+
+
+def compile_kernel(function: Callable[..., Any], arity: int) -> int:
+    """Compile a Python function of integers that raises nothing, or load it from disk; return its address."""
+    with global_compiler_lock:
+        name = f"{stored_code.made_of(function)} {arity}"
+        return stored_code.address(name, lambda: _machine_code(function, arity))
+
+
+def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
+    """Return an object file with the symbol `stored_code.SYMBOL`, which calls the function and nothing of Python."""
+    how: Any = (types.intp,) * arity, types.intp, _flags(), {}
+    result = compiler.compile_extra(cpu_target.typing_context, _TARGET, function, *how)
+    described, library, word = result.fndesc, result.library, ir.IntType(64)
+    module = _TARGET.create_module(stored_code.SYMBOL)
+    signature, convention = (described.restype, described.argtypes), _TARGET.call_conv
+    inner_type = convention.get_function_type(*signature)
+    inner = ir.Function(module, inner_type, described.llvm_func_name)
+    outer = ir.Function(module, ir.FunctionType(word, [word] * arity), stored_code.SYMBOL)
+    builder = ir.IRBuilder(outer.append_basic_block())
+    _, value = convention.call_function(builder, inner, *signature, outer.args, attrs=("noinline",))
+    builder.ret(value)
+    library.add_ir_module(module)
+    library.enable_object_caching()  # keeps the machine code that linking makes
+    library.finalize()
+    compiled_here.append(library)
+    return bytes(library._get_compiled_object())

@@ -1,0 +1,340 @@
+"""Jobs of the macro-kernel without addresses and factors: packing, micro-kernel, blocking.
+
+All of this follows from types, shapes and strides, so a job is made once, with the plan; a product copies its words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu.casting import name_of
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
+from lowprec.backends.execution import imported
+from lowprec.formats import TF32, dtype_from_name
+from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning import MatrixStack
+from lowprec.planning.bounds import CHUNK_STEPS
+
+if TYPE_CHECKING:
+    from lowprec.backends.cpu.packed.tile_rows import Scheme
+
+#: A larger result is written past the caches.
+STREAM_BYTES = 1 << 20
+
+# Strides that are a power of two put the same line of every strip into one set of the caches.
+_STRIP_PAD = 192
+
+
+class Operand(NamedTuple):
+    """A matrix in memory."""
+
+    address: int  # of element (0, 0)
+    #: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for a result, ``"int32"``.
+    dtype: str
+    #: In elements, of either sign; 0 repeats a row or column.
+    row_stride: int
+    col_stride: int
+
+    @property
+    def transposed(self) -> Operand:
+        """The transpose, in place."""
+        return Operand(self.address, self.dtype, self.col_stride, self.row_stride)
+
+    def words(self, at: int) -> dict[int, int]:
+        """Return the strides as words of a job, which follow that of the address."""
+        item = dtype_from_name(self.dtype).itemsize
+        return {at + 1: self.row_stride * item, at + 2: self.col_stride * item}
+
+
+def operand_of(x: Any) -> Operand:
+    """Return a NumPy array of two dimensions as an operand."""
+    (row_stride, col_stride), item = x.strides, x.itemsize
+    return Operand(data_pointer(x), name_of(x.dtype), row_stride // item, col_stride // item)
+
+
+def matrix_of(stack: MatrixStack) -> Operand:
+    """Return a matrix of a stack as an operand without its address."""
+    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
+
+
+def anywhere(operand: Operand) -> Operand:
+    """Return an operand without its address."""
+    return Operand(0, *operand[1:])
+
+
+#: Address, element type, and stride in elements.
+Vector = tuple[int, str, int]
+
+
+# --- kernels ----------------------------------------------------------------------------------
+
+
+class Kernels(NamedTuple):
+    """The compiled functions for operands of some types and one rounding."""
+
+    step: int  # elements of k in a step
+    parts_a: int
+    parts_b: int
+    is_split: bool  # whether a part is the rounded rest of those before
+    words: dict[int, int]  # packing and micro-kernel
+    macro_kernel: Callable[[int, int], int]
+
+
+def _tile_config() -> Any:
+    """Palette 1, eight tiles of 16 rows of 64 bytes, as ``LDTILECFG`` reads it."""
+    config = bytearray(64)
+    config[0] = 1
+    for tile in range(8):
+        struct.pack_into("<H", config, 16 + 2 * tile, 64)
+        config[48 + tile] = 16
+    return (ctypes.c_char * 64).from_buffer_copy(config)
+
+
+#: Jobs hold its address alone, so it is never freed.
+_TILE_CONFIG = _tile_config()
+
+
+def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
+    """Return how an operand is packed for units that multiply ``storage``."""
+    every: dict[tuple[str, str], Scheme] = imported("lowprec.backends.cpu.packed.tile_rows:SCHEMES")
+    if offset:
+        return every[dtype, "offset"]
+    of_fp32 = imported("lowprec.backends.cpu.packed.tile_rows:FP32_SCHEMES")
+    table = of_fp32 if storage == "float32" else every
+    # A mode may have the parts of another; 16-bit storage is packed as it is in any mode.
+    made = {r.mode.value: (r.operand_format, r.parts) for r in TABLE}
+    alike = [mode for mode, parts in made.items() if parts == made.get(rounding)]
+    for name in (rounding, *alike, "exact"):
+        if (dtype, name) in table:
+            return table[dtype, name]
+    raise ValueError(f"no way to pack {dtype} with rounding {rounding!r}")
+
+
+def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
+    """Return which parts as they are packed are multiplied, the smallest products first."""
+    if not (a.is_split or b.is_split):
+        pairs = [(i, j) for i in range(a.parts) for j in range(b.parts)]
+        return tuple(sorted(pairs, key=sum, reverse=True))
+    found = row(MathMode(rounding))
+    # A part in TF32 is packed as the exact sum of two.
+    each = (1, 0) if found.operand_format is TF32 else (0,)
+    count = len(each)
+    return tuple(
+        (count * i + x, count * j + y)
+        for i, j in found.pairs
+        for x in each
+        for y in each
+        if count * i + x < a.parts and count * j + y < b.parts
+    )
+
+
+@lru_cache(maxsize=256)
+def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str) -> Kernels:
+    """Return the compiled kernels of a kind of product; `run.gemm` says which types go together."""
+    from lowprec.backends.cpu.packed import lingering, macro_kernel, native, packing
+
+    if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
+        raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
+    a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
+    b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
+    emit = imported(f"{__package__}.micro_kernels.{micro_kernel.module}:emit")
+    words = {
+        J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
+        J.PACK_A: packing.pack_kernel(a),
+        J.PACK_B: packing.pack_kernel(b),
+        J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding)),
+    }
+    run = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
+    lingering.use()
+    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, run)
+
+
+# --- blocking ---------------------------------------------------------------------------------
+
+
+class Blocking(NamedTuple):
+    """A job for some number of threads."""
+
+    words: bytes
+    packed_bytes: int  # of packed B
+    workspace_bytes: int  # of each thread
+    tasks: int
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
+    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread, as many for each."""
+    wanted = 1 if workers == 1 else 4 * workers
+    task_m = min(strips_m, fitting, max(4, strips_m // wanted))
+    ranges = min(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 8))
+    ranges = max(ranges, _ceil_div(strips_n, 256))
+
+    def longest(strips: int) -> tuple[int, int]:
+        """Strips of the thread that has the most tasks; of equals, larger tasks are the better."""
+        return _ceil_div(_ceil_div(strips_m, strips) * ranges, workers) * strips, -strips
+
+    if workers > 1:
+        task_m = min(range(_ceil_div(task_m, 2), task_m + 1), key=longest)
+    return task_m, _ceil_div(strips_n, ranges)
+
+
+def _blocking(
+    micro_kernel: MicroKernel, kernels: Kernels, m: int, n: int, k: int, workers: int
+) -> tuple[dict[int, int], int, int]:
+    """Return the words for the sizes of blocks, and the bytes of packed B and of a thread's workspace.
+
+    Packed B depends on k and n alone.
+    """
+    parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
+    parts = max(parts_a, parts_b)
+    steps, strips_m, strips_n = _ceil_div(k, kernels.step), _ceil_div(m, 32), _ceil_div(n, 32)
+    chunk = steps
+    if steps > CHUNK_STEPS // parts:
+        chunk = _ceil_div(steps, _ceil_div(steps, longest // parts))
+    strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
+    strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
+    fitting = max(1, micro_kernel.block_bytes // (chunk * 2048 * parts_a))
+    task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
+    acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
+    chunk_offset = acc_offset + 4096 * task_m * (1 if chunk >= steps else task_n)
+    scratch_offset = chunk_offset + (4096 if kernels.is_split else 0)
+    kept_offset = scratch_offset + int(imported(f"{__package__}.packing:SCRATCH_BYTES"))
+    kept_bytes = int(imported(f"{__package__}.result_rows:KEPT_BYTES"))
+    pack_steps = max(1, 1024 // kernels.step)
+    pack_tasks = _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
+    tasks_n = _ceil_div(strips_n, task_n)
+    words = {
+        J.M: m, J.N: n, J.K: k, J.STEPS: steps,
+        J.A_PARTS: parts_a, J.B_PARTS: parts_b,
+        J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
+        J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
+        J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps, J.PACK_B_TASKS: pack_tasks, J.PACK_TASKS: pack_tasks,
+        J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
+        J.TASKS_N: tasks_n, J.TASKS: _ceil_div(strips_m, task_m) * tasks_n,
+        J.CHUNK_STEPS: chunk,
+        # With several products to a load the second-level cache is fast enough.
+        J.INNER_STEPS: micro_kernel.inner_bytes // 2048 if parts_a * parts_b == 1 else chunk,
+        J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: scratch_offset, J.KEPT_OFFSET: kept_offset,
+        J.CHUNK_OFFSET: chunk_offset if kernels.is_split else 0,
+    }  # fmt: skip
+    return words, strips_n * strip_bytes_b, kept_offset + task_m * kept_bytes
+
+
+def words_of(fields: dict[int, int]) -> bytes:
+    """Return the words of a job, of which the others are 0."""
+    words = (ctypes.c_int64 * J.WORDS)()
+    for index, value in fields.items():
+        words[index] = value
+    return bytes(words)
+
+
+def float_bits(value: float) -> int:
+    """Return a float64 as the word that a job holds."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+# --- jobs -------------------------------------------------------------------------------------
+
+
+def epilogue_words(
+    c: Operand | None, bias: Vector | None, activation: str | None, *, transposed: bool = False
+) -> dict[int, int]:
+    """Return the words of an epilogue without addresses, with 1 for alpha and 0 for beta."""
+    words = {J.ALPHA: float_bits(1.0), J.ACTIVATION: J.ACTIVATIONS[activation]}
+    if c is not None:
+        words |= {**c.words(J.C), J.C_KIND: J.KINDS[c.dtype]}
+    if bias is not None:
+        _, dtype, stride = bias
+        along = J.BIAS_ROW_STRIDE if transposed else J.BIAS_COL_STRIDE
+        words |= {along: stride * dtype_from_name(dtype).itemsize, J.BIAS_KIND: J.KINDS[dtype]}
+    return words
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A product of two matrices without its addresses and factors."""
+
+    micro_kernel: MicroKernel
+    kernels: Kernels
+    shape: tuple[int, int, int]  # m, n, k
+    words: dict[int, int]  # kernels, strides and epilogue
+    checks_a: bool  # whether A is looked at before c, which may be the result, is overwritten
+    #: Whether this is the transpose of the caller's product, whose operands change places.
+    transposed: bool
+    is_shared: bool  # whether waking a thread pays
+    #: The result is written past the caches if it begins at a multiple of so many bytes; 0 for never.
+    stream_bytes: int
+    blockings: dict[int, Blocking]  # by number of threads
+
+    def blocking(self, workers: int) -> Blocking:
+        """Return the job for a number of threads, which is kept."""
+        words, packed_bytes, workspace_bytes = _blocking(
+            self.micro_kernel, self.kernels, *self.shape, workers
+        )
+        if self.checks_a:
+            words[J.PACK_TASKS] += words[J.TASKS] // words[J.TASKS_N]
+        made = words_of(self.words | words)
+        found = Blocking(made, packed_bytes, workspace_bytes, words[J.TASKS])
+        return self.blockings.setdefault(workers, found)
+
+
+@lru_cache(maxsize=512)
+def job_of(
+    micro_kernel: MicroKernel,
+    m: int,
+    n: int,
+    k: int,
+    a: Operand,
+    b: Operand,
+    out: Operand,
+    rounding: str,
+    c: Operand | None = None,
+    bias: Vector | None = None,
+    activation: str | None = None,
+    has_alpha: bool = False,
+) -> Job:
+    """Return the job of a product of operands whose addresses are ignored; see `run.gemm`."""
+    transposed = out.row_stride == 1 and out.col_stride != 1
+    if transposed:  # its rows are contiguous in the transpose, which is written whole
+        a, b, m, n, out = b.transposed, a.transposed, n, m, out.transposed
+        c = c and c.transposed
+    if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
+        raise ValueError(f"int8 goes with int8 into int32: {a.dtype} @ {b.dtype} -> {out.dtype}")
+    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding)
+    computes = has_alpha or any(x is not None for x in (c, bias, activation))
+    if out.dtype == "int32" and computes:
+        raise ValueError("int8 products take no alpha, beta, bias or activation")
+    epilogue_kernel = imported(f"{__package__}.epilogue:epilogue_kernel")
+    words = {
+        **kernels.words, **a.words(J.A), **b.words(J.B), **out.words(J.OUT),
+        **epilogue_words(c, bias, activation, transposed=transposed),
+        J.EPILOGUE: epilogue_kernel(out.dtype, computes),
+    }  # fmt: skip
+    item = dtype_from_name(out.dtype).itemsize
+    return Job(
+        micro_kernel, kernels, (m, n, k), words,
+        checks_a=c is not None and kernels.parts_a > 1 and not kernels.is_split,
+        transposed=transposed,
+        is_shared=m * n * k * kernels.parts_a * kernels.parts_b >= micro_kernel.shared_from,
+        stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
+        blockings={},
+    )  # fmt: skip
+
+
+def packing_job(
+    kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand
+) -> Blocking:
+    """Return a job that packs ``b`` and multiplies nothing."""
+    words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, 1, n, k, 1)
+    made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
+    return Blocking(made, packed_bytes, workspace_bytes, 0)

@@ -1,0 +1,115 @@
+"""The packed panels of a prepared operand, which any product with it multiplies.
+
+How B is packed depends on k, n, the element types and the micro-kernel, and on no other operand: strips of 32 columns,
+each whole, one after the other. Of a stack all matrices are packed with the first product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed import run
+from lowprec.backends.cpu.packed.jobs import kernels_of, operand_of, packing_job
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
+
+_PAGE = 4096
+#: Elements from which several threads pack.
+_SHARED_FROM = 1 << 20
+
+
+class Panels(NamedTuple):
+    """Matrices of B as a micro-kernel reads them, one after the other."""
+
+    memory: Any  # what holds them, which the operand may give back while a product reads it
+    #: Of the first panel of the first, and bytes from each to the next.
+    address: int
+    step: int
+    offsets: Any  # by how many bytes each is behind the first matrix of the operand, ascending
+    finite: tuple[
+        bool, ...
+    ]  # whether no value became infinite or NaN, where operands have two parts
+    dtype: str  # in which they were packed
+
+    def panels_at(self, offset: int) -> Panels:
+        """Return the panels of the matrix at an offset."""
+        i = int(np.searchsorted(self.offsets, offset))
+        return self._replace(address=self.address + i * self.step, finite=self.finite[i : i + 1])
+
+    def addresses(self, offsets: Any) -> Any:
+        """Return the addresses of the panels of matrices by their offsets."""
+        return self.address + self.step * np.searchsorted(self.offsets, offsets)
+
+
+class PackedAs(NamedTuple):
+    """What the packing of B depends on, in addition to its elements."""
+
+    micro_kernel: MicroKernel
+    a_dtype: str
+    b_dtype: str
+    rounding: str
+    component: int = 0  # 0 for the number or its real part, 1 for the imaginary part
+
+    def key(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return that by which an operand keeps its panels; its transpose has others."""
+        return (
+            self.micro_kernel.name, self.a_dtype, self.b_dtype, self.rounding, self.component, shape, strides,
+        )  # fmt: skip
+
+
+#: Returns what is packed of a matrix, in the type in which it is multiplied.
+Convert = Callable[[Any, buffers.Workspace], Any]
+
+
+def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
+    """Return the panels of a prepared matrix, or of one of a stack."""
+    offset = view.address - view.whole.address
+    return stack_of(view.whole, packed_as, convert).panels_at(offset)
+
+
+def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
+    """Return the panels of a prepared operand, made with the first product."""
+
+    def make() -> Form:
+        made = _pack(packed_as, dict(_matrices(view)), convert)
+        return Form(made, made.memory.nbytes)
+
+    found: Panels = view.form(packed_as.key(view.shape, view.strides), make)
+    return found
+
+
+def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
+    """Yield the offset of each matrix of an operand, and the matrix."""
+    x = view.ndarray()
+    if x.ndim == 1:
+        x = x[:, None]
+    steps = x.strides[:-2]
+    for index in np.ndindex(*[n if step else 1 for n, step in zip(x.shape, steps, strict=False)]):
+        yield sum(i * step for i, step in zip(index, steps, strict=True)), x[index]
+
+
+def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Panels:
+    memory, address, finite = np.empty(0, np.uint8), 0, []
+    offsets, kernels = sorted(matrices), kernels_of(*packed_as[:4])
+    for i, offset in enumerate(offsets):
+        with buffers.Workspace() as workspace:
+            x = convert(matrices[offset], workspace)
+            (k, n), b = x.shape, operand_of(x)
+            job = packing_job(kernels, packed_as.micro_kernel, n, k, b)
+            step = job.packed_bytes
+            if not i:
+                memory = np.empty(len(offsets) * step + _PAGE, np.uint8)
+                address = -(-data_pointer(memory) // _PAGE) * _PAGE
+            words = run.Words.from_buffer_copy(job.words)
+            words[J.B], words[J.B_PACKED] = b.address, address + i * step
+            workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
+            run.share(kernels.macro_kernel, ctypes.addressof(words), job.workspace_bytes, workers)
+        finite.append(not words[J.NOT_FINITE])
+    return Panels(memory, address, step, np.array(offsets), tuple(finite), packed_as.b_dtype)

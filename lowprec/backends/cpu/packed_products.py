@@ -1,0 +1,341 @@
+"""Products by lowprec's own kernel: on tile units, or on vector units for bfloat16 and int8.
+
+The kernel takes one product at a time, at any strides, and applies the epilogue as it writes. An Inf or NaN in an
+operand of two parts would meet the zero low part of the other and become NaN; the kernel sees that before it writes
+and leaves the product alone, which then runs on FP32 units with the same rounded operands.
+
+Where a mode splits the operands, the kernel forms all products of their parts in one pass, and tells where a sum is not
+finite. Such elements are computed again in FP32, from the operands as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
+from lowprec.backends.cpu import casting, fp32_units, splitting, threads
+from lowprec.backends.cpu.buffers import Workspace
+from lowprec.backends.cpu.packed import run
+from lowprec.backends.cpu.packed.job import ACTIVATIONS
+from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
+from lowprec.backends.cpu.packed.prepared_panels import (
+    Convert,
+    PackedAs,
+    Panels,
+    panels_of,
+    stack_of,
+)
+from lowprec.backends.cpu.splitting import Split
+from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
+from lowprec.backends.execution import Arguments, Executor, imported
+from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
+from lowprec.modes import row
+from lowprec.planning import GemmPlan
+from lowprec.planning.prepared import kept_modes
+
+#: The kernel's words for what float32 operands become.
+_ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
+
+_last = threading.local()
+
+
+def _rounding(plan: GemmPlan) -> str:
+    """Return the kernel's word for what becomes of the operands."""
+    if _is_split(plan):
+        return str(plan.scheme)
+    return _ROUNDINGS[fp32_units.rounding_format(plan)]
+
+
+def _is_split(plan: GemmPlan) -> bool:
+    return plan.kernel_row.sums_products
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan whose kernel has a micro-kernel."""
+    if _is_one_job(plan):
+        found = run.prepare(
+            _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan)
+        )
+        is_scaled = any(plan.scaled)
+        if found is not None and (plan.fallback or is_scaled):
+            return functools.partial(execute_job, plan, found, is_scaled)
+        if found is not None:
+            return found
+    return functools.partial(execute, plan)
+
+
+def execute_job(
+    plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments
+) -> None:
+    """Run the products of a plan as one job; product by product where one is to be scaled or computed again."""
+    if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
+        execute(plan, arguments)
+    elif job(arguments):
+        _last.fell_back = False
+    else:
+        execute(plan, arguments)
+
+
+def _is_one_job(plan: GemmPlan) -> bool:
+    """Whether a product of the plan is one job of the kernel, on operands as they are stored."""
+    problem, dtype = plan.problem, plan.compute_dtype
+    return (
+        problem.a.dtype is problem.b.dtype is dtype
+        and not dtype.is_complex
+        and not (dtype is DType.INT8 and problem.has_epilogue)
+        and problem.activation in ACTIVATIONS
+        and not (plan.fallback and problem.has_beta)  # c may be the result, and read again
+        and is_available(_micro_kernel(plan))  # nothing stands in for it
+    )
+
+
+def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
+    """Return what finds the panels of a prepared ``b``, at little cost; None where none are kept."""
+    modes = kept_modes(plan)
+    if not modes:
+        return None
+    packed_as, convert = _packing_of_b(plan)
+    key = packed_as.key(plan.problem.b.shape, plan.problem.b.strides)
+
+    def find(view: PreparedView) -> Panels | None:
+        if view.mode not in modes:
+            return None
+        form = view.forms.get(key)
+        return stack_of(view, packed_as, convert) if form is None else form.value
+
+    return find
+
+
+def execute(plan: GemmPlan, arguments: Arguments) -> None:
+    """Run a plan whose kernel has a micro-kernel."""
+    one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
+    singles = _singles(stacks_of(plan, arguments))
+    fallen: list[Stacks] = []
+
+    def run_one(single: Stacks) -> None:
+        of_single, product = arguments, one_product
+        if type(arguments.b) is PreparedView and plan.layout.batch_count > 1:
+            of_single = arguments._replace(b=arguments.b.matrix(single.b))
+        if any(plan.scaled):
+            apart = _apart(plan, of_single, single)
+            if any(apart):
+                product = functools.partial(_scaled_product, apart)
+        if not product(plan, of_single, single):
+            assert plan.fallback is not None, "only kernels with a fallback decline"
+            fallen.append(single)
+            fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
+
+    threads.share(run_one, singles)
+    _last.fell_back = bool(fallen)
+
+
+def fell_back() -> bool:
+    """Whether this thread's last product here, or one of its batch, left its units for FP32 units."""
+    return bool(_last.fell_back)
+
+
+def _singles(stacks: Stacks) -> list[Stacks]:
+    """Return the products of a batch one by one."""
+    batch = stacks.out.shape[:-2]
+    if not batch:
+        return [stacks]
+    a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (stacks.a, stacks.b))
+    c, bias = stacks.c, stacks.bias
+    return [
+        Stacks(a[i], b[i], stacks.out[i], None if c is None else c[i], bias)
+        for i in np.ndindex(batch)
+    ]
+
+
+def _micro_kernel(plan: GemmPlan) -> MicroKernel:
+    found: MicroKernel = imported(plan.kernel_row.micro_kernel)
+    return found
+
+
+def _panels(plan: GemmPlan, arguments: Arguments, component: int = 0) -> Panels | None:
+    """Return the panels of a prepared operand, None where the product packs its own."""
+    view = arguments.b
+    if type(view) is not PreparedView or view.mode not in kept_modes(plan):
+        return None
+    if not is_available(_micro_kernel(plan)):
+        return None
+    return panels_of(view, *_packing_of_b(plan, component))
+
+
+def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert]:
+    """Return how ``b`` is packed, and what converts its matrices before."""
+    a, b = (_multiplied_dtype(plan, operand) for operand in (0, 1))
+
+    def convert(x: Any, workspace: Workspace) -> Any:
+        is_complex = plan.compute_dtype.is_complex
+        return _plane(x, component, workspace) if is_complex else _as_multiplied(plan, x, 1)
+
+    return PackedAs(_micro_kernel(plan), a, b, _rounding(plan), component), convert
+
+
+def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
+    """Return in which element type the kernel gets ``a`` (0) or ``b`` (1): that of both, exact for the narrower.
+
+    What is one part of a product of parts is so in its own type.
+    """
+    if plan.compute_dtype.is_complex:
+        return "float32"
+    own = (plan.problem.a, plan.problem.b)[operand].dtype
+    is_whole = _is_split(plan) and not plan.rounded[operand]
+    return (own if is_whole else plan.compute_dtype).label
+
+
+def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
+    name = _multiplied_dtype(plan, operand)
+    return x if casting.name_of(x.dtype) == name else x.astype(name)
+
+
+def _multiply(
+    plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **epilogue: Any
+) -> bool:
+    panels = _panels(plan, arguments)
+    a = _as_multiplied(plan, single.a, 0)
+    b = single.b if panels else _as_multiplied(plan, single.b, 1)
+    return run.gemm(
+        _micro_kernel(plan), a, b, out, rounding=_rounding(plan), panels=panels, **epilogue
+    )
+
+
+def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    # Elements of split operands' products may have to be computed again, before c is added.
+    fused = plan.problem.activation in ACTIVATIONS and not (
+        _is_split(plan) and single.c is not None
+    )
+    if fused:
+        alpha, beta, activation = arguments.alpha.real, arguments.beta.real, plan.problem.activation
+        epilogue = {"alpha": alpha, "beta": beta, "c": single.c, "bias": single.bias}
+        done = _multiply(plan, arguments, single, single.out, activation=activation, **epilogue)
+        if done or not _is_split(plan):
+            return done
+    with Workspace() as workspace:
+        product = workspace.array(single.out.shape, np.dtype(np.float32))
+        done = _multiply(plan, arguments, single, product)
+        if not done and _is_split(plan):
+            done = _mend(plan, single, product)
+        if done:
+            apply_epilogue(plan, arguments, product, single)
+        return done
+
+
+def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
+    assert plan.fallback is not None, "rows that sum products of parts have one"
+    fp32_units.mend(plan.fallback, single.a, single.b, product)
+    return True
+
+
+def _complex_product(
+    plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False
+) -> bool:
+    """Compute a complex product as four real ones, two where one operand is real; with ``whole`` always as four.
+
+    Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
+    second one.
+    """
+    dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
+    micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
+    # Imaginary parts that are all zero have products that are zero, but for those with an infinity or a NaN.
+    a_parts, b_parts = (2 if whole or x.dtype.kind == "c" else 1 for x in (single.a, single.b))
+    with Workspace() as workspace:
+        a = [_plane(single.a, i, workspace) for i in range(a_parts)]
+        packed = [_panels(plan, arguments, i) for i in range(b_parts)]
+        b = [
+            single.b if panels else _plane(single.b, i, workspace)
+            for i, panels in enumerate(packed)
+        ]
+        shape = (single.a.shape[0], single.b.shape[1])
+        real, imag = sums = [workspace.array(shape, a[0].dtype) for _ in range(2)]
+        begun, finite = [False, False], True
+        for i, j in ((0, 0), (1, 1), (0, 1), (1, 0)):
+            if i < a_parts and j < b_parts:
+                to, sign = i ^ j, -1.0 if i and j else 1.0
+                beta, begun[to] = float(begun[to]), True
+                finite &= run.gemm(
+                    micro_kernel, a[i], b[j], sums[to], rounding=rounding, alpha=sign, beta=beta, c=sums[to],
+                    panels=packed[j],
+                )  # fmt: skip
+                if not (finite or _is_split(plan)):
+                    return False
+        lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
+        if lacks and not (np.isfinite(real).all() and np.isfinite(imag).all()):
+            return _complex_product(plan, arguments, single, whole=True)
+        product = workspace.array(shape, dtype)
+        product.real, product.imag = real, imag
+        if not finite:
+            _mend(plan, single, product)
+        apply_epilogue(plan, arguments, product, single)
+    return True
+
+
+def _plane(x: Any, component: int, workspace: Workspace) -> Any:
+    """Return the real part (0) or the imaginary part (1) as a float32 array of its own."""
+    plane = workspace.array(x.shape, np.dtype(np.float32))
+    plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
+    return plane
+
+
+def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
+    """Return for each operand whether it must be scaled."""
+    a, b = plan.scaled
+    return a and _lies_apart(single.a), b and _b_lies_apart(plan, arguments, single.b)
+
+
+def _lies_apart(x: Any) -> bool:
+    # Both parts of a complex number have the same factor.
+    return casting.lie_apart((x.real, x.imag) if x.dtype.kind == "c" else (x,))
+
+
+def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
+    """Whether ``b`` must be scaled, which is looked at once where it is prepared."""
+    view = arguments.b
+    if type(view) is not PreparedView or view.mode not in kept_modes(plan):
+        return _lies_apart(b)
+    found: bool = view.form(
+        ("apart", data_pointer(b), b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
+    )
+    return found
+
+
+def _scaled_product(
+    apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks
+) -> bool:
+    """Compute a product of which these operands are scaled."""
+    if plan.compute_dtype.is_complex:
+        return False
+    dtype, rounding = np.dtype(np.float32), _ROUNDINGS[fp32_units.rounding_format(plan)]
+    with Workspace() as workspace:
+        operands = [
+            splitting.split(x, dtype, row(plan.scheme), FLOAT16, 1, -1 - operand, workspace)
+            if is_apart
+            else Split([_as_multiplied(plan, x, operand)])
+            for operand, (x, is_apart) in enumerate(zip((single.a, single.b), apart, strict=True))
+        ]
+        a, b = (x.parts[0] for x in operands)
+        is_plain = not plan.problem.has_epilogue and single.out.dtype == dtype
+        product = single.out if is_plain else workspace.array(single.out.shape, dtype)
+        if not run.gemm(_micro_kernel(plan), a, b, product, rounding=rounding):
+            return False
+        splitting.unscale(product, *operands)
+        if not is_plain:
+            apply_epilogue(plan, arguments, product, single)
+    return True
+
+
+def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
+    _multiply(plan, arguments, single, single.out)
+    if plan.problem.has_epilogue:
+        apply_epilogue(plan, arguments, single.out, single)
+    return True
+
+
+_ONE_PRODUCT = {DType.COMPLEX64: _complex_product, DType.INT8: _int8_product}

@@ -1,0 +1,200 @@
+"""Single products of whole operands, whose steps are made with the plan: casts, a call of OpenBLAS, the epilogue.
+
+A call passes addresses to native code and makes no array.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import buffers, casting, gemm
+from lowprec.backends.cpu.openblas import has_room
+from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.jobs import matrix_of
+from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of
+from lowprec.backends.cpu.scaling import lies_apart
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.formats import DType, NumberFormat
+from lowprec.planning import GemmPlan, MatrixStack
+from lowprec.planning.layout import addend_layout
+from lowprec.planning.prepared import kept_modes
+
+#: Elements of a, b and the result up to which one thread casts them.
+_MOST_ELEMENTS = 1 << 18
+
+#: Memory up to which a fresh allocation costs less than a loan, and what arrays in it begin at multiples of.
+_SMALL_BYTES, _ALIGNMENT = 64 << 10, 64
+
+
+class _Operand(NamedTuple):
+    """How an operand is cast, and as what it is multiplied."""
+
+    stack: MatrixStack
+    #: From the addresses of operand, cast numbers and scratch memory to whether the operand has to be scaled instead;
+    #: None for one that is multiplied where it is.
+    cast: Callable[[int, int, int], bool] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory for the cast numbers."""
+        return _aligned(4 * self.stack.rows * self.stack.cols) if self.cast else 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
+    if stack.dtype is DType.FLOAT32 and to is None and stack.blas_expressible:
+        return _Operand(stack)
+    # In the order in which the source is stored, so that both are passed through in sequence.
+    turned = abs(stack.row_stride) < abs(stack.col_stride)
+    x = stack.transposed if turned else stack
+    index = casting.cast_index(stack.dtype.label, to)
+    assert index is not None, "real numbers of at most 32 bits have a kernel"
+    kernel, item = casting.kernels().cast_kernel(index), x.dtype.itemsize
+    rows, cols = x.rows, x.cols
+    result = MatrixStack.of(DType.FLOAT32, rows, cols, cols, 1)
+    if x.col_stride == 1 and x.row_stride == cols:
+        rows, cols = 1, rows * cols
+    steps = x.row_stride * item, x.col_stride * item
+
+    def cast(source: int, target: int, scratch: int) -> bool:
+        found = kernel(source, *steps, rows, cols, target, scratch)
+        return bool(found) and lies_apart(found)
+
+    return _Operand(result.transposed if turned else result, cast)
+
+
+class _Product(NamedTuple):
+    """The steps of a product; its memory holds what the casts need, cast operands, the product, and its epilogue's."""
+
+    a: _Operand
+    b: _Operand
+    multiply: Callable[[int, int, int], None]
+    finish: Epilogue | None  # None where the product is the result
+    at_b: int
+    at_product: int
+    at_block: int
+    kept_modes: frozenset[str]
+    key: Any  # of what a prepared b keeps
+
+    def run(self, arguments: Arguments, memory: int) -> bool:
+        """Run a product in memory at an address; return False where operands have to be scaled."""
+        a, b, out, c, bias, alpha, beta = arguments[:7]
+        x, y, to = a.address, b.address, out.address
+        if self.a.cast is not None:
+            source, x = x, memory + casting.SCRATCH_BYTES
+            if self.a.cast(source, x, memory):
+                return False
+        if type(b) is PreparedView and b.mode in self.kept_modes:
+            kept = b.form(self.key, functools.partial(self.cast_b, b))
+            if kept is None:
+                return False
+            y = data_pointer(kept)
+        elif self.b.cast is not None:
+            source, y = y, memory + self.at_b
+            if self.b.cast(source, y, memory):
+                return False
+        if self.finish is None:
+            self.multiply(x, y, to)
+            return True
+        product = memory + self.at_product
+        self.multiply(x, y, product)
+        self.finish(
+            product, to, 0 if c is None else c.address, 0 if bias is None else bias.address, alpha.real, beta.real,
+            memory + self.at_block,
+        )  # fmt: skip
+        return True
+
+    def cast_b(self, view: PreparedView) -> Form:
+        """Return the form of a prepared operand: its numbers as they are cast; None where they have to be scaled."""
+        assert self.b.cast is not None, (
+            "nothing is kept of an operand that is multiplied where it is"
+        )
+        memory = np.empty(self.b.nbytes + casting.SCRATCH_BYTES, np.uint8)
+        address = data_pointer(memory)
+        is_apart = self.b.cast(view.address, address, address + self.b.nbytes)
+        return Form(None if is_apart else memory, self.b.nbytes)
+
+
+def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Executor | None:
+    """Return the executor of a product by OpenBLAS whose operands are cast to a format; None for another product.
+
+    ``otherwise`` runs products of operands which have to be scaled.
+    """
+    product = _product(plan, to) if _is_small(plan) and casting.can_compile() else None
+    if product is None:
+        return None
+    run, nbytes = product.run, product.at_block + J.BLOCK_SCRATCH_BYTES + _ALIGNMENT
+
+    def execute(arguments: Arguments) -> None:
+        if not has_room():
+            done = False
+        elif nbytes < _SMALL_BYTES:
+            memory = np.empty(nbytes, np.uint8)
+            done = run(arguments, _aligned(data_pointer(memory)))
+        else:
+            with buffers.borrow(nbytes) as address:
+                done = run(arguments, address)
+        if not done:
+            otherwise(arguments)
+
+    return execute
+
+
+def _is_small(plan: GemmPlan) -> bool:
+    layout = plan.layout
+    m, n, k = layout.m, layout.n, layout.k
+    return (
+        layout.batch_count == 1
+        and (layout.a.blas_expressible or not layout.collapsed)  # a may have no strides
+        and len(plan.schedule) == 1
+        and plan.accumulator is DType.FLOAT32
+        and plan.problem.activation in J.ACTIVATIONS
+        and m * k + k * n + m * n <= _MOST_ELEMENTS
+    )
+
+
+def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
+    """Return the steps of a product; None where c is no matrix of the result's shape."""
+    layout = plan.layout
+    # Of a batch of one, its matrices.
+    left, right, out = (
+        replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out)
+    )
+    a, b = _operand(left, to), _operand(right, to)
+    finish, size = None, 0
+    if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:
+        finish, size = _epilogue(plan), _aligned(4 * layout.m * layout.n)
+        if finish is None:
+            return None
+        out = MatrixStack.of(DType.FLOAT32, layout.m, layout.n, layout.n, 1)
+    at_b = casting.SCRATCH_BYTES + a.nbytes
+    at_product = at_b + b.nbytes
+    return _Product(
+        a, b, gemm.library_product(a.stack, b.stack, out), finish, at_b, at_product, at_product + size,
+        kept_modes(plan), ("cast", to, layout.b),
+    )  # fmt: skip
+
+
+def _epilogue(plan: GemmPlan) -> Epilogue | None:
+    """Return what follows a row-major float32 product; None where c is no matrix of the result's shape."""
+    problem, layout, c, bias = plan.problem, plan.layout, None, None
+    if problem.c is not None and problem.has_beta:
+        addend = addend_layout(problem.c, problem.a, problem.b, layout)
+        if addend is None:
+            return None
+        c = matrix_of(addend)
+    if problem.bias is not None:
+        bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
+    return epilogue_of(
+        layout.m, layout.n, matrix_of(layout.out), c, bias, problem.activation, problem.has_epilogue
+    )  # fmt: skip

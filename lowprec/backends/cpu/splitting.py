@@ -1,0 +1,230 @@
+"""Operands split into the parts that a mode multiplies, rows and columns scaled first where it says so.
+
+Each part is what the parts before it leave, rounded; every difference is exact. Infinities, NaN and what overflows in
+the format leave NaN in the second part, so that every sum they enter is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu.buffers import Workspace
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
+from lowprec.formats import NumberFormat
+from lowprec.modes import ModeRow
+
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+
+#: Numbers that are scaled at a time, and stay in the cache.
+_BLOCK = 1 << 16
+
+#: Magnitudes of two exponents together for which a scaled product stays a normal number.
+_SMALL_EXPONENT = 50
+
+#: Powers of two with exponents of this magnitude are normal float32 numbers.
+_LARGEST_FACTOR = 126
+
+
+class Split(NamedTuple):
+    """An operand as it is multiplied: its parts, and the exponents by which its rows (columns of ``b``) were scaled."""
+
+    parts: list[Any]
+    exponents: Any | None = None
+
+
+def split(
+    x: Any,
+    dtype: np.dtype[Any],
+    row: ModeRow,
+    fmt: NumberFormat | None,
+    count: int,
+    scaled_over: int | None,
+    workspace: Workspace,
+) -> Split:
+    """Return an operand, shape (..., rows, cols), in ``count`` parts, the sum of all included where the mode has it.
+
+    ``dtype`` is float32 or complex64 where there is more than one part. Parts are rounded to ``fmt``, if there is one.
+    ``scaled_over`` is the axis over which a power of two is shared: -1 for rows, -2 for columns; None where nothing is
+    scaled. ``workspace`` lends the memory.
+    """
+    exponents = None
+    if scaled_over is not None:
+        x, exponents = _scaled(x, dtype, scaled_over, workspace)
+        if count == 1:
+            casting.cast([(x, x)], fmt)
+            return Split([x], exponents)
+    parts = rounded((x,), dtype, fmt, workspace)
+    if count == 1:
+        return Split(parts, exponents)
+    rest = workspace.array(x.shape, dtype)
+    left, factor = x, dtype.type(2.0**row.part_exponent)
+    with np.errstate(all="ignore"):
+        while len(parts) < min(count, row.parts):
+            left = np.subtract(left, parts[-1], out=rest, dtype=dtype, casting="unsafe")
+            if row.part_exponent:
+                rest *= factor
+            parts += rounded((rest,), dtype, fmt, workspace)
+        if count > row.parts:
+            np.add(parts[0], parts[1], out=rest)
+            parts += rounded((rest,), dtype, fmt, workspace)
+    return Split(parts, exponents)
+
+
+def rounded(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    workspace: Workspace,
+) -> list[Any]:
+    """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    results, pairs = _targets(arrays, dtype, fmt, workspace)
+    casting.cast(pairs, fmt)
+    return results
+
+
+def _targets(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    fmt: NumberFormat | None,
+    workspace: Workspace,
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return where rounded arrays will be, and which are to be cast into which."""
+    results, pairs = [], []
+    for x in arrays:
+        if x.dtype == dtype and fmt is None:
+            results.append(x)
+            continue
+        # In the order in which the source lies, so that both are passed through in sequence.
+        turned = abs(x.strides[-2]) < abs(x.strides[-1])
+        shape = x.swapaxes(-1, -2).shape if turned else x.shape
+        out = workspace.array(shape, dtype)
+        results.append(out.swapaxes(-1, -2) if turned else out)
+        pairs.append((x, results[-1]))
+    return results, pairs
+
+
+def scaled_where_needed(
+    arrays: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    row: ModeRow,
+    workspace: Workspace,
+    first: int = 0,
+) -> list[Split]:
+    """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where it makes a difference."""
+    results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, workspace)
+    apart = casting.cast(pairs, FLOAT16_DIGITS)
+    return [
+        split(x, dtype, row, row.operand_format, 1, -1 - operand, workspace)
+        if is_apart
+        else Split([result])
+        for operand, (x, result, is_apart) in enumerate(
+            zip(arrays, results, apart, strict=True), first
+        )
+    ]
+
+
+def _components(x: Any) -> Any:
+    """Return the real numbers of a contiguous array, flat: only a last dimension can be taken for twice as many."""
+    return x.reshape(-1, copy=False).view(np.float32)
+
+
+def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tuple[Any, Any]:
+    """Return ``x`` with each row or column multiplied by 2^e, exactly, and the exponents e; 0 for one of zeros.
+
+    ``axis`` is that of the sum over k. What is not finite has no say in the exponent.
+    """
+    turned = abs(x.strides[-2]) < abs(x.strides[-1])
+    source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
+    out = workspace.array(source.shape, dtype)
+    *batch, rows, cols = out.shape
+    components = () if dtype == np.float32 else (2,)
+    numbers = _components(out).reshape(-1, rows, cols, *components)
+    if x.dtype == dtype == np.float32:
+        read = source.reshape(-1, rows, cols)
+    else:
+        casting.cast([(source, out)], None)
+        read = numbers
+    blocks = _blocks(len(numbers), rows, cols * dtype.itemsize // 4)
+    largest = np.zeros(
+        (len(numbers), rows, 1) if along_rows else (len(numbers), 1, cols), np.uint32
+    )
+    over = (2 if along_rows else 1, *([3] if components else []))
+    found: list[tuple[tuple[slice, slice], Any]] = []
+
+    def seek(block: tuple[slice, slice]) -> None:
+        sizes = read[block].view(np.uint32) & np.uint32(_MAGNITUDE)
+        most = np.maximum.reduce(sizes, over)
+        if np.maximum.reduce(most, None, initial=0) >= _INFINITY:
+            most = np.maximum.reduce(sizes * (sizes < _INFINITY), over)
+        found.append((block, most))
+
+    threads.share(seek, blocks)
+    for (matrices, some), most in found:
+        if along_rows:
+            largest[matrices, some, 0] = most
+        else:
+            np.maximum(largest[matrices, 0], most, out=largest[matrices, 0])
+    exponents = TOP_EXPONENT + 1 - np.frexp(largest.view(np.float32))[1]
+    exponents *= largest != 0
+    steps = [exponents]
+    if np.maximum.reduce(np.abs(exponents), None, initial=0) > _LARGEST_FACTOR:
+        # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
+        steps = [exponents // 2, exponents - exponents // 2]
+    factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
+
+    def scale(block: tuple[slice, slice]) -> None:
+        matrices, _ = block
+        from_, to = read[block], numbers[block]
+        with np.errstate(all="ignore"):
+            for factor in factors:
+                np.multiply(from_, factor[block] if along_rows else factor[matrices], out=to)
+                from_ = to
+
+    threads.share(scale, blocks)
+    exponents = exponents.reshape(*batch, *exponents.shape[-2:])
+    if turned:
+        return out.swapaxes(-1, -2), exponents.swapaxes(-1, -2)
+    return out, exponents
+
+
+def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]]:
+    """Return slices over matrices and over their rows which stay in the cache."""
+    height = max(1, _BLOCK // max(1, row_numbers))
+    step = max(1, height // max(1, rows))
+    return [
+        (slice(i, i + step), slice(j, j + height))
+        for i in range(0, count, step)
+        for j in range(0, rows, height)
+    ]
+
+
+def unscale(out: Any, a: Split, b: Split) -> None:
+    """Take back what the operands were scaled by, in a contiguous product or any other."""
+    scaled = [x.exponents for x in (a, b) if x.exponents is not None]
+    if not scaled:
+        return
+
+    # Results are multiples of 2^-70: by small powers they stay normal numbers.
+    is_exact = (
+        out.dtype.kind != "c"
+        and sum([np.maximum.reduce(np.abs(x), None, initial=0) for x in scaled]) <= _SMALL_EXPONENT
+    )
+
+    def take_back(rows: slice) -> None:
+        here = out[..., rows, :]
+        for part in (here.real, here.imag) if out.dtype.kind == "c" else (here,):
+            # In float64 both powers are exact, so that it is rounded once.
+            wide = part if is_exact else part.astype(np.float64)
+            with np.errstate(all="ignore"):
+                for x in scaled:
+                    wide *= np.ldexp(
+                        wide.dtype.type(1), -(x[..., rows, :] if x.shape[-2] > 1 else x)
+                    )
+                if not is_exact:
+                    part[...] = wide
+
+    height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
+    threads.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])

@@ -1,0 +1,125 @@
+"""Gradients in host memory divided by a loss scale, with the look for Inf and NaN in the same pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import casting, threads
+
+#: Elements per block of NumPy's way: source, result and what is found fit the second-level cache together.
+_BLOCK = 1 << 16
+
+#: Elements that a thread takes at a time, and below which there is one thread.
+_PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
+
+#: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
+_PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
+
+_KERNELS = "lowprec.backends.cpu.unscaling_kernels"
+
+#: An array and its result, without gaps, and their addresses.
+_Pair: TypeAlias = tuple[Any, Any, int, int]
+
+
+def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
+    """Write NumPy arrays times ``inverse`` to others, or in place; return whether Inf or NaN was found.
+
+    Elements are float32, float64 or bfloat16; results are of the type and shape of their sources.
+    """
+    found: list[bool] = []
+    flat: dict[Any, list[_Pair]] = {}
+    for x, out in pairs:
+        first = data_pointer(x)
+        target = first if out is x else data_pointer(out)
+        aligned = not (first | target) % x.itemsize
+        if aligned and x.dtype.isnative and is_flat(x, out, first, target):
+            flat.setdefault(x.dtype, []).append((x, out, first, target))
+        else:
+            with np.errstate(all="ignore"):
+                found.append(_unscale_plain(x, out, inverse))
+    elements = sum([x.size for x, _ in pairs])
+    return any(found + [_run(members, inverse, elements) for members in flat.values()])
+
+
+def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
+    """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
+    one_run = x.flags.forc and x.strides == out.strides
+    return one_run and (first == target or abs(first - target) >= x.nbytes)
+
+
+def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
+    """Unscale by NumPy's functions; return whether Inf or NaN was found."""
+    found = not np.isfinite(x).all()
+    if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+        out[...] = x.astype(np.float32) * inverse
+    else:
+        np.multiply(x, x.dtype.type(inverse), out=out)
+    return found
+
+
+def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
+    loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
+    compiled = casting.has_kernels() and (
+        loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
+    )
+    # Compiled here, once, and not in each of the threads.
+    kernel = _kernel(casting.name_of(pairs[0][0].dtype)) if compiled else None
+    make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
+    found: list[bool] = []
+    workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
+    threads.run(make(pairs, inverse, found), workers)
+    return any(found)
+
+
+@functools.cache
+def _kernel(dtype: str) -> Callable[..., int] | None:
+    from lowprec.backends.cpu import unscaling_kernels
+
+    return unscaling_kernels.unscale_kernel(dtype) if dtype in unscaling_kernels.KINDS else None
+
+
+def _by_kernel(
+    kernel: Any, pairs: Sequence[_Pair], inverse: Any, found: list[bool]
+) -> Callable[[], None]:
+    """Return the work of each thread, which takes pieces until none is left."""
+    job = array("q", [0])
+    for x, _, first, target in pairs:
+        for begin in range(0, x.size, _PIECE):
+            at = begin * x.itemsize
+            job.extend((first + at, target + at, min(_PIECE, x.size - begin)))
+    count = len(job) // 3
+    factor = np.array(inverse, pairs[0][0].dtype)
+
+    def work() -> None:
+        found.append(bool(kernel(job.buffer_info()[0], count, data_pointer(factor))))
+
+    return work
+
+
+def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Callable[[], None]:
+    """Return the work of each thread, by NumPy."""
+    flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
+    # Taking the next element of a list's iterator is atomic.
+    blocks = iter(
+        [
+            (x[first : first + _BLOCK], out[first : first + _BLOCK])
+            for x, out in flat
+            for first in range(0, x.size, _BLOCK)
+        ]
+    )
+
+    def work() -> None:
+        # NumPy's error state belongs to the thread, so each worker silences its own.
+        with np.errstate(all="ignore"):
+            for x, out in blocks:
+                if _unscale_plain(x, out, inverse):
+                    found.append(True)
+
+    return work

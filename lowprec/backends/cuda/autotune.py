@@ -1,0 +1,133 @@
+"""Which of cuBLASLt's algorithms runs: the one that was measured to be fastest, else the heuristics' first choice.
+
+A measured choice is kept on disk, for one model of GPU, version of the driver and of cuBLAS, and one product with all
+that its speed depends on. It replaces the first choice only if it was faster twice: among all candidates, and in a
+second contest of the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from lowprec.backends import disk
+from lowprec.backends.cuda import bindings, runtime
+from lowprec.backends.cuda.bindings import Algorithm
+from lowprec.backends.cuda.invocation import Invocation, Operands
+from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
+from lowprec.policy import environment
+
+#: How many algorithms are tried unless the caller says otherwise.
+CANDIDATES = 32
+
+_FILE = "autotune.json"
+_FORMAT = 1
+
+
+def choose(
+    invocation: Invocation, handle: int, stream: int, operands: Operands
+) -> Algorithm | None:
+    """Return the algorithm for a product: a measured one, else the heuristics' first choice; None if there is none."""
+    wish = environment.autotune()
+    if wish is not False:
+        known = _known(invocation, handle)
+        if known is not None:
+            return known
+    found = invocation.search(handle, 1)
+    if found and wish and operands.d and not runtime.is_capturing(stream):
+        return tune(invocation, handle, stream, operands)[0].algorithm
+    return found[0] if found else None
+
+
+def tune(
+    invocation: Invocation,
+    handle: int,
+    stream: int,
+    operands: Operands,
+    candidates: int = CANDIDATES,
+    progress: Progress | None = None,
+) -> tuple[Measured, ...]:
+    """Measure the algorithms of a product that has one, keep the choice on disk, and return all, the chosen one first.
+
+    The operands are read, and the result goes to temporary memory, so nothing of the caller's is written. The stream is
+    waited for. Those that do not run are passed over; where none does, the first one's error is raised.
+    """
+    found = invocation.search(handle, candidates)
+    with rotated(invocation, operands, runtime.current_device(), stream) as turns:
+        results = Contest(invocation, handle, stream, turns).results(found, progress)
+    _remember(invocation, results)
+    return results
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+#: A signal handler may tune a product while its own thread keeps the choice for another one.
+_lock = threading.RLock()
+
+
+def product_key(invocation: Invocation) -> str:
+    """Return all that the speed of a product depends on, the device left out, as one line."""
+    call = invocation.call
+    matrices = (call.first, call.second, *([call.c] if call.c else []), call.d)
+    words = [
+        str(call.compute_type),
+        call.op_first + call.op_second,
+        *(f"{x.dtype} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}" for x in matrices),
+        f"batch {call.batch_count}",
+        call.epilogue,
+        f"alignment {invocation.alignment_bytes}",
+        f"workspace {invocation.workspace_bytes}",
+    ]  # fmt: skip
+    return ", ".join(words)
+
+
+def device_key() -> str:
+    """Return the current device, the driver and cuBLAS, as one line."""
+    found = runtime.properties(runtime.current_device())
+    major, minor = found.capability
+    return (
+        f"{found.name}, compute capability {major}.{minor}, {found.multiprocessors} multiprocessors, "
+        f"driver CUDA {runtime.driver_version()}, cuBLAS {bindings.cublas_version()}"
+    )
+
+
+@functools.cache
+def _stored() -> dict[str, dict[str, Any]]:
+    """Return the choices on disk by device and product, read once; what is of another form counts as nothing."""
+    read = disk.read_json(_FILE)
+    devices = read.get("devices") if read.get("format") == _FORMAT else None
+    choices = devices if isinstance(devices, dict) else {}
+    return {device: found for device, found in choices.items() if found and isinstance(found, dict)}
+
+
+def _known(invocation: Invocation, handle: int) -> Algorithm | None:
+    """Return the measured choice for a product, if cuBLASLt still takes it."""
+    stored = _stored()
+    if not stored:
+        return None
+    try:
+        data = bytes.fromhex(stored[device_key()][product_key(invocation)]["algorithm"])
+    except (KeyError, TypeError, ValueError):  # there is none, or it is damaged
+        return None
+    found = bindings.check_algorithm(handle, invocation.descriptors, data)
+    return found if found and found.workspace_bytes <= invocation.workspace_bytes else None
+
+
+def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
+    """Keep a choice, in this process and on disk; other processes' choices are kept, too."""
+    best, first = results[0], min(results, key=lambda x: x.rank)
+    entry = {
+        "algorithm": best.algorithm.data.hex(),
+        "rank": best.rank,
+        "candidates": len(results),
+        "time_over_first_choice": best.median_ms / first.median_ms,
+    }
+    with _lock:
+        stored = _stored()
+        stored.setdefault(device_key(), {})[product_key(invocation)] = entry
+        _stored.cache_clear()
+        on_disk = _stored()
+        for device, entries in stored.items():
+            on_disk.setdefault(device, {}).update(entries)
+        disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})

@@ -1,0 +1,178 @@
+"""Executes plans on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.backends.cuda import bindings, memory, runtime, timing
+from lowprec.backends.cuda.bindings import AlgorithmInfo
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
+from lowprec.backends.cuda.executor import GemmExecutor
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.measuring import Progress
+from lowprec.backends.cuda.models import present
+from lowprec.backends.execution import (
+    AlgorithmTiming,
+    Arguments,
+    ExecutionInfo,
+    Executor,
+    Stopwatch,
+    imported,
+)
+from lowprec.formats import ComputeType, DType
+from lowprec.planning import Capabilities, GemmPlan, MatrixStack
+from lowprec.util.strides import contiguous_strides
+
+
+def capabilities(device: Device) -> Capabilities:
+    """Return what a GPU can do. Looked up once per device."""
+    return present(runtime.properties(device.index))
+
+
+def info() -> dict[str, Any]:
+    """Return what decides how products run on the GPUs that this process sees; see :func:`lowprec.info`."""
+    libraries()
+    return {
+        "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
+        "versions": {"cuda": runtime.driver_version(), "cublas": bindings.cublas_version_text()},
+    }
+
+
+def _device(index: int) -> dict[str, Any]:
+    found, able = runtime.properties(index), capabilities(Device(2, index))
+    return {
+        "device": able.device,
+        "name": found.name,
+        "compute_capability": "{}.{}".format(*found.capability),
+        "memory_bytes": found.memory_bytes,
+        "multiprocessors": found.multiprocessors,
+        "clock_khz": found.clock_khz,
+        "peak_tflops": dict(able.peak_tflops),
+        "workspace_bytes": able.workspace_bytes,
+    }
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the function that queues the work of a plan for a GPU on the stream of its arguments."""
+    libraries()
+    if 0 in plan.out_shape:
+        return lambda _: None
+    make: Callable[[GemmPlan], Executor] = imported(plan.kernel_row.executor)
+    return make(plan)
+
+
+def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+    """Return what cuBLASLt tells of the algorithm that would run, as rows of names and values.
+
+    Of the arguments only the alignment of the pointers matters; nothing is read.
+    """
+    if 0 in plan.out_shape or plan.call is None:
+        return ()
+    executor = GemmExecutor(plan)
+    with runtime.on_device(arguments.a.device.index):
+        info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
+        call = executor.lowered(arguments).call
+    rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
+    if (
+        plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
+        and info.uses_tensor_cores is False
+    ):
+        why = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
+        rows.append(("note", why))
+    if executor.fallback:
+        rows.append(("fallback", executor.fallback))
+    elif call != plan.call:
+        why = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
+        rows.append(("fallback", why))
+    return tuple(rows)
+
+
+def algorithm_text(info: AlgorithmInfo) -> str:
+    """Return an algorithm in words."""
+    splits = f"split-K {info.split_k}" + (f" ({info.reduction})" if info.split_k > 1 else "")
+    return (
+        f"id {info.id}, tile {info.tile}, stages {info.stages}, {splits}, "
+        f"workspace {info.workspace_bytes} B"
+    )
+
+
+def units_text(info: AlgorithmInfo) -> str:
+    """Return in words what multiplies, as the algorithm's numerical implementation flags tell it."""
+    words = {True: ": tensor cores", False: ": no tensor cores", None: ""}
+    used = words[info.uses_tensor_cores]
+    return f"{info.units} on {info.input_type}, summed in {info.accumulator}{used}"
+
+
+def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
+    """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
+    if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
+        return ExecutionInfo(None)
+    words = filter(None, (algorithm_text(last.info), execute.fallback))
+    return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
+
+
+def stopwatch(arguments: Arguments) -> Stopwatch:
+    """Start to take the time of a product by events on its stream."""
+    with runtime.on_device(arguments.a.device.index):
+        return timing.EventStopwatch(arguments.a.device.index, arguments.stream)
+
+
+def tune(
+    execute: Executor,
+    arguments: Arguments,
+    *,
+    candidates: int,
+    progress: Progress | None = None,
+) -> tuple[AlgorithmTiming, ...]:
+    """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
+
+    The chosen one comes first; there is none where cuBLASLt is not called.
+    """
+    if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
+        return ()
+    with runtime.on_device(arguments.a.device.index):
+        found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
+        texts = (algorithm_text(bindings.describe_algorithm(x.algorithm)) for x in found)
+        return tuple(
+            map(AlgorithmTiming, (x.rank for x in found), (x.median_ms for x in found), texts)
+        )
+
+
+def release_memory() -> None:
+    """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
+    memory.release()
+
+
+@contextlib.contextmanager
+def temporary(
+    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+) -> Iterator[ArrayView]:
+    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
+        yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
+
+
+def staging_dtype(dtype: DType) -> DType:
+    """Return float32 for the 16-bit types, whose sums are float32, and any other type as it is."""
+    return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
+
+
+def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
+    """Write the elements of ``source``, row-major, to ``out``, in the order of a stream, rounded to its type."""
+    if not out.size:
+        return
+    # An array of fewer than two dimensions is a matrix of one row, or one element.
+    missing = max(2 - out.ndim, 0)
+    shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
+    rows, cols = shape[-2:]
+    target = MatrixStack.of(
+        out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2]
+    )
+    with runtime.on_device(out.device.index):
+        launch = prepare_epilogue(Epilogue(source.dtype, cols, target), out.device.index)
+        launch(source.address, out.address, 0, 0, 0, 0, 1.0, 0.0, stream)

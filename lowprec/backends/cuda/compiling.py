@@ -1,0 +1,225 @@
+"""Kernels compiled at first use: one kernel for one combination of element types, for one architecture.
+
+The sources lie in ``kernels/``; what varies is defined in lines before them. A compiled kernel is kept in memory, and
+on disk under a name that stands for everything that it was made from. NVRTC, CUDA's run-time compiler, is reached by
+cuda.core; its cache of programs is not, as that asks neither whose a file is nor whether it is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import struct
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+from lowprec.backends import disk
+from lowprec.backends.cuda import runtime
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.errors import BackendError
+from lowprec.formats import DType
+
+#: The kernels' names of the element types; those of 8 bits are only copied, or read as integers.
+ELEMENT: Mapping[DType, str] = {
+    DType.FLOAT64: "double",
+    DType.FLOAT32: "float",
+    DType.FLOAT16: "Half",
+    DType.BFLOAT16: "Brain",
+    DType.COMPLEX64: "Complex<float>",
+    DType.COMPLEX128: "Complex<double>",
+    DType.INT32: "int",
+    DType.INT8: "Byte",
+    DType.FLOAT8_E4M3FN: "Byte",
+    DType.FLOAT8_E5M2: "Byte",
+}
+
+#: Products and sums stay as they are written, so that results are those of the CPU backend; the kernels wait for
+#: memory, so that contracting them would not be faster.
+_OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
+
+#: The first compute capability that CUDA 13 has compilers and libraries for.
+OLDEST_OF_CUDA_13 = (7, 5)
+NEEDS_CUDA_12 = (
+    "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: "
+    'pip install "lowprec[cuda12]"'
+)
+
+_NEEDS_NVRTC = (
+    "NVRTC, CUDA's run-time compiler, must be installed and know this device: pip install -U "
+    '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+)
+
+#: Lines of the compiler's log that a message shows.
+_LOG_LINES = 8
+
+#: A digest of the code stands before it in a file, so that a file that was cut or changed is noticed.
+_DIGEST_BYTES = 32
+
+#: Blocks per multiprocessor beyond which blocks take several turns instead.
+_BLOCKS_PER_MULTIPROCESSOR = 32
+
+#: A signal handler may need a kernel while its own thread compiles one.
+_lock = threading.RLock()
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+class _Arguments(NamedTuple):
+    """The arguments of one launch, 8 bytes each, and the address of the list of their addresses."""
+
+    memory: array[int]
+    pointers: array[int]
+    address: int
+
+
+class Launch:
+    """A kernel with its grid and its arguments, of which a call sets only what varies.
+
+    The kernel, ``kernel(*made_of)``, is compiled at the first call. It takes so many ``addresses``, then the
+    ``constants``, which are integers, then so many ``factors``, which are float64.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: str,
+        definitions: Mapping[str, str | int],
+        device: int,
+        grid: int,
+        block: tuple[int, ...],
+        addresses: int,
+        constants: Sequence[int],
+        factors: int = 0,
+    ) -> None:
+        self._made_of = (name, file, definitions, device)
+        self._extents = (grid, 1, 1, *block, *(1,) * (3 - len(block)), 0)
+        self._constants = tuple(constants)
+        self._factors = (addresses, addresses + factors)
+        # What varies comes first in memory, so that one call sets it.
+        self._set = struct.Struct(f"{addresses}Q{factors}d").pack_into
+        #: Arguments that no thread is launching with.
+        self._idle: list[_Arguments] = []
+        self._kernel: Any = None
+        self._function: Any = None
+        self._queue: Any = None
+
+    def __call__(self, stream: int, *varying: float) -> None:
+        """Queue the kernel; ``varying`` are the addresses and the factors."""
+        if self._kernel is None:
+            self._load()
+        try:
+            arguments = self._idle.pop()
+        except IndexError:
+            arguments = self._describe()
+        self._set(arguments.memory, 0, *varying)
+        # The driver has copied the arguments when it returns.
+        (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
+        self._idle.append(arguments)
+        if status != 0:
+            raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {status.name}")
+
+    def _load(self) -> None:
+        with runtime.relaxed_capture():  # loading is no part of what may be being captured
+            found = kernel(*self._made_of)
+        driver = libraries().driver
+        self._function, self._queue = driver.CUfunction(int(found.handle)), driver.cuLaunchKernel
+        self._kernel = found
+
+    def _describe(self) -> _Arguments:
+        """Return new arguments, with what never changes set."""
+        first, end = self._factors
+        memory = array("q", [0] * end + list(self._constants))
+        base, size = memory.buffer_info()[0], memory.itemsize
+        order = [*range(first), *range(end, len(memory)), *range(first, end)]
+        # The driver knows how many there are; the zero shows a list of another length.
+        pointers = array("Q", [*(base + size * i for i in order), 0])
+        return _Arguments(memory, pointers, pointers.buffer_info()[0])
+
+
+def pick_blocks(wanted: int, device: int) -> int:
+    """Return how many blocks to launch where ``wanted`` would let each take one turn."""
+    most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+    return max(1, min(wanted, most))
+
+
+def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
+    """Return a function of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
+    core = libraries().core
+    major, minor = runtime.properties(device).capability
+    key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
+    with _lock:
+        if key not in _kernels:
+            _kernels[key] = _load(*key)
+        return _kernels[key]
+
+
+def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
+    """Return the source of a kernel: definitions, element types, and the text of the file."""
+    lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
+    return f"{lines}{_text('elements.cuh')}{_text(file)}"
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (resources.files("lowprec.backends.cuda") / "kernels" / file).read_text("utf-8")
+
+
+def _load(
+    core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]
+) -> Any:
+    """Return a kernel from the disk, else from the compiler."""
+    source = source_text(file, definitions)
+    path = _file_name(core, arch, name, source)
+    data = disk.read_bytes(path)
+    if data is not None:
+        digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        why = "it is damaged"
+        try:
+            if hashlib.sha256(code).digest() == digest:
+                return core.ObjectCode.from_cubin(code).get_kernel(name)
+        except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
+            why = f"the driver does not load it: {error}"
+        disk.set_aside(path, why)
+    code = _compiled(core, arch, name, source)
+    try:
+        loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
+    except Exception as error:
+        raise BackendError(
+            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
+            "be of a later version of CUDA than the driver serves"
+        ) from error
+    disk.write_bytes(path, hashlib.sha256(code).digest() + code)
+    return loaded
+
+
+def _file_name(core: Any, arch: str, name: str, source: str) -> str:
+    """Return the name under which a kernel is kept: everything that decides what the compiler makes of it."""
+    # A stand-in for cuda.core is no module.
+    maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
+    words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
+    return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
+
+
+@functools.cache
+def _nvrtc_version() -> str:
+    """Return the compiler's version, empty if it cannot be asked."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation itself tells which
+        return ""
+    return "" if status else f"{major}.{minor}"
+
+
+def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
+    try:
+        options = core.ProgramOptions(arch=arch, **_OPTIONS)
+        code = core.Program(source, "c++", options).compile("cubin").code
+    except Exception as error:
+        log = "\n".join(str(error).splitlines()[:_LOG_LINES])
+        remedy = NEEDS_CUDA_12 if arch in ("sm_70", "sm_72") else _NEEDS_NVRTC
+        raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{remedy}") from error
+    return bytes(code)

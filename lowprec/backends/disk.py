@@ -1,0 +1,190 @@
+"""What the backends keep from one process to the next: compiled kernels and measured choices.
+
+A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
+written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
+folder.
+
+What is read here is run, so it must be what this user has put here. As ssh does with keys, folders and files
+that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
+no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
+decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
+none that belongs to this user. Windows has no such owners and modes, and keeps caches in the user's own profile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lowprec.errors import LowprecWarning
+from lowprec.policy import environment
+from lowprec.util.atomic import write_file
+
+#: Opening follows no link, and does not wait for a pipe's other end.
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+_OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
+
+
+def cache_directory() -> Path | None:
+    """Return the folder of the cache, which need not exist; None, after a warning, if it is not known."""
+    found = _find_directory()
+    if isinstance(found, Path):
+        return found
+    _warn_once(absence())
+    return None
+
+
+def absence() -> str:
+    """Return why there is no cache on disk; empty if its folder is known. Gives no warning."""
+    found = _find_directory()
+    return "" if isinstance(found, Path) else f"lowprec has no cache on disk: {found}"
+
+
+def _find_directory() -> Path | str:
+    """Return the folder of the cache, or why it is not known, in words."""
+    chosen = environment.cache_directory()
+    try:
+        if chosen is not None:
+            return Path(chosen).expanduser()
+        platformdirs = importlib.import_module("platformdirs")
+        found = Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
+        if found.is_absolute():
+            return found
+        # "~" stays where there is no home, and would be a folder of that name.
+        why = f"the system's folder for caches, {found}, would lie in whichever folder is the current one;"
+    except ImportError:
+        why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
+    except (RuntimeError, OSError, KeyError) as error:  # no home, or the system does not tell
+        why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
+    return f"{why} {_OWN_FOLDER}"
+
+
+def read_bytes(name: str) -> bytes | None:
+    """Return what a file holds, None if there is none, or none that can be read and trusted."""
+    path = _path(name)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | _FLAGS)) as file:
+            found = os.fstat(file.fileno())
+            why = _distrust(found) if stat.S_ISREG(found.st_mode) else "it is not a regular file"
+            if not why:
+                return file.read()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            return None
+        why = "it is a symbolic link"
+    _warn_once(f"lowprec does not use {path}: {why}; remove it, or {_OWN_FOLDER}")
+    return None
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """Return the object that a file holds, an empty one if there is no file; a damaged file is set aside."""
+    data = read_bytes(name)
+    try:
+        value = json.loads(data) if data is not None else {}
+    except (ValueError, RecursionError) as error:
+        set_aside(name, f"it is not JSON: {error}")
+        return {}
+    if isinstance(value, dict):
+        return value
+    set_aside(name, "it does not hold a JSON object")
+    return {}
+
+
+def set_aside(name: str, reason: str) -> None:
+    """Rename a damaged file to ``name + ".damaged"``, and warn."""
+    path = _path(name)
+    if path is None:
+        return
+    kept = path.with_name(path.name + ".damaged")
+    # Another process may have been faster, and the folder may be read-only: then the warning is all there is.
+    with contextlib.suppress(OSError):
+        os.replace(path, kept)
+    warnings.warn(
+        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and made anew",
+        LowprecWarning,
+        stacklevel=2,
+    )
+
+
+def write_json(name: str, value: dict[str, Any]) -> None:
+    """Write an object to a file, readable for people."""
+    write_bytes(name, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def write_bytes(name: str, data: bytes) -> None:
+    """Write a file as a whole; warn once for each folder that cannot be written."""
+    path = _path(name)
+    if path is None:
+        return
+    try:
+        _make_folder(path.parent)
+        write_file(path, lambda file: file.write(data), mode=0o600)
+    except (OSError, RuntimeError) as error:  # the latter where links or folders go in a circle
+        words = getattr(error, "strerror", None) or error
+        _warn_once(
+            f"lowprec cannot write to its cache {cache_directory()} ({words}), so what it holds lasts for this "
+            "process only; set LOWPREC_CACHE_DIR to a folder that it may write"
+        )
+
+
+def _path(name: str) -> Path | None:
+    """Return where a file of the cache lies; None, after a warning, if the folder is not known or not to be trusted."""
+    folder = cache_directory()
+    if folder is None:
+        return None
+    path = folder / name
+    for used in (folder, path.parent):
+        try:
+            why = _distrust(os.stat(used))
+        except OSError:  # not there yet, or whoever opens it is told
+            continue
+        if why:
+            _warn_once(
+                f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}"
+            )
+            return None
+    return path
+
+
+def _distrust(found: os.stat_result) -> str:
+    """Return how somebody else could have changed a file or folder, an empty string if nobody could."""
+    if os.name != "posix":
+        return ""
+    if found.st_uid not in _trusted_users():
+        return "it belongs to another user"
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        return "others than you can write to it"
+    return ""
+
+
+def _trusted_users() -> tuple[int, int]:
+    return 0, os.geteuid()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, for this user alone."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+#: What was warned of in this process.
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    """Warn, also where a filter makes an error of it, at the first time only."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, LowprecWarning, stacklevel=4)

@@ -1,0 +1,131 @@
+"""What every backend takes and offers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.formats import DType
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Capabilities, GemmPlan
+
+
+@functools.cache
+def imported(name: str) -> Any:
+    """Return what a kernel's row names as ``"module:name"``; its module is imported with the first product."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Arguments(NamedTuple):
+    """What a product is made of: the arrays as views, the factors as numbers, and the stream on which it runs.
+
+    The stream is 0 in host memory, and on a GPU CUDA's handle (1 is the legacy default stream).
+    """
+
+    a: ArrayView
+    b: ArrayView
+    out: ArrayView
+    c: ArrayView | None = None
+    bias: ArrayView | None = None
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    scale_a: ArrayView | float | None = None
+    scale_b: ArrayView | float | None = None
+    stream: int = 0
+
+
+#: Reads the operands and writes ``out``; safe to call from several threads at once.
+Executor: TypeAlias = Callable[[Arguments], None]
+
+
+class ExecutionInfo(NamedTuple):
+    """What a product ran on, as a backend tells it."""
+
+    #: Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
+    #: library does not tell.
+    units: bool | None
+    algorithm: str | None = None  # what the library chose, in its own words
+
+
+class AlgorithmTiming(NamedTuple):
+    """One algorithm of a library, measured."""
+
+    rank: int  # where the library itself ranked it, from 0
+    median_ms: float  # of one product
+    algorithm: str  # in the library's own words
+
+
+class Stopwatch(Protocol):
+    """Takes the time of one product that is still running when its executor returns."""
+
+    @property
+    def stream(self) -> int:
+        """On which the product runs."""
+
+    def stop(self) -> None:
+        """Mark the end of the product, without waiting for it."""
+
+    def abandon(self) -> None:
+        """Give up: the product failed."""
+
+    def elapsed_ms(self) -> float | None:
+        """Return the time, waiting for the product; None where there is none to take. Several may ask at once."""
+
+
+class Backend(Protocol):
+    """One kind of device. A module with these functions is a backend."""
+
+    def capabilities(self, device: Device) -> Capabilities:
+        """Return what the device can do."""
+
+    def prepare(self, plan: GemmPlan) -> Executor:
+        """Return the function that executes a plan."""
+
+    def temporary(
+        self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
+    ) -> AbstractContextManager[ArrayView]:
+        """Return a new row-major array of the backend's own, for a ``with`` block that queues work on a stream."""
+
+    def release_memory(self) -> None:
+        """Give back the memory that is kept for later products."""
+
+    def info(self) -> dict[str, Any]:
+        """Return what ``lowprec.info`` shows, as plain values.
+
+        ``devices`` holds a dict for each device that can compute, ``versions`` those of the libraries behind them,
+        by name.
+        """
+
+    def staging_dtype(self, dtype: DType) -> DType:
+        """Return the element type in which a result of this type is staged, for :meth:`copy` to write."""
+
+    def copy(self, source: ArrayView, out: ArrayView, stream: int = 0) -> None:
+        """Write the elements of ``source``, row-major, to ``out``, of the same shape and on the same device.
+
+        ``source`` has the type that :meth:`staging_dtype` gives for that of ``out``.
+        """
+
+    def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
+        """Return what the device's library tells of how it would run a plan, as rows of names and values."""
+
+    def tune(
+        self,
+        execute: Executor,
+        arguments: Arguments,
+        *,
+        candidates: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[AlgorithmTiming, ...]:
+        """Measure the library's algorithms for a product and keep the fastest; it comes first. Empty for no choice."""
+
+    def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
+        """Start to take the time of a product; None where it is done when its executor returns."""
+
+    def execution_info(self, plan: GemmPlan, execute: Executor) -> ExecutionInfo:
+        """Return what this thread's last product ran on, an execution of ``execute``, made from ``plan``."""

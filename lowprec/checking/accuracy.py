@@ -1,0 +1,103 @@
+"""The error of a product against float64, and what was promised about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import unique
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowprec.formats import FLOAT32
+from lowprec.planning import GemmPlan
+from lowprec.util.enums import StrEnum
+
+Array = npt.NDArray[Any]
+
+
+@unique
+class Verdict(StrEnum):
+    """What the comparison of an error with its bound says."""
+
+    WITHIN = "within"
+    ABOVE = "ABOVE"
+    OVERFLOW = "overflow"  # to Inf, as the plan announces
+    NO_NUMBERS = "Inf or NaN"  # in the operands
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a product is off."""
+
+    relative: (
+        float  #: ``|C - AB| / |AB|`` in the Frobenius norm, which counts the digits of the result.
+    )
+    normalised: float  #: ``|C - AB| / (|A| |B|)``, which a bound can promise; it does not grow where terms cancel.
+    bound: float  #: The guaranteed largest ``normalised``.
+    verdict: Verdict
+
+
+class Reference:
+    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as they are stored.
+
+    They are of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is
+    off by k 2^-53 of its terms: nothing beside the errors that are measured.
+    """
+
+    def __init__(self, a: Array, b: Array) -> None:
+        wide_a, wide_b = _wide(a), _wide(b)
+        with np.errstate(all="ignore"):
+            self.product = np.asarray(np.matmul(wide_a, wide_b))
+        self._norm = _norm(self.product)
+        columns = wide_a[None, :] if a.ndim == 1 else wide_a
+        rows = wide_b[:, None] if b.ndim == 1 else wide_b
+        batch = np.broadcast_shapes(columns.shape[:-2], rows.shape[:-2])
+        self._norms_a = np.broadcast_to(np.linalg.norm(columns, axis=(-2, -1)), batch)
+        self._norms_b = np.broadcast_to(np.linalg.norm(rows, axis=(-2, -1)), batch)
+        self._m, self._n = columns.shape[-2], rows.shape[-1]
+        self._norm_ab = float(np.sqrt(np.sum((self._norms_a * self._norms_b) ** 2)))
+
+    def compare(self, result: Array, plan: GemmPlan) -> Errors:
+        """Return the errors of a result that this plan has produced."""
+        bound = self._bound(plan)
+        if not math.isfinite(self._norm_ab):
+            return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)
+        with np.errstate(all="ignore"):
+            error = _norm(_wide(result) - self.product)
+        relative, normalised = _ratio(error, self._norm), _ratio(error, self._norm_ab)
+        if normalised <= bound:
+            verdict = Verdict.WITHIN
+        elif not math.isfinite(error) and self._may_overflow(plan):
+            verdict = Verdict.OVERFLOW
+        else:
+            verdict = Verdict.ABOVE
+        return Errors(relative, normalised, bound, verdict)
+
+    def _bound(self, plan: GemmPlan) -> float:
+        """Return the guaranteed ``|C - AB| / (|A| |B|)``, underflow included, over the whole batch."""
+        pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
+        squares = sum(
+            plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs
+        )
+        return _ratio(math.sqrt(squares), self._norm_ab)
+
+    def _may_overflow(self, plan: GemmPlan) -> bool:
+        """Whether an Inf is what the plan announces: a format without the range, or sums beyond the result's."""
+        out = plan.out_dtype.format or FLOAT32
+        return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
+
+
+def _wide(x: Array) -> Array:
+    wide: Array = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    return wide
+
+
+def _norm(x: Array) -> float:
+    return float(np.linalg.norm(x.reshape(-1)))
+
+
+def _ratio(error: float, scale: float) -> float:
+    """Return the quotient; no error of nothing is no error."""
+    return error / scale if scale else (0.0 if error == 0 else math.inf)

@@ -1,0 +1,253 @@
+"""The math modes side by side on the same operands: time, error, bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
+from lowprec.checking.measure import Load, Timing, rotation, take_turns
+from lowprec.core import dispatch, plan_call
+from lowprec.core.arguments import ShapeDtype
+from lowprec.errors import DTypeError
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning import GemmPlan
+from lowprec.util.plain import finite
+from lowprec.util.tables import Table, html, plain_text
+
+Pair = tuple[Array, Array]
+
+#: Element types for which there is no wider reference, and what to round them to.
+_SINGLE = {"float64": "float32", "complex128": "complex64"}
+
+#: Left out of a table that is too wide, the first one first: ``plan`` tells the one, the plots show the other.
+_OPTIONAL = ("kernel", "error")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands of one kind that take turns. Errors are those of the first pair."""
+
+    name: str
+    words: str
+    sets: list[Pair]
+
+    @classmethod
+    def of(cls, name: str, words: str, a: Array, b: Array) -> Case:
+        """Return a case of one pair of arrays, with as many copies as to keep them out of the caches."""
+        copies = range(rotation(a.nbytes + b.nbytes) - 1)
+        sets = [(a, b), *((a.copy(order="K"), b.copy(order="K")) for _ in copies)]
+        return cls(name, words, sets)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to multiply a case's operands: in a mode, or (None) as their element type decides."""
+
+    name: str
+    sets: list[Pair]
+    mode: MathMode | None
+
+    def __call__(self, number: int) -> Array:
+        """Multiply one of the pairs."""
+        a, b = self.sets[number % len(self.sets)]
+        result: Array = dispatch.matmul(a, b, math_mode=self.mode)
+        return result
+
+    def plan(self) -> GemmPlan:
+        """Return how that runs."""
+        return plan_call.plan(*self.sets[0], math_mode=self.mode)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came out for one way to multiply."""
+
+    name: str  #: The mode that was asked for; where no mode acts, the element types.
+    plan: GemmPlan
+    timing: Timing
+    speedup: float  #: Over the first row.
+    errors: Errors
+
+    @property
+    def label(self) -> str:
+        """The mode that was asked for, and the one that ran where that is another."""
+        requested = self.plan.resolved.requested if self.plan.resolved else None
+        overruled = self.plan.mode_has_effect and requested is not None
+        return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; a number that is not finite is None."""
+        errors = self.errors
+        return {
+            "mode": self.name,
+            "mode_in_force": str(self.plan.mode),
+            "mode_has_effect": self.plan.mode_has_effect,
+            "kernel": str(self.plan.kernel),
+            "median_ms": self.timing.median * 1e3,
+            "spread": self.timing.spread,
+            "samples": len(self.timing.samples),
+            "speedup": self.speedup,
+            "error": finite(errors.relative),
+            "scaled_error": finite(errors.normalised),
+            "bound": finite(errors.bound),
+            "verdict": errors.verdict.name.lower(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The math modes on one pair of operands: a table when printed, plain values by ``to_dict()``."""
+
+    name: str
+    description: str
+    a: ShapeDtype
+    b: ShapeDtype
+    rows: tuple[Row, ...]  #: Of each mode, the baseline first.
+    load: Load  #: How busy the machine was before.
+
+    @property
+    def within(self) -> bool:
+        """Whether no error is above its bound."""
+        return all(row.errors.verdict is not Verdict.ABOVE for row in self.rows)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the reader must know beside the table."""
+        plans = [row.plan for row in self.rows]
+        reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
+        notes = [p.note for p in plans if p.note]
+        # Where the data made the plan take its way out, the table's kernel is not what ran.
+        fallbacks = [
+            f"{row.name}: {text}"
+            for row in self.rows
+            if row.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS)
+            for text in row.plan.fallbacks
+        ]
+        found = (*reasons, *notes, *fallbacks, self.load.remark)
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @property
+    def table(self) -> Table:
+        """The rows, for people."""
+        title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
+        columns = (
+            "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
+        )  # fmt: skip
+        cells = [
+            (
+                r.label,
+                str(r.plan.kernel),
+                seconds(r.timing.median),
+                percent(r.timing.spread),
+                f"{r.speedup:.2f}x",
+                *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
+                str(r.errors.verdict),
+            )
+            for r in self.rows
+        ]
+        described = f"{title}, {self.description}" if self.description else title
+        return Table(described, columns, cells, _OPTIONAL)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        operands = {
+            name: {"dtype": str(x.dtype), "shape": list(x.shape)}
+            for name, x in (("a", self.a), ("b", self.b))
+        }
+        return {
+            "name": self.name,
+            "description": self.description,
+            **operands,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([plain_text(self.table), *self.remarks])
+
+    def _repr_html_(self) -> str:
+        return html(self.table, self.remarks)
+
+
+def seconds(value: float) -> str:
+    """Return a time in the unit that suits it."""
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
+    digits = value / scale
+    decimals = 2 if digits < 10 else 1 if digits < 100 else 0
+    return f"{digits:.{decimals}f} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _number(error: float) -> str:
+    return f"{error:.1e}" if math.isfinite(error) else "-"
+
+
+def _spec(x: ShapeDtype) -> str:
+    return f"{x.dtype} {'x'.join(map(str, x.shape)) or 'scalar'}"
+
+
+def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
+    """Return what to compare on these operands, the baseline first: float32 in mode ``fp32``.
+
+    Operands on which no mode acts (16-bit, int8) are compared with the same values held in float32, which is what one
+    would multiply without lowprec. Raises DTypeError for float64 and complex128.
+    """
+    a, b = case.sets[0]
+    for name in (a.dtype.name, b.dtype.name):
+        if name in _SINGLE:
+            raise DTypeError(
+                f"no mode acts on {name}, and there is no wider reference to compare with; "
+                f"check the operands rounded to {_SINGLE[name]}"
+            )
+    if plan_call.plan(a, b).mode_has_effect:
+        chosen = dict.fromkeys((MathMode.FP32, *(available_modes() if modes is None else modes)))
+        return [Variant(str(mode), case.sets, mode) for mode in chosen]
+    copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
+    stored = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}, {b.dtype.name}"
+    return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None)]
+
+
+def compare(
+    case: Case,
+    variants: Sequence[Variant],
+    *,
+    rounds: int,
+    budget: float,
+    load: Load,
+    step: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Return what comes out for each variant; the first is the baseline.
+
+    ``step`` is called with a few words before each of ``len(variants) + rounds`` steps; ``rounds`` and ``budget`` are
+    those of :func:`take_turns`, ``load`` is from before anything of this ran.
+    """
+    reference = Reference(*case.sets[0])
+    plans, errors = {}, {}
+    # Before anything is timed: the first product of a kind loads libraries and compiles.
+    for variant in variants:
+        step(variant.name)
+        plans[variant.name] = variant.plan()
+        result = np.asarray(variant(0))
+        errors[variant.name] = reference.compare(result, plans[variant.name])
+    timings = take_turns(
+        {v.name: v for v in variants},
+        rounds,
+        budget=budget,
+        spinning=[name for name, plan in plans.items() if plan.kernel == "numpy"],
+        step=step,
+    )
+    baseline = timings[variants[0].name]
+    rows = tuple(
+        Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name])
+        for name, timing in timings.items()
+    )
+    a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
+    return Comparison(case.name, case.words, a, b, rows, load)

@@ -1,0 +1,197 @@
+"""Measure cuBLASLt's algorithms for products on the GPU, for this and later processes.
+
+Operands are random arrays of the shapes given, made by PyTorch, else by CuPy. The choice is written to the cache on
+disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a GPU there
+is nothing to tune: the command reports it and exits with 0, so that one script serves all machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec import tuning
+from lowprec.checking.comparison import seconds
+from lowprec.cli.errors import CommandError
+from lowprec.cli.operands import operand
+from lowprec.cli.options import add_shared, count, dtype, shape
+from lowprec.cli.output import print_json, print_table, print_text, progress
+from lowprec.core import plan_call
+from lowprec.core.arguments import ShapeDtype
+from lowprec.formats import DType
+from lowprec.policy import environment
+from lowprec.report import info
+from lowprec.tuning import AutotuneResult
+from lowprec.util.tables import Table
+
+EXAMPLES = """\
+examples:
+  lowprec autotune --shapes 4096x4096 4096x4096 --dtype bfloat16
+  lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
+  LOWPREC_CACHE_DIR=choices lowprec autotune --shapes 4096x4096 4096x4096 --json
+"""
+
+Shape = tuple[int, ...]
+#: From a shape, an element type and a generator to a random array on the GPU.
+Make = Callable[[Shape, DType, np.random.Generator], Any]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        required=True,
+        type=shape,
+        metavar="MxK KxN",
+        help="shapes of the operands on the GPU, pair after pair; leading dimensions are a batch",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default=DType.FLOAT32,
+        help="element type of the operands (default: float32)",
+    )
+    add_shared(parser, "--mode")
+    parser.add_argument(
+        "--candidates",
+        type=_candidates,
+        default=32,
+        metavar="N",
+        help="how many algorithms to measure, as cuBLASLt ranks them (default: 32; at most 256)",
+    )
+    add_shared(parser, "--seed", "--json")
+
+
+def _candidates(text: str) -> int:
+    number = count(text)
+    if number > tuning.MOST_CANDIDATES:
+        raise argparse.ArgumentTypeError(f"{text} is more than {tuning.MOST_CANDIDATES}")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    environment.autotune()  # a bad value of LOWPREC_AUTOTUNE is a mistake on every machine
+    shapes, element = options.shapes, options.dtype
+    if len(shapes) % 2:
+        raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
+    pairs = list(zip(shapes[::2], shapes[1::2], strict=True))
+    modes = [_mode(a, b, options) for a, b in pairs]
+    gpu = info()["gpu"]
+    if not gpu["used"]:
+        return _nothing(gpu, options)
+    make, found = _maker(), []
+    with progress("autotune", len(pairs)) as step:
+        for a, b in pairs:
+            step(_words(a, b))
+            rng = np.random.default_rng(options.seed)
+            x, y = make(a, element, rng), make(b, element, rng)
+            found.append(
+                tuning.autotune(x, y, math_mode=options.mode, candidates=options.candidates)
+            )
+    results = list(zip(pairs, modes, found, strict=True))
+    if options.json:
+        facts = [
+            {
+                "a": list(a), "b": list(b), "dtype": str(element), "mode": mode,
+                "speedup": result.speedup, "timed": [x._asdict() for x in result.timed],
+            }
+            for (a, b), mode, result in results
+        ]  # fmt: skip
+        print_json({"device": found[0].device, "reason": None, "results": facts})
+    else:
+        columns = (
+            "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
+        )  # fmt: skip
+        rows = [
+            (_words(a, b), str(element), mode or "-", *_cells(result))
+            for (a, b), mode, result in results
+        ]
+        print_table(Table(f"products on {found[0].device}", columns, rows))
+    return 0
+
+
+def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
+    """Return the mode in force, None where none acts; shapes that do not fit are refused here already."""
+    if options.dtype.is_float8:
+        # Only a GPU has a plan for it.
+        return None
+    described = (ShapeDtype(x, options.dtype) for x in (a, b))
+    plan = plan_call.plan(*described, math_mode=options.mode)
+    return str(plan.mode) if plan.mode_has_effect else None
+
+
+def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
+    """Report that there is no GPU; one that is there and cannot be used is a mistake."""
+    if gpu["driver"] is not None:
+        raise CommandError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
+    if options.json:
+        print_json({"device": None, "reason": gpu["reason"], "results": []})
+    else:
+        print_text(f"nothing to tune: {gpu['reason']}")
+    return 0
+
+
+def _words(a: Shape, b: Shape) -> str:
+    return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
+
+
+def _cells(result: AutotuneResult) -> tuple[str, ...]:
+    """Return what the table shows of a result."""
+    timed = result.timed
+    if not timed:
+        return "0", "-", "-", "-", "nothing to choose"
+    taken, first = timed[0], min(timed, key=lambda x: x.rank)
+    times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
+    algorithm = f"choice {taken.rank + 1}: {taken.algorithm}"
+    return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def _torch() -> Make | None:
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return None
+
+    def make(shape: Shape, element: DType, rng: np.random.Generator) -> Any:
+        # torch takes neither bfloat16 nor FP8 from NumPy.
+        plain = element if element.is_complex or element is DType.INT8 else DType.FLOAT32
+        host = torch.from_numpy(operand(rng, shape, plain))
+        return host.to("cuda").to(getattr(torch, str(element)))
+
+    return make
+
+
+def _cupy() -> Make | None:
+    cupy: Any = importlib.import_module("cupy")
+    if not cupy.is_available():
+        return None
+    return lambda shape, element, rng: cupy.asarray(operand(rng, shape, element))
+
+
+#: In the order in which they are asked; each returns None where it sees no GPU.
+_MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
+
+
+def _maker() -> Make:
+    """Return what makes arrays on the GPU."""
+    reasons = []
+    for name, offer in _MAKERS.items():
+        try:
+            make = offer()
+        except ImportError:
+            reasons.append(f"{name} is not installed")
+            continue
+        if make is not None:
+            return make
+        reasons.append(f"{name} sees no GPU")
+    raise CommandError(
+        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}"
+    )

@@ -1,0 +1,139 @@
+"""Show what decides how products run: devices, libraries, the mode in force, variables, warnings.
+
+Frameworks are not imported for it; of those that are installed the version is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lowprec.cli.options import add_shared
+from lowprec.cli.output import print_json, print_table, print_text
+from lowprec.report import info
+from lowprec.util.tables import Table
+
+EXAMPLES = """\
+examples:
+  lowprec info
+  lowprec info --json
+  LOWPREC_MATH_MODE=tf32 lowprec info
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_shared(parser, "--json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the facts."""
+    facts = info()
+    if options.json:
+        print_json(facts)
+        return 0
+    for number, table in enumerate(_tables(facts)):
+        if number:
+            print_text("")
+        print_table(table)
+    return 0
+
+
+def _tables(facts: dict[str, Any]) -> Iterator[Table]:
+    title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform']}"
+    yield Table(
+        title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))]
+    )
+    for device in facts["devices"]:
+        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
+    yield Table(
+        "libraries",
+        ("name", "version", "status", "role"),
+        [_library(entry, facts["blas"]) for entry in facts["libraries"]],
+    )
+    yield Table(
+        "environment",
+        ("variable", "value", "effect"),
+        [(v["name"], v["value"] or "(unset)", v["effect"]) for v in facts["environment"]],
+    )
+    if facts["frameworks"]:
+        yield Table(
+            "frameworks' switches for float32 products",
+            ("library", "switch", "now", "reaches"),
+            [_switch(row) for row in facts["frameworks"]],
+        )
+    warnings = facts["warnings"] or ["none"]
+    yield Table("warnings", ("",), [(text,) for text in warnings])
+
+
+def _mode(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if mode["error"]:
+        yield "mode", f"none: {mode['error']}"
+        return
+    asked = f"; {mode['requested']} was asked for" if mode["requested"] else ""
+    yield "mode", f"{mode['name']} ({mode['source']}{asked})"
+    for reason in mode["reasons"]:
+        yield "because", reason
+
+
+def _cpu(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
+    rows = [
+        ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
+        ("threads", f"up to {device['threads']} per product"),
+        *((s["name"], _use(s)) for s in device["instruction_sets"]),
+        ("GPU", _gpu(gpu)),
+    ]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    if gpu["used"]:
+        return f"used: driver for CUDA {gpu['cuda']}, cuBLAS {gpu['cublas']}"
+    return f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
+
+
+def _device_table(device: dict[str, Any]) -> Table:
+    rows = [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _rates(peak: dict[str, float]) -> str:
+    found = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
+    return found or "not known for this model"
+
+
+#: What a backend may tell of a device: key, label, and how it is shown.
+_DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("compute_capability", "compute capability", str),
+    ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
+    ("multiprocessors", "multiprocessors", str),
+    ("peak_tflops", "peak TFLOP/s", _rates),
+    (
+        "workspace_bytes",
+        "workspace",
+        lambda nbytes: f"{nbytes / 2**20:.0f} MiB per handle and stream",
+    ),
+)
+
+
+def _use(instruction_set: dict[str, Any]) -> str:
+    if not instruction_set["present"]:
+        return "no"
+    used, by = instruction_set["used"], instruction_set["by"]
+    unused = f"yes, not used: {by}" if by else "yes, not used"
+    return {True: f"yes, used by {by}", False: unused, None: f"yes; {by}"}[used]
+
+
+def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:
+    role = entry["role"]
+    if entry["name"] == "numpy" and blas["name"]:
+        kernels = f", kernels for {blas['core_type']}" if blas["core_type"] else ""
+        role += f" (BLAS: {blas['name']} {blas['version']}{kernels})"
+    return entry["name"], entry["version"] or "-", entry["status"], role
+
+
+def _switch(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    if row["problem"]:
+        return row["library"], "-", f"cannot be read: {row['problem']}", row["tier"]
+    return row["library"], row["switch"], str(row["value"]), row["tier"]

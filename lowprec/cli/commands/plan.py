@@ -1,0 +1,68 @@
+"""Show what a product would run as, and why, without running it.
+
+The operands are two .npy files, or shapes and an element type. Printed are the mode in force and who chose it, what
+each operand becomes, the kernel, copies, flops and bytes, advice, and the guaranteed error. With --device they are
+those of a GPU that need not be here, with the time that its peak rate and bandwidth allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from lowprec.cli.errors import CommandError
+from lowprec.cli.files import read_array
+from lowprec.cli.options import add_operands, add_shared, shape
+from lowprec.cli.output import print_json, print_text
+from lowprec.core import plan_call
+from lowprec.core.arguments import ShapeDtype
+from lowprec.formats import DType
+
+EXAMPLES = """\
+examples:
+  lowprec plan A.npy B.npy --mode tf32
+  lowprec plan --shapes 1024x512 512x2048 --dtype bfloat16
+  lowprec plan --shapes 4096x4096 4096x4096 --rtol 1e-2 --json
+  lowprec plan --shapes 4096x4096 4096x4096 --mode tf32 --device h200
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_operands(parser, required=False)
+    parser.add_argument(
+        "--shapes",
+        nargs=2,
+        type=shape,
+        metavar=("A", "B"),
+        help="shapes in the place of files, as 1024x512 512x2048; leading dimensions are a batch",
+    )
+    add_shared(parser, "--dtype", "--out-dtype", "--mode", "--rtol")
+    add_shared(parser, "--bound", "--k-chunk", "--device", "--json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    a, b = _operands(options)
+    plan = plan_call.plan(
+        a, b, out_dtype=options.out_dtype, math_mode=options.mode, rtol=options.rtol,
+        bound=options.bound, k_chunk=options.k_chunk, device=options.device,
+    )  # fmt: skip
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        print_text(str(plan))
+    return 0
+
+
+def _operands(options: argparse.Namespace) -> tuple[Any, Any]:
+    if options.shapes is not None:
+        if options.a is not None:
+            raise CommandError("plan: give two files or --shapes, not both")
+        element = options.dtype or DType.FLOAT32
+        a, b = options.shapes
+        return ShapeDtype(a, element), ShapeDtype(b, element)
+    if options.b is None:
+        raise CommandError("plan: give two .npy files, or --shapes with two shapes")
+    a, b = (read_array(x, options.dtype, mapped=True) for x in (options.a, options.b))
+    return a, b

@@ -1,0 +1,172 @@
+"""Operands from ``.npy`` files, and results into them.
+
+Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing.
+
+The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so the reader
+passes their dtype. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.checking.accuracy import Array
+from lowprec.cli.errors import CommandError
+from lowprec.cli.output import flush
+from lowprec.formats import OPERAND_DTYPES, DType
+from lowprec.util.atomic import write_file
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
+    """Return the array of an ``.npy`` file, in native byte order.
+
+    Raw elements (bfloat16 and float8 as NumPy writes them) are taken as of type ``dtype``, others are converted to it,
+    rounding to nearest. ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and
+    dtype only.
+
+    Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
+    """
+    source = "/dev/stdin" if path == "-" else path
+    try:
+        # NumPy warns of files that Python 2 wrote, and reads them.
+        with warnings.catch_warnings(), Path(source).open("rb") as file:
+            warnings.simplefilter("ignore")
+            array: Array
+            if mapped and file.seekable():
+                array = npy.open_memmap(source, mode="r")
+            else:
+                whole = file if file.seekable() else io.BytesIO(file.read())
+                array = npy.read_array(whole, allow_pickle=False)
+    except MemoryError:
+        raise
+    except OSError as error:
+        raise CommandError(f"cannot read {path or repr(path)}: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - NumPy evaluates the header with Python's parser
+        reason = textwrap.shorten(str(error) or type(error).__name__, 120)
+        raise CommandError(f"cannot read {path} as an .npy file: {reason}") from None
+    if array.dtype.fields is not None:
+        raise CommandError(f"{path} holds records ({array.dtype}), not a matrix of numbers")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind == "V" and array.dtype.type is np.void:
+        return _raw_as(path, array, dtype)
+    if array.dtype in map(NUMPY_DTYPES.get, OPERAND_DTYPES if dtype is None else (dtype,)):
+        return array
+    return _converted(path, array, dtype)
+
+
+def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
+    size = array.dtype.itemsize
+    # What ml_dtypes adds as a kind of void, NumPy writes as one.
+    fitting = [
+        d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
+    ]
+    if not fitting:
+        raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
+    if dtype is None or dtype.label not in fitting:
+        given = f"; --dtype {dtype} does not fit" if dtype is not None else ""
+        raise CommandError(
+            f"{path} holds raw elements of {size} byte{'s' * (size > 1)}, as NumPy stores "
+            f"{' and '.join(fitting)}{given}; say which with --dtype {fitting[0]}"
+        )
+    return array.view(NUMPY_DTYPES[dtype])
+
+
+def _converted(path: str, array: Array, dtype: DType | None) -> Array:
+    """Return the array as another element type; refuse what would lose an imaginary part or wrap around."""
+    reason = ""
+    if array.dtype.kind not in "biufc":
+        reason = ", which is not a number"
+    elif dtype is None:
+        reason = ", which is not multiplied; convert it, for example by --dtype float32"
+    elif array.dtype.kind == "c" and not dtype.is_complex:
+        reason = f"; --dtype {dtype} would drop the imaginary part"
+    if reason or dtype is None:
+        raise CommandError(f"{path} holds {array.dtype}{reason}")
+    with np.errstate(all="ignore"):
+        converted: Array = array.astype(NUMPY_DTYPES[dtype])
+    if dtype is DType.INT8 and not np.array_equal(converted, array):
+        raise CommandError(f"{path} holds {array.dtype} values that int8 cannot hold")
+    return converted
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def _is_written_into(path: str) -> bool:
+    """Whether what is written is added to what is there (a pipe, a device, an open file) and replaces nothing."""
+    there = Path(path)
+    return path == "-" or path.startswith(("/dev/", "/proc/")) or there.is_fifo()
+
+
+def is_standard_output(path: str | None) -> bool:
+    """Whether a file that is written is what standard output goes to."""
+    if not path or not _is_written_into(path):
+        return False
+    try:
+        return path == "-" or os.path.samestat(os.stat(path), os.fstat(1))
+    except OSError:
+        return False
+
+
+def check_output(path: str) -> None:
+    """Refuse an output that could not be written, before the time for computing it is spent."""
+    target, reason = Path(path), ""
+    try:
+        if _is_written_into(path):
+            if path == "-":
+                os.fstat(1)
+            elif not os.access(path, os.W_OK):
+                reason = "it is not open, or not writable"
+        elif target.exists() and not target.is_file():
+            reason = "it is a folder" if target.is_dir() else "not a file, a pipe or a terminal"
+        elif not (folder := target.resolve().parent).is_dir():
+            reason = f"the folder {folder} does not exist"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"the folder {folder} is not writable"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise CommandError(f"cannot write {path or repr(path)}: {reason}")
+
+
+def write_array(path: str, array: Array) -> None:
+    """Write an ``.npy`` file, as :func:`write_output` does."""
+
+    def save(file: BinaryIO) -> None:
+        # Into a real file NumPy writes by itself, and reports of a full disk how many elements it has written.
+        np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
+
+    write_output(path, save)
+
+
+def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.util.atomic.write_file`.
+
+    A pipe, a terminal or another device is written into, and what ``-``, ``/dev/stdout`` and ``/dev/fd/N`` stand for.
+    """
+    check_output(path)
+    try:
+        if _is_written_into(path):
+            flush()  # what was printed before comes before
+            with open(os.dup(1) if path == "-" else path, "ab") as file:
+                write(file)
+        else:
+            write_file(path, write)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from None

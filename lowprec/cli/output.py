@@ -1,0 +1,147 @@
+"""What the commands print: tables, sections of facts, JSON, a progress bar.
+
+With rich installed and a terminal on the other side, tables are drawn and a bar shows progress; everywhere else the
+same cells come as aligned plain text. Results go to standard output, everything about them to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from lowprec.cli.errors import CommandError
+from lowprec.util.plain import finite
+from lowprec.util.tables import Table, plain_text
+
+#: Where the other side is no terminal, and tells of no width.
+_PIPE_WIDTH = 120
+#: Columns that a table is indented.
+_MARGIN = 1
+
+
+def print_table(table: Table) -> None:
+    """Print a table to standard output."""
+    with _standard_output():
+        fitted = table.fitted(shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns - _MARGIN)
+        console = _console(sys.stdout)
+        if console is None:
+            print(plain_text(fitted))
+        else:
+            console.print(fitted.title, style="bold", markup=False, soft_wrap=True)
+            console.print(_rich_table(fitted))
+
+
+def print_text(text: str) -> None:
+    """Print lines to standard output."""
+    with _standard_output():
+        print(text)
+
+
+def flush() -> None:
+    """Hand over what is still buffered.
+
+    A command does it before it ends: later, a closed pipe or a full disk could no longer be reported.
+    """
+    with _standard_output():
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+    """Turn a failure to write into a message, except that of a reader who went away."""
+    if sys.stdout is None:  # so Python tells of a closed one
+        raise CommandError("cannot write to standard output: it is closed")
+    try:
+        yield
+    except OSError as error:
+        _discard(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CommandError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Point a stream at nothing, so that the interpreter's last flush does not fail once more."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document; a number that JSON does not have (Inf, NaN) becomes null."""
+    print_text(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """Print a remark about the results to standard error, if there is anybody to read it."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error while the block runs, where that is a terminal and rich is installed.
+
+    Yields a function to be called with a few words before each of the ``total`` steps.
+    """
+    console = None if sys.stderr is None else _console(sys.stderr)
+    if console is None:
+        yield lambda *_: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        started = False
+
+        def step(*words: str) -> None:
+            nonlocal started
+            text = f"{description}: {', '.join(words)}"
+            bar.update(task, description=text, advance=int(started))
+            started = True
+
+        yield step
+
+
+def _console(stream: TextIO) -> Any | None:
+    """Return rich's console on this stream if it is a terminal and rich is installed, else None."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, highlight=False)
+
+
+def _rich_table(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(
+        show_header=any(table.headings),
+        box=box.SIMPLE_HEAD,
+        # As narrow as the plain text: two columns between cells, nothing around the whole.
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column, heading in zip(table.columns, table.headings, strict=True):
+        right = column.startswith(">")
+        drawn.add_column(Text(heading), justify="right" if right else "left", no_wrap=right)
+    for row in table.rows:
+        # As Text, so that a bracket in a path is not taken for markup.
+        drawn.add_row(*(Text(cell) for cell in row))
+    return drawn

@@ -1,0 +1,1 @@
+"""A call of `matmul`, from its arguments to its result."""

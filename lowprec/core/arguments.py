@@ -1,0 +1,365 @@
+"""A call of ``matmul`` or ``plan``, its arguments checked and in the package's own terms."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from cmath import isinf
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
+from lowprec.backends import Arguments
+from lowprec.backends.execution import imported
+from lowprec.errors import (
+    ArrayError,
+    DeviceError,
+    DTypeError,
+    LowprecError,
+    ShapeError,
+    UnsupportedError,
+    quoted,
+)
+from lowprec.formats import DType, dtype_from_name
+from lowprec.util.strides import contiguous_strides
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Activation, GemmProblem, OperandSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeDtype:
+    """Shape and element type of an array that need not exist, for :func:`lowprec.plan`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : str or dtype
+        A name, or the dtype object of any library.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> a = lowprec.ShapeDtype((4096, 1024), "bfloat16")
+    >>> b = lowprec.ShapeDtype((1024, 512), "bfloat16")
+    >>> lowprec.plan(a, b).flops
+    4294967296
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.dtype)
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
+        if not all(isinstance(n, numbers.Integral) and 0 <= n < 2**63 for n in shape):
+            raise ShapeError(
+                f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}"
+            )
+        object.__setattr__(self, "shape", tuple(int(n) for n in shape))
+
+
+def parse_dtype(dtype: Any) -> DType:
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a dtype of the Array API.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> parse_dtype(np.float16) is parse_dtype("float16") is parse_dtype(np.dtype("f2"))
+    True
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str):
+        return dtype_from_name(dtype)
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or quoted(dtype)
+    return dtype_from_name(str(name).rpartition(".")[2])
+
+
+def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
+    """Return the view of an array; with ``describing`` also of a description, as if it were contiguous."""
+    if describing and _is_shape(x):
+        raise ArrayError(
+            f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
+            f"lowprec.ShapeDtype({quoted(tuple(x))}, 'float32')"
+        )
+    if describing and _is_description(x):
+        if not isinstance(x, ShapeDtype):
+            x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
+        strides = contiguous_strides(x.shape)
+        return ArrayView(parse_dtype(x.dtype), x.shape, strides, CPU, None, False, None)
+    library = library_of(x)
+    return library.writable_view(x) if writable else library.view(x)
+
+
+def _is_shape(x: Any) -> bool:
+    """Whether ``x`` is a shape alone, with no element type beside it."""
+    return isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x)
+
+
+def _is_description(x: Any) -> bool:
+    """Whether ``x`` only describes an array: shape and dtype, no memory."""
+    if isinstance(x, tuple):
+        return len(x) == 2
+    if isinstance(x, type):
+        return False
+    return not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def spec_of(x: ArrayView) -> OperandSpec:
+    """Return what planning knows of a view: shape, strides and element type."""
+    found: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
+    return found
+
+
+class Request(NamedTuple):
+    """What to do with the product. The fields are those of ``matmul``; arrays are views."""
+
+    out: ArrayView | None = None
+    c: ArrayView | None = None
+    bias: ArrayView | None = None
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    activation: Activation | None = None
+    out_dtype: DType | None = None
+    scale_a: ArrayView | float | None = None
+    scale_b: ArrayView | float | None = None
+    k_chunk: int | None = None
+
+    def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
+        """Return the arrays of the call by their names."""
+        named = {"a": a, "b": b, **self._asdict()}
+        return {name: x for name, x in named.items() if isinstance(x, ArrayView)}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything here that a plan depends on."""
+        out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk = self
+        return (
+            None if out is None else (out.device, out.dtype, out.shape, out.strides),
+            None if c is None else (c.device, c.dtype, c.shape, c.strides),
+            None if bias is None else (bias.device, bias.dtype, bias.shape, bias.strides),
+            alpha != 1, beta != 0, type(alpha) is complex or type(beta) is complex,
+            _exceeds_float32(alpha), _exceeds_float32(beta),
+            activation, out_dtype, type(scale_a), type(scale_b), k_chunk,
+        )  # fmt: skip
+
+    def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
+        """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
+        out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
+        has_alpha, has_beta = self.alpha != 1, self.beta != 0
+        found: GemmProblem = imported("lowprec.planning:GemmProblem")(
+            a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
+        )
+        return found
+
+    def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
+        """Return what an executor takes."""
+        return Arguments(
+            a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream
+        )
+
+    def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
+        """Whether writing ``out`` could change what is still to be read, so that the result is staged elsewhere."""
+        out, c = self.out, self.c
+        if out is None:
+            return False
+        read = (a, b, self.bias, self.scale_a, self.scale_b)
+        if any(isinstance(x, ArrayView) and may_overlap(out, x) for x in read):
+            return True
+        if c is None:
+            return False
+        # Element by element is safe where ``c`` is ``out`` itself, but not where it lies across it.
+        same = (c.address, c.dtype, c.shape, c.strides)
+        if same == (out.address, out.dtype, out.shape, out.strides):
+            return False
+        return may_overlap(out, c)
+
+
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
+
+#: A product with nothing around it.
+PLAIN = Request()
+
+
+def bind(
+    out: Any,
+    c: Any,
+    alpha: Any,
+    beta: Any,
+    bias: Any,
+    activation: Any,
+    out_dtype: Any,
+    scale_a: Any,
+    scale_b: Any,
+    k_chunk: Any = None,
+    *,
+    describing: bool = False,
+) -> Request:
+    """Check the keyword arguments of ``matmul``, given as the caller passed them.
+
+    With ``describing``, ``out``, ``c`` and ``bias`` may be descriptions. Raises ArrayError, DTypeError or
+    UnsupportedError if one is not what it should be, ShapeError if ``beta`` has nothing to multiply.
+    """
+    request = Request(
+        None if out is None else view_of(out, writable=True, describing=describing),
+        None if c is None else view_of(c, describing=describing),
+        None if bias is None else view_of(bias, describing=describing),
+        alpha if type(alpha) is float else _scalar("alpha", alpha),
+        beta if type(beta) is float else _scalar("beta", beta),
+        None if activation is None else _activation(activation),
+        None if out_dtype is None else parse_out_dtype(out_dtype),
+        None if scale_a is None else _scale("scale_a", scale_a),
+        None if scale_b is None else _scale("scale_b", scale_b),
+        None if k_chunk is None else _length("k_chunk", k_chunk),
+    )
+    if request.beta != 0 and c is None:
+        raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
+    return request
+
+
+def parse_out_dtype(dtype: Any) -> DType:
+    """Return the element type that ``out_dtype=`` names; the error names the argument."""
+    try:
+        return parse_dtype(dtype)
+    except DTypeError as error:
+        error.argument = "out_dtype"
+        raise
+
+
+def _activation(name: str) -> Activation | None:
+    found: Activation | None = imported("lowprec.planning:parse_activation")(name)
+    return found
+
+
+def _scale(name: str, value: Any) -> ArrayView | float | None:
+    """Return a scale of an FP8 operand: a number, or one float32 in the memory of the device."""
+    if value is None:
+        return None
+    if not is_array(value):
+        number = _scalar(name, value)
+        if isinstance(number, complex):
+            raise DTypeError(f"{name} must be real, got {number}")
+        return number
+    view = view_of(value)
+    if view.dtype is not DType.FLOAT32 or view.size != 1:
+        raise DTypeError(
+            f"{name} must be a number or one float32, got {view.dtype} of shape {view.shape}"
+        )
+    return view
+
+
+def _length(name: str, value: Any) -> int:
+    """Return a length as a Python number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ShapeError(f"{name} must be an integer of at least 1, got {quoted(value)}")
+    return int(value)
+
+
+def _scalar(name: str, value: Any) -> complex:
+    """Return a factor as a Python number; raise ElsewhereError where it is one that JAX traces."""
+    if type(value) is float:
+        return value
+    if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":
+        with suppress(NotImplementedError):  # a key of its random numbers
+            value = value.item()  # as JAX's functions return numbers
+    if not isinstance(value, numbers.Complex):
+        raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
+    number: complex = inf
+    with suppress(OverflowError):
+        number = float(value) if isinstance(value, numbers.Real) else complex(value)
+    if isinf(number) and number != value:
+        raise UnsupportedError(
+            f"{name} is {quoted(value)}, which is beyond float64; scale the operands instead"
+        )
+    return number
+
+
+def _exceeds_float32(value: complex) -> bool:
+    """Whether a factor is finite and beyond the range of float32."""
+    return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
+
+
+def check_scalars(request: Request, compute_dtype: DType) -> None:
+    """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
+    for name, scale in (("scale_a", request.scale_a), ("scale_b", request.scale_b)):
+        if scale is not None and not compute_dtype.is_float8:
+            raise UnsupportedError(
+                f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha="
+            )
+    for name, value in (("alpha", request.alpha), ("beta", request.beta)):
+        if isinstance(value, complex) and not compute_dtype.is_complex:
+            raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
+        if compute_dtype.itemsize <= compute_dtype.is_complex * 4 + 4 and _exceeds_float32(value):
+            raise UnsupportedError(
+                f"{name} is {value}, which float32 cannot represent; scale the operands instead, or make them float64"
+            )
+
+
+def check_devices(views: dict[str, ArrayView]) -> None:
+    """Raise if the arrays of a call, by their names, do not lie on one device; descriptions lie on none."""
+    devices = {name: view.device for name, view in views.items() if not view.is_description}
+    first = next(iter(devices), "")
+    for name, device in devices.items():
+        if device != devices[first]:
+            raise DeviceError(
+                f"{first} is on {devices[first]} and {name} on {device}; move one of them to the other's device"
+            )
+
+
+def check_known_shape(name: str, x: Any) -> None:
+    """Raise for a Dask array whose extents are not known, which are NaN, or whose chunks are PyTorch's tensors."""
+    if hasattr(x, "numblocks") and type(x._meta).__module__.partition(".")[0] == "torch":
+        raise ArrayError(
+            f"{name} is a Dask array of PyTorch tensors, which Dask cannot put together; make its chunks NumPy arrays, "
+            f"by {name}.map_blocks(numpy.asarray)"
+        )
+    if any(type(n) is float for n in x.shape):
+        raise ShapeError(
+            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
+        )
+
+
+#: Arguments that None leaves away.
+_OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
+
+
+def name_argument(
+    error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
+) -> None:
+    """Let an error say which argument it is about: the first that raises the same where it is looked at by itself.
+
+    Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
+    error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
+    """
+    if error.argument in ("a", "b") and error.argument not in arrays:  # as matmul calls them
+        error.argument = None
+    views: dict[str, ArrayView] = {}
+    for name, x in arrays.items():
+        try:
+            if x is not None or name not in _OPTIONAL:
+                views[name] = view_of(x, writable=True) if name == "out" else look(x)
+        # What the array's own code raises now is not the error, which must not be lost to it.
+        except Exception as found:  # noqa: BLE001
+            if type(found) is type(error) and found.args == error.args:
+                told = name == "out" and str(error).startswith("out ")  # as only an output is
+                error.argument = None if told else name
+                return
+    if isinstance(error, DeviceError):
+        try:
+            check_devices(views)
+        except DeviceError as found:
+            error.args = found.args
+
+
+def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
+    """Raise if an array of a call, or its result, has more bytes than there are addresses."""
+    specs = {name: (view.shape, view.dtype) for name, view in views.items()}
+    for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
+        if prod(shape) * dtype.itemsize > sys.maxsize:
+            raise ShapeError(
+                f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses"
+            )

@@ -1,0 +1,262 @@
+"""The pipeline, and nothing else: arrays in, mode, plan, execution, array out.
+
+A call like one before it (same device, dtypes, shapes, strides, mode and epilogue) finds its plan and its executor by
+one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from lowprec import policy
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
+from lowprec.arrays.libraries import promoted
+from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays.view import without_terms
+from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
+from lowprec.backends.execution import imported
+from lowprec.core import streams
+from lowprec.core.arguments import PLAIN, Request, bind, check_devices, name_argument, spec_of
+from lowprec.core.executors import CachedExecutor, capabilities, look_up
+from lowprec.errors import ArrayError, DTypeError, ElsewhereError, UnsupportedError
+from lowprec.modes import MathMode, ResolvedMode
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out: Any = None,
+    c: Any = None,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+) -> Any:
+    """Multiply two arrays: ``out = activation(alpha * a @ b + beta * c + bias)``.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, k) or (k,)
+        Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
+        float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
+    b : array or PreparedOperand, shape (..., k, n) or (k,)
+        On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
+        float16 to float32.
+    out : array, shape (..., m, n), optional
+        Receives the result, which is then also what is returned. It may share memory with the operands.
+    c : array, broadcasts to (..., m, n), optional
+        Addend; not read where ``beta`` is 0.
+    alpha, beta : number
+        Factors of the product and of ``c``. With ``alpha`` = 0 the operands are not read.
+    bias : array, shape (n,), optional
+        With int8 operands int8 or int32; a sum beyond int32 becomes the nearest int32.
+    activation : {"relu", "gelu"}, optional
+        ``"gelu"`` is the tanh form.
+    out_dtype : dtype or str, optional
+        Of the result; the common dtype of the operands by default, int32 for int8. float32 for 16-bit operands, or a
+        16-bit type for float32 operands.
+    math_mode : str or MathMode, optional
+        How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
+    rtol : float, optional
+        Choose the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+    bound : {"guaranteed", "probable"}, optional
+        Which bound ``rtol`` is about. The probable one holds with a probability of 0.999, where rounding errors have a
+        mean of zero, and grows with the square root of the inner dimension.
+    k_chunk : int, optional
+        For experts: sum the (leading) product in pieces of the inner dimension of this length. By default the plan
+        chooses: where tensor cores cut what they sum, as long a piece as keeps their error within that of FP32.
+    scale_a, scale_b : number or array of one float32, optional
+        Factors of FP8 operands, which their values were divided by when they were rounded.
+
+    Returns
+    -------
+    array
+        Of the library of ``a``, on its device; ``out`` where that is given.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        An argument is no array that can be read (or written) in place, or has a dtype that is not supported.
+    ShapeError
+        The shapes do not fit together.
+    DeviceError
+        The arrays lie on different devices, or on one that no backend serves.
+    ModeError
+        There is no such mode or bound, or no mode meets ``rtol``.
+    UnsupportedError
+        The combination is legal but cannot be served here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    >>> lowprec.matmul(a, a, math_mode="tf32")
+    array([[ 7., 10.],
+           [15., 22.]], dtype=float32)
+    """
+    keywords = (
+        out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
+    )  # fmt: skip
+    if _in_graph():
+        return _in_a_graph(a, b, **_given(keywords))
+    request = PLAIN
+    factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
+    plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
+    try:
+        library = library_of(a)
+        if library.has_weak_types or type(b) is not type(a):
+            a, b, c, bias = promoted((a, b), c, bias)
+        x = library.view(a)
+        y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
+        if not (plain and k_chunk is None):
+            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
+            x, y = (x, y) if request.alpha else without_terms(x, y)
+    except ElsewhereError as elsewhere:
+        return _elsewhere(elsewhere, a, b, _given(keywords))
+    except (ArrayError, DTypeError) as error:
+        name_argument(error, _arrays(a, b, out, c, bias, scale_a, scale_b))
+        raise
+    if rtol is None and bound is None:
+        resolved = policy.resolve(math_mode)
+    else:
+        resolved = _resolve_within(rtol, math_mode, bound, x, y, request)
+    found = look_up(resolved, x, y, request)
+    execute, target = found.execute, request.out
+    if target is None:
+        target = _allocate(library, found, x.device, a)
+    else:
+        if request.needs_staging(x, y):
+            execute = _out_of_place(resolved, x, y, request, target)
+        library_of(out).mark_written(out)
+    if x.device is CPU:
+        execute(Arguments(x, y, target) if request is PLAIN else request.arguments(x, y, target))
+    else:
+        arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
+        streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    return library.wrap(target.owner, a, b, c, bias) if out is None else out
+
+
+_DEFAULTS = {
+    name: x.default for name, x in inspect.signature(matmul).parameters.items() if name not in "ab"
+}
+
+
+def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the keyword arguments of :func:`matmul` that differ from their defaults, by name."""
+    named = zip(_DEFAULTS.items(), keywords, strict=True)
+    return {
+        name: x for (name, default), x in named if x is not default and not (type(x) is float and x == default)
+    }  # fmt: skip
+
+
+def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
+    """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
+    from lowprec.torch.compiled import matmul as product
+
+    return product(a, b, **keywords)
+
+
+def _in_graph() -> bool:
+    """Whether PyTorch's compiler reads :func:`matmul` itself, as it does what a function calls after a graph break."""
+    return False
+
+
+matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
+_in_graph._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _road(name: str) -> tuple[Any, frozenset[str]]:
+    """Return a road, ``"module:function"``, and the names of its arguments."""
+    road = imported(name)
+    return road, frozenset(inspect.signature(road).parameters)
+
+
+#: Arguments that nothing can make up for once the product is there.
+_OF_THE_PRODUCT = {"out", "rtol", "bound", "k_chunk"}
+
+
+def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
+    """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
+    refuse_prepared(a=a, **given, b=b)
+    arrays = _arrays(a, b, *map(given.get, ("out", "c", "bias", "scale_a", "scale_b")))
+    road, takes = _road(found.road)
+    if not given.keys() <= takes:
+        lacking = sorted(given.keys() - takes)
+        name_argument(found, arrays)
+        way_out = "leave it away" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
+        raise UnsupportedError(
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}"
+        )
+    try:
+        return road(a, b, **given)
+    except (ArrayError, DTypeError) as error:
+        name_argument(error, arrays)
+        raise
+
+
+def _arrays(
+    a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any
+) -> dict[str, Any]:
+    """Return the arguments of :func:`matmul` that may be arrays, in the order in which they are looked at."""
+    return {
+        "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
+    }  # fmt: skip
+
+
+def _resolve_within(
+    rtol: float | None,
+    math_mode: str | MathMode | None,
+    bound: str | None,
+    x: ArrayView,
+    y: ArrayView,
+    request: Request,
+) -> ResolvedMode:
+    """Return the cheapest mode within a tolerance."""
+    check_devices(request.views(x, y))
+    problem = request.problem(spec_of(x), spec_of(y))
+    mode_within = imported("lowprec.core.tolerance:mode_within")
+    found: tuple[ResolvedMode, Any] = mode_within(
+        rtol, math_mode, problem, capabilities(x.device), bound
+    )
+    return found[0]
+
+
+def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
+    """Return a new array for a result; where memory is short, once more without what lowprec keeps."""
+    try:
+        return library.allocate(found.out_shape, found.out_dtype, device, like)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return library.allocate(found.out_shape, found.out_dtype, device, like)
+
+
+def _out_of_place(
+    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
+) -> Executor:
+    """Return what computes into new memory and then writes ``out``, which shares memory with what is read."""
+    device, backend = x.device, backend_of(x.device)
+    dtype = backend.staging_dtype(target.dtype)
+    staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
+
+    def execute(arguments: Arguments) -> None:
+        shape, stream = staged.out_shape, arguments.stream
+        with backend.temporary(shape, staged.out_dtype, device, stream) as result:
+            staged.execute(arguments._replace(out=result))
+            backend.copy(result, target, stream)
+
+    return execute

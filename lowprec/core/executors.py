@@ -1,0 +1,101 @@
+"""The executor cache: executors of plans, kept for the next call like the one they were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from lowprec.arrays import ArrayView, Device
+from lowprec.backends import Backend, Executor, backend_of
+from lowprec.backends.execution import imported
+from lowprec.core.arguments import (
+    PLAIN,
+    Request,
+    check_devices,
+    check_scalars,
+    check_sizes,
+    spec_of,
+)
+from lowprec.formats import DType
+from lowprec.modes import MathMode, ResolvedMode
+from lowprec.util import forking
+
+if TYPE_CHECKING:  # planning is imported with the first product
+    from lowprec.planning import Capabilities, GemmPlan
+
+_CACHE_SIZE = 4096
+_PLAN_GEMM = "lowprec.planning:plan_gemm"
+
+
+class CachedExecutor(NamedTuple):
+    """An executor, what its result is like, and the plan behind it."""
+
+    execute: Executor
+    out_shape: tuple[int, ...]
+    out_dtype: DType
+    plan: GemmPlan
+    backend: Backend
+
+
+#: Sees what is about to run on which operands, and returns what runs in its place.
+Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
+
+_observer: Observer | None = None
+#: Without a lock, which a fork or a signal handler could find taken: each operation of a dictionary is atomic.
+_executors: dict[tuple[Any, ...], CachedExecutor] = {}
+
+
+def observe(observer: Observer | None) -> None:
+    """Show every product from now on to ``observer`` before it runs; None ends that."""
+    global _observer
+    _observer = observer
+
+
+def forget() -> None:
+    """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
+    _executors.clear()
+    imported(_PLAN_GEMM).cache_clear()
+
+
+def capabilities(device: Device) -> Capabilities:
+    """Return what a device can do; raises DeviceError if no backend serves it."""
+    return backend_of(device).capabilities(device)
+
+
+def look_up(
+    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, *, observed: bool = True
+) -> CachedExecutor:
+    """Return the executor for these operands, from the cache where a call like this one was made before.
+
+    With ``observed``, it is the one that also tells the observer, where there is one.
+    """
+    key: tuple[Any, ...] = (
+        resolved.mode, None if request is PLAIN else request.key,
+        x.device, x.dtype, x.shape, x.strides,
+        y.device, y.dtype, y.shape, y.strides,
+    )  # fmt: skip
+    if resolved.emulates is not None:
+        key = (*key, resolved.emulates)
+    found = _executors.get(key)
+    if found is None:
+        with forking.making:
+            found = _executors[key] = _make(resolved.mode, x, y, request)
+        excess = len(_executors) - _CACHE_SIZE
+        if excess > 0:
+            for oldest in list(_executors)[:excess]:  # dictionaries keep their order
+                _executors.pop(oldest, None)
+    observer = _observer
+    if observer is None or not observed:
+        return found
+    return observer(found, resolved, x, y)
+
+
+def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> CachedExecutor:
+    views = request.views(x, y)
+    check_devices(views)
+    backend = backend_of(x.device)
+    problem = request.problem(spec_of(x), spec_of(y))
+    plan: GemmPlan = imported(_PLAN_GEMM)(problem, backend.capabilities(x.device), mode)
+    check_scalars(request, plan.compute_dtype)
+    check_sizes(views, plan.out_shape, plan.out_dtype)
+    return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)

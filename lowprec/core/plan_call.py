@@ -1,0 +1,139 @@
+"""``plan``: what ``matmul`` would run, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from typing import Any
+
+from lowprec import policy
+from lowprec.arrays import CPU, ArrayView
+from lowprec.arrays.libraries import promoted
+from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
+from lowprec.backends import backend_of, predicted
+from lowprec.core.arguments import (
+    Request,
+    bind,
+    check_devices,
+    check_scalars,
+    name_argument,
+    spec_of,
+    view_of,
+)
+from lowprec.core.tolerance import mode_within
+from lowprec.errors import ArrayError, DTypeError, ShapeError
+from lowprec.modes import MathMode
+from lowprec.planning import Candidate, Copy, GemmPlan, Reason, Why, plan_gemm
+from lowprec.planning.prepared import prepared_reason
+from lowprec.util.strides import contiguous_strides
+
+
+def plan(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out: Any = None,
+    c: Any = None,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    device: str | None = None,
+) -> GemmPlan:
+    """Return what ``matmul`` with the same arguments would run, and why; nothing is computed.
+
+    Parameters
+    ----------
+    a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
+        As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
+    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
+        As for :func:`lowprec.matmul`; arrays may be described here too.
+    device : str, optional
+        An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
+        plan is then that of arrays with these shapes and strides in its memory, by what is published of it, wherever
+        they lie; neither a driver nor a CUDA library is needed.
+
+    Returns
+    -------
+    GemmPlan
+        Frozen and hashable; ``print`` shows it as a table, ``to_dict()`` gives plain values.
+
+    Raises
+    ------
+    LowprecError
+        The same errors as ``matmul``. DeviceError for a ``device`` that is not known; the message lists the others.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> a = lowprec.ShapeDtype((512, 512), "float32")
+    >>> made = lowprec.plan(a, a, math_mode="bf16")
+    >>> made.a_becomes.split(",")[0], made.resolved.source.value
+    ('bfloat16', 'math_mode= argument')
+    >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
+    'NVIDIA H200 SXM'
+    """
+    refuse_prepared(a=a, out=out, c=c, bias=bias)
+    try:
+        a, b, c, bias = promoted((a, b), c, bias)
+        x, y = _described(a), _described(b)
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
+                       describing=True)  # fmt: skip
+    except (ArrayError, DTypeError, ShapeError) as error:
+        name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
+        raise
+    check_devices(views := request.views(x, y))
+    place = next((view.device for view in views.values() if not view.is_description), CPU)
+    able = backend_of(place).capabilities(place) if device is None else predicted(device)
+    staged = request.needs_staging(x, y)
+    if staged:
+        request = request._replace(out=None)
+    problem = request.problem(spec_of(x), spec_of(y))
+    candidates: tuple[Candidate, ...] = ()
+    if rtol is None and bound is None:
+        resolved = policy.resolve(math_mode)
+    else:
+        resolved, candidates = mode_within(rtol, math_mode, problem, able, bound)
+    made = plan_gemm(problem, able, resolved.mode)
+    check_scalars(request, made.compute_dtype)
+    copies = [
+        Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
+        for name, view in views.items()
+        if view.copied is not None
+    ]
+    if staged:
+        nbytes = prod(made.out_shape) * made.out_dtype.itemsize
+        copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
+    is_there = device is None and not any(view.is_description for view in views.values())
+    return dataclasses.replace(
+        made,
+        resolved=resolved,
+        candidates=candidates,
+        copies=(*made.copies, *copies),
+        prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
+        algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
+    )
+
+
+def _described(x: Any) -> ArrayView:
+    return x._view if isinstance(x, Prepared) else view_of(x, describing=True)
+
+
+def _algorithm(
+    made: GemmPlan, x: ArrayView, y: ArrayView, request: Request
+) -> tuple[tuple[str, str], ...]:
+    """Return what the library on the device tells of its choice."""
+    out = request.out
+    if out is None:
+        # A new array will lie at an address that every kernel likes.
+        strides = contiguous_strides(made.out_shape)
+        out = ArrayView(made.out_dtype, made.out_shape, strides, x.device, None, False, 0)
+    return backend_of(x.device).describe(made, request.arguments(x, y, out))

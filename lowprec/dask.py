@@ -1,0 +1,228 @@
+"""Matrix products of Dask arrays: lazy, chunk by chunk, each sum over the chunks of k in one fixed order.
+
+``dask.array.matmul`` makes an array of all partial products and lets Dask add them. Here the partial products of one
+chunk of the result form a chain: each adds its product to the one before, inside the product's own epilogue
+(``c=acc, beta=1``), in the accumulator's type. So no partial product waits in memory, 16-bit chunks are summed in FP32
+throughout, and the order of the sum does not depend on which worker was first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from lowprec.arrays.libraries import library_of
+from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.core import dispatch, plan_call
+from lowprec.core.arguments import ShapeDtype, check_known_shape, parse_dtype
+from lowprec.errors import ArrayError, DTypeError, ModeError
+from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
+from lowprec.planning import GemmPlan
+from lowprec.policy.emulation import emulate
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    rtol: float | None = None,
+    bound: str | None = None,
+    k_chunk: int | None = None,
+) -> da.Array:
+    """Return the product of two Dask arrays as a Dask array; nothing is computed yet.
+
+    The mode is chosen here, by the scopes, the guard and the environment of the caller, and travels in the graph:
+    workers do not see the caller's scopes. A worker's own ``LOWPREC_FP32_GUARD`` and ``LOWPREC_FORCE_MATH_MODE`` still
+    stand above it.
+
+    Parameters
+    ----------
+    a : dask.array.Array, shape (..., m, k) or (k,)
+        Chunks of any library that :func:`lowprec.matmul` takes. A NumPy array is taken as one chunk.
+    b : dask.array.Array, shape (..., k, n) or (k,)
+        Chunked along k as ``a`` is, else it is rechunked; an ``a`` in one piece along k is cut as ``b`` is.
+    out_dtype, math_mode, rtol, bound
+        As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k, the sums over its chunks
+        included.
+    k_chunk : int, optional
+        As :func:`lowprec.matmul` takes it, for each chunk's product.
+
+    Returns
+    -------
+    dask.array.Array, shape (..., m, n)
+        In the chunks of ``a`` along m, of ``b`` along n.
+
+    Raises
+    ------
+    ArrayError, DTypeError
+        An operand is no array, or of a type that is not supported.
+    ShapeError
+        The shapes do not fit together, or are not known.
+    ModeError
+        There is no such mode, or no mode meets ``rtol``.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> a, b = da.ones((6, 4), chunks=2, dtype="float32"), da.ones((4, 5), chunks=(2, 5), dtype="float32")
+    >>> c = matmul(a, b, math_mode="bf16")
+    >>> c.numblocks, c.compute()[0].tolist()
+    ((3, 1), [4.0, 4.0, 4.0, 4.0, 4.0])
+    """
+    a, b = _dask_array(a, "a"), _dask_array(b, "b")
+    plan = _plan(a, b, out_dtype, math_mode, rtol, bound, k_chunk)
+    x = a if a.ndim > 1 else a[None, :]
+    y = b if b.ndim > 1 else b[:, None]
+    mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
+    accumulator, out = plan.compute_dtype.accumulator.label, plan.out_dtype.label
+    if plan.mode_has_effect and row(plan.mode).widens:
+        # Summed in FP64 over all chunks, and rounded once.
+        wide = row(plan.mode).accumulator(plan.compute_dtype).label
+        product = _product(x.astype(wide), y.astype(wide), mode, wide, wide, k_chunk)
+        product = product.astype(_numpy_dtype(out))
+    else:
+        product = _product(x, y, mode, accumulator, out, k_chunk)
+    if b.ndim == 1:
+        product = product[..., 0]
+    return (
+        product[..., 0] if a.ndim == 1 == b.ndim else product[..., 0, :] if a.ndim == 1 else product
+    )
+
+
+def _plan(
+    a: da.Array,
+    b: da.Array,
+    out_dtype: Any,
+    math_mode: str | MathMode | None,
+    rtol: float | None,
+    bound: str | None,
+    k_chunk: int | None,
+) -> GemmPlan:
+    """Return the plan of the whole product; where ``rtol`` chooses its mode, the chain's roundings count."""
+    x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
+    asked = functools.partial(plan_call.plan, x, y, out_dtype=out_dtype, k_chunk=k_chunk)
+    made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
+    links = a.numblocks[-1] if a.numblocks[-1] > 1 else b.numblocks[-2:][0]
+    summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
+    if rtol is None or links == 1 or not made.candidates or summed is None:
+        return made
+    # With e the error of each partial product, relative to its |A||B|, and g that of adding them up, in any order and
+    # whatever their sizes, |C - AB| <= (e + g (1 + e)) |A||B|: by Cauchy and Schwarz, the norms of chunks add up to
+    # no more than those of the whole. A chain of n products has n roundings: g = n u / (1 - n u).
+    u = summed.unit_roundoff
+    growth = links * u / (1 - links * u)
+    with contextlib.suppress(ModeError):
+        return asked(rtol=(rtol - growth) / (1 + growth), bound=bound)
+    # FP64 sums are rounded once, however many chunks there are.
+    fits = any(c.mode is MathMode.FP64 and c.bound <= rtol for c in made.candidates)
+    if not fits:
+        raise ModeError(
+            f"no math mode keeps rtol = {rtol:.3g} where {made.compute_dtype} products of {links} chunks along k are "
+            f"added up, which adds {growth:.3g}; use a larger rtol or fewer chunks along k"
+        )
+    return asked(math_mode=MathMode.FP64)
+
+
+def _dask_array(x: Any, name: str) -> da.Array:
+    if not isinstance(x, da.Array):
+        refuse_prepared(**{name: x})
+        if not isinstance(getattr(x, "dtype", None), np.dtype):
+            raise ArrayError(
+                f"{name} is no array that Dask can cut up, but {type(x).__qualname__}; pass a Dask or NumPy array"
+            )
+        x = da.from_array(x, chunks=-1)
+    if isinstance(x._meta, np.ndarray):
+        library_of(x._meta)  # refuses masks and the like here, not in the workers
+    check_known_shape(name, x)
+    try:
+        parse_dtype(x.dtype)
+    except DTypeError as error:
+        error.argument = name
+        raise
+    return x
+
+
+def _product(
+    a: da.Array,
+    b: da.Array,
+    resolved: ResolvedMode,
+    accumulator: str,
+    out: str,
+    k_chunk: int | None,
+) -> da.Array:
+    """Return the product of two arrays with two axes or more."""
+    a, b, batch = _alike_in_chunks(a, b)
+    chunks = (*batch, a.chunks[-2], b.chunks[-1])
+    emulates = None if resolved.emulates is None else str(resolved.emulates)
+    mode = str(resolved.mode)
+    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
+    depth = a.numblocks[-1]
+    graph: dict[Any, Any] = {}
+    for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
+        key: Any = None
+        for k in range(depth):
+            before, last = key, k == depth - 1
+            key = (name, *outer, i, j) if last else (f"{name}-sum", *outer, i, j, k)
+            x = (a.name, *_block_of(a, outer), i, k)
+            y = (b.name, *_block_of(b, outer), k, j)
+            dtype = out if last else accumulator
+            graph[key] = (_add_product, before, x, y, mode, dtype, emulates, k_chunk)
+    layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
+    result_type, meta = _numpy_dtype(out), a._meta
+    if isinstance(meta, np.ndarray):
+        meta = np.empty((0,) * len(chunks), result_type)
+    return da.Array(layers, name, chunks, meta=meta, dtype=result_type)
+
+
+def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
+    """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
+    a, b = (
+        # An empty chunk of an axis of length 1 would be broadcast; those of empty axes would not be unified.
+        x.rechunk(tuple(tuple(n for n in axis if n) or (0,) for axis in x.chunks))
+        for x in (a, b)
+    )
+    count = max(a.ndim, b.ndim) - 2
+    axes = [*range(count), "m", "k", "n"]
+    names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]
+    names_b = [*axes[count - (b.ndim - 2) : count], "k", "n"]
+    if a.numblocks[-1] == 1:  # else every task would need the whole of k
+        a = a.rechunk({a.ndim - 1: b.chunks[-2]})
+    if b.chunks[-2] != a.chunks[-1]:
+        b = b.rechunk({b.ndim - 2: a.chunks[-1]})
+    chunks, (a, b) = da.core.unify_chunks(a, names_a, b, names_b)
+    return a, b, tuple(chunks[axis] for axis in axes[:count])
+
+
+def _block_of(x: da.Array, outer: list[int]) -> list[int]:
+    """Return where in its batch an operand lies that is multiplied into a chunk; what broadcasts has one chunk."""
+    mine = outer[len(outer) - (x.ndim - 2) :]
+    return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
+
+
+def _add_product(
+    acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None, k_chunk: Any = None
+) -> Any:
+    """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
+    if emulates is not None:
+        with emulate(emulates):
+            return _add_product(acc, a, b, mode, out, None, k_chunk)
+    if acc is None:
+        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+    if out == "int32":  # whose epilogues add no matrix
+        return acc + dispatch.matmul(a, b)
+    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+
+
+def _numpy_dtype(label: str) -> np.dtype[Any]:
+    return NUMPY_DTYPES[parse_dtype(label)]

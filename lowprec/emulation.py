@@ -1,0 +1,139 @@
+"""Tensor cores in software: what one of them makes of small numbers of a format, bit by bit.
+
+:class:`lowprec.emulate` puts the same arithmetic behind ``matmul``; :func:`mma` is the instruction itself.
+
+Examples
+--------
+>>> import numpy as np
+>>> from lowprec.emulation import mma
+>>> a = np.eye(2, dtype=np.float32)
+>>> mma(a, a, a, arch="hopper", format="bf16")
+array([[2., 0.],
+       [0., 2.]], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lowprec.architectures import Architecture, parse_architecture
+from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.backends.cpu.emulation import arithmetic, multiply
+from lowprec.backends.cpu.emulation.arithmetic import FORMATS
+from lowprec.backends.cpu.rounding import round_float32
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.formats import DType
+
+__all__ = ["mma"]
+
+#: Names of the formats: those of the modes, and those of the element types.
+_FORMATS = {"fp16": "float16", "bf16": "bfloat16", **{name: name for name in FORMATS}}
+
+
+def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any:  # noqa: A002
+    """Return ``c + a @ b`` as a chain of instructions of an architecture's tensor cores computes it, bit by bit.
+
+    Each element is one chain along k, in ascending order: instruction after instruction (see the table of
+    :doc:`emulation`), each of one or two groups of products, and what a group gives, rounded toward zero to float32, is
+    the c of the next one. The last group is filled up with zeros, which change nothing.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, k)
+        float32, holding numbers of the format; in host memory, of any library that speaks DLPack.
+    b : array, shape (..., k, n)
+        float32, holding numbers of the format.
+    c : array, shape (..., m, n)
+        float32. Batches broadcast.
+    arch : {"volta", "ampere", "ada", "hopper", "blackwell"}
+        Whose tensor cores.
+    format : {"fp16", "bf16", "tf32"}
+        Of the numbers in ``a`` and ``b``.
+
+    Returns
+    -------
+    array, shape (..., m, n)
+        float32, of the library of ``a``.
+
+    Raises
+    ------
+    ArrayError
+        ``a`` or ``b`` holds a number that is none of the format, or an argument is no array.
+    DTypeError, ShapeError, DeviceError
+        An array is not float32, does not fit to the others, or is not in host memory.
+    UnsupportedError
+        There is no such architecture or format, or the architecture's tensor cores do not multiply the format.
+
+    References
+    ----------
+    F. A. Khattak and M. Mikaitis, "Accurate models of NVIDIA tensor cores", arXiv 2512.07004.
+
+    Examples
+    --------
+    Of a term that is 2^-24 of the largest, Volta keeps nothing, Ampere all:
+
+    >>> import numpy as np
+    >>> from lowprec.emulation import mma
+    >>> a = np.full((1, 2), 2.0**-12, np.float32)
+    >>> c = np.ones((1, 1), np.float32)
+    >>> [float(mma(a, a.T, c, arch=arch, format="fp16")[0, 0]) - 1 for arch in ("volta", "ampere")]
+    [0.0, 1.1920928955078125e-07]
+    """
+    name_of_format = _format_name(format)
+    model = arithmetic(parse_architecture(arch), name_of_format)
+    views = {name: _view(name, x) for name, x in (("a", a), ("b", b), ("c", c))}
+    x, y, z = views.values()
+    batch = _batch_shape(views)
+    library = library_of(a)
+    for name in ("a", "b"):
+        _check_values(name, views[name].ndarray(), name_of_format)
+    target = library.allocate((*batch, x.shape[-2], y.shape[-1]), DType.FLOAT32, CPU, a)
+    target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
+    return library.wrap(target.owner, a, b, c)
+
+
+def _format_name(name: object) -> str:
+    found = _FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
+    if found is None:
+        raise UnsupportedError(
+            f"format {quoted(name)} is not emulated; choose one of: {', '.join(_FORMATS)}"
+        )
+    return found
+
+
+def _view(name: str, x: Any) -> ArrayView:
+    view = library_of(x).view(x)
+    if view.device is not CPU:
+        raise DeviceError(f"{name} is on {view.device}; mma computes in host memory, copy it there")
+    if view.dtype is not DType.FLOAT32:
+        raise DTypeError(f"{name} has dtype {view.dtype}; mma takes float32 that holds the format")
+    return view
+
+
+def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
+    """Return the batch of the result; raise ShapeError where the shapes do not fit."""
+    shapes = {name: view.shape for name, view in views.items()}
+    a, b, c = shapes.values()
+    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    if min(map(len, shapes.values())) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
+        raise ShapeError(
+            f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {told}"
+        )
+    try:
+        return np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
+    except ValueError:
+        raise ShapeError(f"the batches do not broadcast: the shapes are {told}") from None
+
+
+def _check_values(name: str, x: Any, fmt: str) -> None:
+    """Raise ArrayError where an array holds a finite number that is none of a format."""
+    rounded = np.empty(x.shape, np.float32)
+    round_float32(x, FORMATS[fmt], rounded)
+    wrong = np.argwhere((rounded != x) & ~np.isnan(x))
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        raise ArrayError(
+            f"{name}{list(first)} is {x[first]!r}, which is no {fmt} number; round the operands before"
+        )

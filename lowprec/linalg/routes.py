@@ -1,0 +1,254 @@
+"""A call's library, its arrays and its result; which function does the work is in one table, a row for each function.
+
+The caller's library is in ``sys.modules``, because its array exists. What is imported here is a part of it that it
+has not loaded by itself (``jax.scipy.linalg``), or SciPy, where NumPy keeps the functions that it has not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays import DLPackArray, library_name, library_of
+from lowprec.arrays.dlpack import device_of
+from lowprec.arrays.namespaces import cast, dtype_name
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError
+from lowprec.formats import DType, promote
+from lowprec.policy import fp32_guard
+
+#: Element types that LAPACK has.
+REAL_DTYPES = (DType.FLOAT32, DType.FLOAT64)
+_DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
+
+#: Of the arrays that a function takes, in order.
+_NAMES = ("a", "b")
+
+_CUDA = 2  # ``DLDeviceType`` of dlpack.h
+
+_Function = Callable[..., Any]
+
+
+class Route(NamedTuple):
+    """The way to one function of one library."""
+
+    #: Where it is, and what it is called there.
+    module: str
+    name: str
+    #: Called with the function in front of the operands, where it cannot be called as the others are.
+    adapt: _Function | None = None
+    stacks: bool = True  # whether it takes stacks of matrices
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def find(function: str, library: str) -> _Function:
+    """Return the library's own function, taking the keywords that lowprec's takes; raise where it has none."""
+    route = ROUTES[function].get(library)
+    if route is None:
+        raise UnsupportedError(f"{library} has no {function}; {LACKING[function, library]}")
+    try:
+        found: _Function = getattr(importlib.import_module(route.module), route.name)
+    except ModuleNotFoundError as error:
+        package = (error.name or route.module).partition(".")[0]
+        raise UnsupportedError(
+            f"{function} of {library} arrays is {route}, and {package} is not installed; install it "
+            f"(pip install {package}), or pass an array of another library"
+        ) from error
+    except AttributeError:
+        version = getattr(sys.modules.get(library), "__version__", "")
+        raise UnsupportedError(
+            f"{library} {version} has no {route}; install a later version, or pass an array of another library"
+        ) from None
+    return found if route.adapt is None else partial(route.adapt, found)
+
+
+def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
+    """Raise where an operand is a stack of matrices and the library's function takes one matrix."""
+    for array in arrays:
+        if array.ndim > 2 and not ROUTES[function][library].stacks:
+            raise UnsupportedError(
+                f"{library} has no {function} of stacks of matrices, and an operand has shape {tuple(array.shape)}; "
+                + ("put jax.vmap around it" if library == "jax" else "call it for each matrix")
+            )
+
+
+# -- one call ------------------------------------------------------------------------------------
+
+
+def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
+    """Let the library of the operands do the work inside the guard; return what it returns.
+
+    Whatever does not fit is refused before any work. A tolerance ``rtol=None`` becomes that of the Array API.
+    """
+    library = _common_library(function, arrays)
+    by_dlpack = library == "dlpack"
+    if by_dlpack:
+        library, arrays = _adopted(function, arrays)
+    dtype, arrays = _promoted(function, arrays, dtypes)
+    work = find(function, library)
+    check_stacks(function, library, arrays)
+    if keywords.get("rtol", 0) is None:
+        keywords["rtol"] = float(np.finfo(dtype.label).eps) * max(arrays[0].shape[-2:], default=0)
+    with fp32_guard():
+        result = work(*arrays, **keywords)
+    if not by_dlpack or library != "numpy":  # CuPy's arrays speak DLPack themselves
+        return result
+    return tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
+
+
+def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
+    names = []
+    for name, x in zip(_NAMES, arrays, strict=False):
+        try:
+            names.append(library_name(x))
+        except ArrayError as error:
+            error.argument = name
+            raise
+    if len(set(names)) > 1:
+        raise ArrayError(
+            f"{function} takes arrays of one library, got {' and '.join(names)}; convert one of them, for example "
+            "with the library's from_dlpack"
+        )
+    return names[0]
+
+
+def _promoted(
+    function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]
+) -> tuple[DType, tuple[Any, ...]]:
+    """Return the operands' common element type, and the operands in it."""
+    by_label = {dtype.label: dtype for dtype in dtypes}
+    given = [dtype_name(x) for x in arrays]
+    for name, label in zip(_NAMES, given, strict=False):
+        if label not in by_label:
+            raise DTypeError(
+                f"{function} takes {', '.join(by_label)}, and {name} is {label}; convert it first, for example to "
+                "float32, and the result back where that is meant"
+            )
+    common = reduce(promote, (by_label[label] for label in given))
+    return common, tuple(cast(x, common.label) for x in arrays)
+
+
+# -- arrays that are known only by DLPack ---------------------------------------------------------
+
+
+def _adopted(function: str, arrays: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the library that works for these arrays, and its arrays on their memory."""
+    devices = [device_of(x) for x in arrays]
+    if all(d.is_host for d in devices):
+        return "numpy", tuple(library_of(x).view(x).ndarray() for x in arrays)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not all(d.type == _CUDA for d in devices):
+        where = " and ".join(dict.fromkeys(map(str, devices)))
+        raise UnsupportedError(
+            f"{function} has no library for DLPack arrays on {where}: NumPy serves the CPU, and CuPy, once the "
+            "program has imported it, CUDA; import cupy, or pass an array of a library that is known by name"
+        )
+    return "cupy", tuple(cupy.from_dlpack(x) for x in arrays)
+
+
+def _handed_back(result: Any) -> DLPackArray:
+    """Return NumPy's result as an array that speaks DLPack for the types of lowprec: ranks become int32."""
+    array = np.asarray(result)
+    return DLPackArray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
+
+
+# -- what differs ---------------------------------------------------------------------------------
+
+
+def _as_matrices(a: Any, b: Any) -> Any:
+    """Return a right-hand side that nobody takes for a stack of vectors.
+
+    In the Array API only a 1-D ``b`` is a vector. PyTorch and CuPy also take a ``b`` with one axis less than ``a`` for
+    vectors, and for a square ``b`` the shapes do not tell which was meant.
+    """
+    missing = a.ndim - b.ndim
+    return b.reshape((1,) * missing + tuple(b.shape)) if 1 < b.ndim < a.ndim else b
+
+
+def _solve(found: _Function, a: Any, b: Any) -> Any:
+    return found(a, _as_matrices(a, b))
+
+
+def _rcond(found: _Function, *arrays: Any, rtol: float) -> Any:
+    return found(*arrays, rcond=rtol)
+
+
+def _torch_lstsq(found: _Function, a: Any, b: Any, *, rtol: float) -> Any:
+    # The default driver on the CPU, gelsy, gives no singular values; on a GPU torch has gels alone.
+    driver = "gelsd" if a.device.type == "cpu" else "gels"
+    return found(a, _as_matrices(a, b), rcond=rtol, driver=driver)
+
+
+def _rank(found: _Function, a: Any, *, rtol: float | None = None) -> Any:
+    """Take the tolerance relative to the largest singular value: CuPy's is absolute, and JAX's ``rtol`` too."""
+    if rtol is None:
+        return found(a)
+    values = find("svd", library_name(a))(a, compute_uv=False)
+    return (values > rtol * values.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+
+def _scipy_cdist(found: _Function, a: Any, b: Any) -> Any:
+    # SciPy computes in float64, whatever it is given, and returns that.
+    return found(a, b).astype(a.dtype)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+#: Where each library keeps its linear algebra.
+LIBRARIES: Mapping[str, str] = {
+    "numpy": "numpy.linalg",
+    "torch": "torch.linalg",
+    "jax": "jax.numpy.linalg",
+    "cupy": "cupy.linalg",
+}
+
+
+def _row(name: str, **adapt: _Function) -> dict[str, Route]:
+    """Return the row of a function that every library has under this name, in some of them to be adapted."""
+    return {
+        library: Route(module, name, adapt.get(library)) for library, module in LIBRARIES.items()
+    }
+
+
+#: By function and library: where it is.
+ROUTES: Mapping[str, Mapping[str, Route]] = {
+    "solve": _row("solve", torch=_solve, cupy=_solve),
+    "lstsq": {
+        "numpy": Route("numpy.linalg", "lstsq", _rcond, stacks=False),
+        "torch": Route("torch.linalg", "lstsq", _torch_lstsq),
+        "jax": Route("jax.numpy.linalg", "lstsq", _rcond, stacks=False),
+        "cupy": Route("cupy.linalg", "lstsq", _rcond, stacks=False),
+    },
+    "inv": _row("inv"),
+    "pinv": _row("pinv", cupy=_rcond),
+    "cholesky": _row("cholesky"),
+    "qr": _row("qr"),
+    "eigh": _row("eigh"),
+    "svd": _row("svd"),
+    "det": _row("det"),
+    "slogdet": _row("slogdet"),
+    "matrix_rank": _row("matrix_rank", jax=_rank, cupy=_rank),
+    "matrix_power": _row("matrix_power"),
+    "expm": {
+        "numpy": Route("scipy.linalg", "expm"),
+        "torch": Route("torch.linalg", "matrix_exp"),
+        "jax": Route("jax.scipy.linalg", "expm"),
+        "cupy": Route("cupyx.scipy.linalg", "expm", stacks=False),
+    },
+    "cdist": {
+        "numpy": Route("scipy.spatial.distance", "cdist", _scipy_cdist, stacks=False),
+        "torch": Route("torch", "cdist"),
+        "cupy": Route("cupyx.scipy.spatial.distance", "cdist", stacks=False),
+    },
+}
+
+#: What a library has not, and the way out.
+LACKING: Mapping[tuple[str, str], str] = {
+    ("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)",
+}

@@ -1,0 +1,251 @@
+"""Math modes: what becomes of float32 operands, as one table.
+
+A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do. The order of the table is
+the order of the documentation; ``planning.bounds`` gives the guaranteed error of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import unique
+from typing import TYPE_CHECKING
+
+from lowprec import formats
+from lowprec.errors import ModeError, quoted
+from lowprec.formats import ComputeType, DType, NumberFormat
+from lowprec.util.enums import StrEnum
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+
+
+@unique
+class MathMode(StrEnum):
+    """Names of the math modes; each is a string, so ``"tf32"`` and ``MathMode.TF32`` are interchangeable."""
+
+    FP32 = "fp32"
+    FP32_PEDANTIC = "fp32_pedantic"
+    FP64 = "fp64"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    BF16X3 = "bf16x3"
+    BF16X6 = "bf16x6"
+    BF16X9 = "bf16x9"
+    TF32X3 = "tf32x3"
+    FP16X3 = "fp16x3"
+    FP16X4 = "fp16x4"
+    FP16X3_UNSCALED = "fp16x3_unscaled"
+    FP16X4_UNSCALED = "fp16x4_unscaled"
+    FP16_KARATSUBA = "fp16_karatsuba"
+    FP32_EMULATED = "fp32_emulated"
+
+
+#: Which part of ``a`` is multiplied with which part of ``b``; 0 is the leading part.
+Pair = tuple[int, int]
+
+
+def _pairs(parts: int, up_to: int) -> tuple[Pair, ...]:
+    """Return the pairs of parts whose indices add up to at most ``up_to``, the smallest products first."""
+    pairs = ((i, order - i) for order in range(up_to, -1, -1) for i in range(order + 1))
+    return tuple((i, j) for i, j in pairs if i < parts and j < parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRow:
+    """One row of the mode table."""
+
+    mode: MathMode
+    operand_format: NumberFormat  # to which each part of an operand is rounded
+    inputs: str  # what the operands become, in words
+    jax_preset: str | None = None  # the equal preset of jax.lax.DotAlgorithmPreset
+    compute_type: ComputeType = ComputeType.COMPUTE_32F  # what cuBLASLt may do with its data
+    data: DType | None = None  # element type of what a GPU multiplies; None: the operands' own
+    parts: int = 1  # in which each operand is split
+    pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order in which they are summed
+    part_exponent: int = 0  # each part is multiplied by 2 to this power more than the one before
+    factors: tuple[float, ...] = ()  # of the products; empty: as part_exponent says
+    sums_parts: bool = False  # the part after the last is the sum of all, rounded
+    widens: bool = False  # operands are widened, and products summed and rounded once, in FP64
+
+    @property
+    def products(self) -> int:
+        """How many matrix products are formed and summed."""
+        return len(self.pairs)
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``."""
+        return self.operand_format is formats.TF32
+
+    def factor(self, pair: Pair) -> float:
+        """Return by what the product of a pair of parts is multiplied."""
+        if self.factors:
+            return self.factors[self.pairs.index(pair)]
+        return float(2.0 ** (-self.part_exponent * sum(pair)))
+
+    def accumulator(self, dtype: DType) -> DType:
+        """Return the element type in which products of this type are summed, and the epilogue is computed."""
+        wide = DType.COMPLEX128 if dtype.is_complex else DType.FLOAT64
+        return wide if self.widens and dtype.is_single_precision else dtype.accumulator
+
+
+#: For parts of each format: cuBLASLt's compute type, and the element type of its data where it is not float32.
+_ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
+    formats.FLOAT32: (ComputeType.COMPUTE_32F, None),
+    formats.TF32: (ComputeType.COMPUTE_32F_FAST_TF32, None),
+    formats.BFLOAT16: (ComputeType.COMPUTE_32F, DType.BFLOAT16),
+    formats.FLOAT16: (ComputeType.COMPUTE_32F, DType.FLOAT16),
+}
+
+#: By what the low part of two float16 parts is multiplied, as a power of two: its bits, so that it is as large as the
+#: high part at most.
+_LOW_EXPONENT = 11
+_LOW = 2.0**-_LOW_EXPONENT
+
+
+def _row(
+    mode: MathMode,
+    fmt: NumberFormat,
+    inputs: str,
+    preset: str | None,
+    pairs: tuple[Pair, ...] = ((0, 0),),
+    part_exponent: int = 0,
+) -> ModeRow:
+    parts = 1 + max(max(pair) for pair in pairs)
+    compute_type, data = _ON_TENSOR_CORES[fmt]
+    return ModeRow(mode, fmt, inputs, preset, compute_type, data, parts, pairs, part_exponent)
+
+
+_M = MathMode
+_TWO_FLOAT16 = "2 float16 parts"
+_SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
+
+#: Every mode, in the order of the documentation.
+TABLE: tuple[ModeRow, ...] = (
+    _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
+    ModeRow(
+        _M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC
+    ),
+    ModeRow(
+        _M.FP64,
+        formats.FLOAT64,
+        "float64 (widened, rounded once at the end)",
+        "F64_F64_F64",
+        ComputeType.COMPUTE_64F,
+        DType.FLOAT64,
+        widens=True,
+    ),
+    _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
+    _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
+    _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
+    _row(_M.BF16X3, formats.BFLOAT16, "2 bfloat16 parts", "BF16_BF16_F32_X3", _pairs(2, 1)),
+    _row(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
+    _row(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
+    _row(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
+    _row(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), _LOW_EXPONENT),
+    _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), _LOW_EXPONENT),
+    _row(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
+    _row(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
+    # With h and l the parts, x = h + 2^-11 l: h l' + l h' = (h + l) (h' + l') - h h' - l l', hence the factors.
+    ModeRow(
+        _M.FP16_KARATSUBA,
+        formats.FLOAT16,
+        f"{_TWO_FLOAT16} and their sum (scaled Karatsuba)",
+        data=DType.FLOAT16,
+        parts=2,
+        pairs=((1, 1), (2, 2), (0, 0)),
+        part_exponent=_LOW_EXPONENT,
+        factors=(_LOW * (_LOW - 1), _LOW, 1 - _LOW),
+        sums_parts=True,
+    ),
+    # Stands for another mode, which planning chooses.
+    ModeRow(
+        _M.FP32_EMULATED,
+        formats.FLOAT32,
+        "those of the fastest scheme whose bound is no worse than fp32's",
+    ),
+)
+
+_ROWS = {r.mode: r for r in TABLE}
+
+
+@unique
+class ModeSource(StrEnum):
+    """Who decided which mode is in force, in order of precedence; each value is the words that ``plan`` prints."""
+
+    GUARD = "fp32_guard"
+    GUARD_VARIABLE = "LOWPREC_FP32_GUARD"
+    FORCED = "LOWPREC_FORCE_MATH_MODE"
+    ARGUMENT = "math_mode= argument"
+    RTOL = "rtol= argument"
+    CONTEXT = "with math_mode(...)"
+    PROCESS = "set_math_mode(...)"
+    ENVIRONMENT = "LOWPREC_MATH_MODE"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedMode:
+    """Which mode is in force, and why."""
+
+    mode: MathMode
+    source: ModeSource  # who decided
+    #: What the decider asked for, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
+    #: ``fp32``), or what an argument asked for that was overruled.
+    requested: MathMode | None = None
+    reasons: tuple[str, ...] = ()  # the story in full sentences, for people
+    emulates: Architecture | None = None  # whose tensor cores the CPU imitates
+
+
+#: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses
+#: ``highest`` and ``high`` alike, and its preset names are accepted as they stand.
+ALIASES: dict[str, MathMode] = {
+    "float32": MathMode.FP32,
+    "highest": MathMode.FP32,
+    "ieee": MathMode.FP32,
+    "float64": MathMode.FP64,
+    "pedantic": MathMode.FP32_PEDANTIC,
+    "high": MathMode.TF32,
+    "tensorfloat32": MathMode.TF32,
+    "medium": MathMode.BF16,
+    "bfloat16": MathMode.BF16,
+    "float16": MathMode.FP16,
+    **{r.jax_preset.lower(): r.mode for r in TABLE if r.jax_preset},
+}
+
+
+def row(mode: MathMode) -> ModeRow:
+    """Return the table's row of a mode."""
+    return _ROWS[mode]
+
+
+def available_modes() -> tuple[MathMode, ...]:
+    """Return the modes that this version runs, in table order."""
+    return tuple(r.mode for r in TABLE)
+
+
+def mode_names() -> str:
+    """Return the modes that this version runs as one phrase for messages."""
+    return ", ".join(available_modes())
+
+
+_BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
+
+
+def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
+    """Return the mode of this name or alias, in upper or lower case.
+
+    If there is none, raise :class:`ModeError`, which calls the argument ``what``.
+
+    Examples
+    --------
+    >>> parse_mode("high")
+    <MathMode.TF32: 'tf32'>
+    """
+    found = None
+    if isinstance(name, str):
+        found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
+    if found is None:
+        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}")
+    return found

@@ -1,0 +1,287 @@
+"""Shapes and strides of a product, to what a GEMM is called with: m, n, k, order, leading dimension, batch.
+
+Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimensions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from typing import Literal
+
+from lowprec.errors import ShapeError
+from lowprec.formats import DType
+from lowprec.planning.batches import Shape, coalesce
+from lowprec.util.strides import contiguous_strides, overlaps_itself
+
+Order = Literal["row", "col"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperandSpec:
+    """What planning needs to know of an array: everything but its address."""
+
+    dtype: DType
+    shape: Shape
+    strides: Shape  # in elements, not bytes; zero and negative ones are legal
+
+    @classmethod
+    def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
+        """Return the spec of a row-major array without gaps."""
+        return cls(dtype, shape, contiguous_strides(shape))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the distinct elements; a broadcast dimension (stride 0) counts once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return self.dtype.itemsize * prod(n if s or not n else 1 for n, s in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStack:
+    """A stack of matrices in memory, in the words of BLAS: all but its address. Strides count elements."""
+
+    dtype: DType
+    rows: int  # of each matrix, as it enters the product
+    cols: int
+    row_stride: int  # from one row to the next
+    col_stride: int
+    batch_shape: Shape  # outermost first
+    batch_strides: Shape  # 0 where the matrix is broadcast
+    order: Order | None  # whether rows or columns are contiguous; None if BLAS cannot express it
+    leading_dimension: int | None  # the other stride, at least the contiguous extent; None likewise
+
+    @classmethod
+    def of(
+        cls,
+        dtype: DType,
+        rows: int,
+        cols: int,
+        row_stride: int,
+        col_stride: int,
+        batch_shape: Shape = (),
+        batch_strides: Shape = (),
+    ) -> MatrixStack:
+        """Return the stack with the order and the leading dimension that its strides have."""
+        order, leading_dimension = _blas_order(rows, cols, row_stride, col_stride)
+        return cls(
+            dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading_dimension
+        )  # fmt: skip
+
+    @property
+    def batch_stride(self) -> int | None:
+        """Elements from each matrix to the next, 0 if all are the same; None if that differs."""
+        if 0 in self.batch_shape:
+            return 0
+        pairs = zip(self.batch_shape, self.batch_strides, strict=True)
+        dimensions = coalesce([(n, (s,)) for n, s in pairs]) or [(1, (0,))]
+        return dimensions[0][1][0] if len(dimensions) == 1 else None
+
+    @property
+    def op(self) -> Literal["N", "T"]:
+        """``"T"`` where a row-major BLAS call must transpose what is stored."""
+        return "T" if self.order == "col" else "N"
+
+    @property
+    def blas_expressible(self) -> bool:
+        """Whether BLAS can read the matrices where they are."""
+        return self.order is not None
+
+    @property
+    def transposed(self) -> MatrixStack:
+        """The same memory as the transposed matrices."""
+        return self.of(
+            self.dtype, self.cols, self.rows, self.col_stride, self.row_stride,
+            self.batch_shape, self.batch_strides,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GemmLayout:
+    """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
+
+    Where ``collapsed``, the batch became rows of one large GEMM, which m counts: ``b`` is the same matrix throughout
+    the batch, and the rows of all matrices of ``out`` have one stride, as those of ``a`` have, if not to be copied.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch_shape: Shape  # as it runs: empty where collapsed
+    batch_count: int
+    out_shape: Shape  # as the caller sees it
+    a: MatrixStack
+    b: MatrixStack
+    out: MatrixStack  # the caller's, or a new row-major array
+    collapsed: bool
+
+
+def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
+    """Return m, n, k and the common batch shape of two operands, or raise in NumPy's words."""
+    for position, shape in enumerate((shape_a, shape_b)):
+        if not shape:
+            raise ShapeError(
+                f"matmul: input operand {position} does not have enough dimensions (has 0, requires 1): "
+                f"shapes {shape_a} and {shape_b}"
+            )
+    m = shape_a[-2] if len(shape_a) > 1 else 1
+    n = shape_b[-1] if len(shape_b) > 1 else 1
+    k = shape_a[-1]
+    k_of_b = shape_b[-2] if len(shape_b) > 1 else shape_b[0]
+    if k != k_of_b:
+        raise ShapeError(
+            f"matmul: input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
+            f"from {k}): shapes {shape_a} and {shape_b}"
+        )
+    batch = []
+    for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
+        if x != y and x != 1 and y != 1:
+            raise ShapeError(
+                f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}"
+            )
+        batch.append(y if x == 1 else x)
+    return m, n, k, tuple(reversed(batch))
+
+
+def _blas_order(
+    rows: int, cols: int, row_stride: int, col_stride: int
+) -> tuple[Order | None, int | None]:
+    """Return (order, leading dimension), or (None, None) where BLAS cannot express these strides.
+
+    The stride of a dimension of extent 1 does not matter.
+
+    Examples
+    --------
+    >>> _blas_order(4, 5, 8, 1), _blas_order(4, 5, 1, 4), _blas_order(4, 5, 10, 2)
+    (('row', 8), ('col', 4), (None, None))
+    """
+    if rows == 0 or cols == 0:
+        return "row", max(cols, 1)
+    if col_stride == 1 or cols == 1:
+        if rows == 1:
+            return "row", cols
+        if row_stride >= cols:
+            return "row", row_stride
+    if row_stride == 1 or rows == 1:
+        if cols == 1:
+            return "col", rows
+        if col_stride >= rows:
+            return "col", col_stride
+    return None, None
+
+
+def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: bool) -> MatrixStack:
+    """Return an operand, broadcast to a batch, as matrices; a 1-D operand is one row of ``a``, one column of ``b``."""
+    own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
+    if len(spec.shape) > 1:
+        row_stride, col_stride = spec.strides[-2:]
+    else:
+        row_stride, col_stride = (0, *spec.strides) if is_a else (*spec.strides, 0)
+    missing = (0,) * (len(batch) - len(own))
+    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *own))
+
+
+def _result(
+    dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec
+) -> MatrixStack:
+    """Return a result, or an addend, of these strides as matrices; a 1-D operand has removed a dimension."""
+    core = strides[len(batch) :]
+    row_stride = core[0] if len(a.shape) > 1 else 0
+    col_stride = core[-1] if len(b.shape) > 1 else 0
+    return MatrixStack.of(dtype, m, n, row_stride, col_stride, batch, strides[: len(batch)])
+
+
+def gemm_layout(
+    a: OperandSpec,
+    b: OperandSpec,
+    out: OperandSpec | None = None,
+    out_dtype: DType | None = None,
+) -> GemmLayout:
+    """Return the layout of ``a @ b``, into ``out`` where it is given.
+
+    ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not fit
+    together, or two elements of ``out`` may share memory.
+    """
+    return _collapse(stacked_layout(a, b, out, out_dtype))
+
+
+def stacked_layout(
+    a: OperandSpec,
+    b: OperandSpec,
+    out: OperandSpec | None = None,
+    out_dtype: DType | None = None,
+) -> GemmLayout:
+    """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
+    m, n, k, batch = _extents(a.shape, b.shape)
+    shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
+    if out is None:
+        out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
+    else:
+        _check_out(out, shape)
+    return GemmLayout(
+        m, n, k, batch, prod(batch), shape,
+        _operand(a, m, k, batch, is_a=True), _operand(b, k, n, batch, is_a=False),
+        _result(out.dtype, out.strides, m, n, batch, a, b), collapsed=False,
+    )  # fmt: skip
+
+
+def addend_layout(
+    c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
+) -> MatrixStack | None:
+    """Return the matrices of an array that broadcasts to the result, one for each product of a layout.
+
+    None where the layout is collapsed and the rows of this array have no one stride.
+    """
+    missing = len(layout.out_shape) - len(c.shape)
+    own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
+    m, n, _, batch = _extents(a.shape, b.shape)
+    found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
+    return rows_of_all(found, prod(batch)) if layout.collapsed else found
+
+
+def _check_out(out: OperandSpec, shape: Shape) -> None:
+    if out.shape != shape:
+        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
+    if overlaps_itself(out.shape, out.strides):
+        raise ShapeError(
+            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
+            "pass an array of its own memory"
+        )
+
+
+def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
+    """Return a batch coalesced with its rows to one matrix, or None where the rows have no one stride."""
+    stride = operand.batch_stride
+    if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
+        return None
+    row_stride = stride if operand.rows == 1 else operand.row_stride
+    coalesced = MatrixStack.of(
+        operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride
+    )
+    # Of windows that slide over one buffer BLAS can express each, but not all as one matrix.
+    return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
+
+
+def with_rows_copied(layout: GemmLayout) -> GemmLayout:
+    """Return a layout with the batch as rows where copying ``a`` allows it and ``a`` repeats no matrix."""
+    repeats = 0 in layout.a.batch_strides
+    return layout if repeats else _collapse(layout, copies_a=True)
+
+
+def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
+    """Turn the batch into rows where one GEMM can stand for all."""
+    count = layout.batch_count
+    if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
+        return layout
+    a = rows_of_all(layout.a, count)
+    out = rows_of_all(layout.out, count)
+    if a is None and copies_a:
+        # No strides describe it, so BLAS expresses it as little.
+        a = MatrixStack(layout.a.dtype, layout.m * count, layout.k, 0, 0, (), (), None, None)
+    if a is None or out is None:
+        return layout
+    b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)
+    return GemmLayout(
+        layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True
+    )

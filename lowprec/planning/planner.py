@@ -1,0 +1,188 @@
+"""From a problem, a device and a mode to a plan. Cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING
+
+from lowprec.errors import UnsupportedError
+from lowprec.formats import FLOAT16, FLOAT32, DType
+from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
+from lowprec.planning.costs import expected_cost
+from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
+from lowprec.planning.layout import (
+    GemmLayout,
+    addend_layout,
+    gemm_layout,
+    stacked_layout,
+    with_rows_copied,
+)
+from lowprec.planning.plan import Copy, GemmPlan
+from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
+from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.schedule import make_schedule
+from lowprec.planning.split_bounds import chunk_for
+
+if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+    from lowprec.planning.calls import CublasLtCall
+
+PLAN_CACHE_SIZE = 1024
+
+#: Columns of the result from which a copy of ``a`` pays, and multiplications up to which a product is small for that.
+_COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
+
+
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
+def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
+    """Return how a product runs on a device in a mode. Cached: the same arguments give the same object.
+
+    Raises DTypeError, ShapeError or UnsupportedError, before any work, if the product cannot run.
+
+    Examples
+    --------
+    >>> from lowprec.planning import KernelRow, OperandSpec
+    >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
+    >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
+    >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)
+    >>> plan.kernel, plan.a_becomes
+    ('numpy', 'bfloat16, held in float32')
+    """
+    if mode is MathMode.FP32_EMULATED:
+        return replace(_emulated(problem, capabilities), mode=mode)
+    return _plan(problem, capabilities, mode)
+
+
+def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
+    compute_dtype = common_dtype(problem, capabilities)
+    out_dtype = result_dtype(problem, compute_dtype)
+    layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
+    check_epilogue(problem, compute_dtype, layout)
+    _check_sums(compute_dtype, layout.k, problem.k_chunk)
+    scheme, fmt = row(mode), operand_format(mode, compute_dtype)
+    accumulator, has_effect = scheme.accumulator(compute_dtype), compute_dtype.is_single_precision
+    a_format, b_format = problem.a.dtype.format, problem.b.dtype.format
+    rounded = (False, False)
+    if has_effect and fmt and a_format and b_format:
+        rounded = (not holds(fmt, a_format), not holds(fmt, b_format))
+    products = make_schedule(scheme, rounded, layout.k, problem.k_chunk)
+    choose = partial(
+        choose_kernel,
+        format_name(fmt), capabilities,
+        is_complex=compute_dtype.is_complex,
+        products=len(products),
+        is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
+    )  # fmt: skip
+    choice, rows = choose(layout), with_rows_copied(layout)
+    # One product of a copy of ``a`` is faster than many small ones where enough columns use it.
+    pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
+    if rows is not layout and choice.kernel.blas and pays:
+        # What takes no copies would read strides that there are not.
+        as_rows, layout = choose(rows), rows
+        choice = as_rows if as_rows.kernel.blas else choice
+    kernel = choice.kernel
+    k_chunk, capability = problem.k_chunk, capabilities.tensor_cores_of(kernel)
+    if k_chunk is None and capability and any(rounded) and scheme.parts > 1:
+        k_chunk = chunk_for(layout.k, scheme.operand_format.name, capability)
+    schedule = make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
+    if kernel.is_cublaslt:
+        layout = _with_addend_in_reach(problem, layout)
+    multiplied = compute_dtype
+    if has_effect:
+        multiplied = accumulator if scheme.widens else scheme.data or compute_dtype
+    plan = GemmPlan(
+        problem=problem, capabilities=capabilities, mode=mode, scheme=mode, mode_has_effect=has_effect,
+        layout=layout, compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
+        operand_format=fmt, rounded=rounded, multiplied_dtype=multiplied,
+        cublas_compute_type=scheme.compute_type if has_effect else compute_dtype.compute_type,
+        schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over, fallback=choice.fallback,
+        copies=(),
+        flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
+    )  # fmt: skip
+    if not kernel.is_cublaslt:
+        copies = _copies(plan)
+        return replace(plan, copies=copies) if copies else plan
+    call = _lower()(plan) if plan.flops else None
+    return replace(plan, call=call, copies=_copies_of_call(call))
+
+
+@cache
+def _lower() -> Callable[[GemmPlan], CublasLtCall]:
+    from lowprec.planning.lowering import lower
+
+    return lower
+
+
+def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
+    """Return a layout in which cuBLASLt's one step from row to row suits the addend, too."""
+    if not (problem.has_beta and problem.c and layout.collapsed):
+        return layout
+    if addend_layout(problem.c, problem.a, problem.b, layout) is None:
+        return stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+    return layout
+
+
+def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
+    """Raise if a sum may leave its type, or is to be taken apart and cannot be."""
+    if compute_dtype is DType.INT8 and k > MAX_K_INT8:
+        raise UnsupportedError(
+            f"int8 operands with k = {k}: sums of more than {MAX_K_INT8} products may leave int32; "
+            "split the inner dimension"
+        )
+    if k_chunk is not None and compute_dtype.bits == 8:
+        raise UnsupportedError(
+            f"k_chunk is {k_chunk}, but the operands are {compute_dtype}, whose sums are not taken apart; leave it out"
+        )
+
+
+def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
+    """Return the plan of the fastest scheme whose bound is no worse than that of ``fp32``, which is one of them.
+
+    Its parts hold every bit of a float32, too: what a split loses does not average out, as the rounding errors do of
+    which ``fp32``'s bound is made. Schemes in float16 are none: their bounds are of norms, since rows are scaled, and
+    ``fp32`` bounds every element. What depends on ``NVIDIA_TF32_OVERRIDE`` is none.
+    """
+    best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
+    if not fp32.mode_has_effect:
+        return fp32
+    for found in TABLE:
+        fmt = found.operand_format
+        holds_all = found.parts > 1 and found.parts * fmt.precision >= FLOAT32.precision
+        if not holds_all or found.uses_tf32 or fmt is FLOAT16:
+            continue
+        with suppress(UnsupportedError):
+            plan = plan_gemm(problem, capabilities, found.mode)
+            as_exact = plan.bound.relative <= fp32.bound.relative
+            if as_exact and expected_cost(plan) < expected_cost(best):
+                best = plan
+    return best
+
+
+def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
+    """Return the copies that strides alone force upon a kernel; a conversion fills a new buffer anyway."""
+    if plan.kernel_row.reads_any_strides:
+        return ()
+    problem, layout, epilogue = plan.problem, plan.layout, plan.accumulator
+    copies = []
+    operands = (("a", problem.a, layout.a), ("b", problem.b, layout.b))
+    for (name, spec, operand), rounded in zip(operands, plan.rounded, strict=True):
+        if not operand.blas_expressible and not rounded and spec.dtype is epilogue:
+            copies.append(Copy(name, (Reason.of(Why.STRIDES),), spec.stored_bytes))
+    out = problem.out
+    if out and not layout.out.blas_expressible and out.dtype is epilogue:
+        copies.append(Copy("out", (Reason.of(Why.RESULT_STRIDES),), out.stored_bytes))
+    return tuple(copies)
+
+
+def _copies_of_call(call: CublasLtCall | None) -> tuple[Copy, ...]:
+    """Return the temporary arrays of a product by cuBLASLt: operands rewritten, a staged result."""
+    if call is None:
+        return ()
+    packs = (("a", call.pack_a), ("b", call.pack_b))
+    copies = [Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack]
+    if call.staged:
+        copies.append(Copy("out", call.staged, call.product_bytes))
+    return tuple(copies)

@@ -1,0 +1,143 @@
+"""A product as a value, and which products there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import unique
+
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.formats import OPERAND_DTYPES, DType, promote
+from lowprec.planning.kernels import Capabilities
+from lowprec.planning.layout import GemmLayout, OperandSpec
+from lowprec.util.enums import StrEnum
+
+
+@unique
+class Activation(StrEnum):
+    """Functions that the epilogue may apply, by their names in cuBLASLt's epilogues; ``gelu`` is the tanh form."""
+
+    RELU = "relu"
+    GELU = "gelu"
+
+
+def parse_activation(name: str | Activation | None) -> Activation | None:
+    """Return the activation of this name, None for None; raise UnsupportedError, with the legal names, otherwise."""
+    if name is None:
+        return None
+    try:
+        return Activation(name)
+    except ValueError:
+        legal = ", ".join([*Activation, "None"])
+        raise UnsupportedError(
+            f"activation {quoted(name)} is not supported; choose one of: {legal}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmProblem:
+    """``out = activation(alpha * a @ b + beta * c + bias)``, everything but the addresses and the two scalars."""
+
+    a: OperandSpec  # shape (..., m, k) or (k,)
+    b: OperandSpec  # shape (..., k, n) or (k,)
+    out_dtype: DType | None = None  # by default the operands' common type, int32 for int8
+    out: OperandSpec | None = None  # exactly of the result's shape and element type
+    c: OperandSpec | None = None  # broadcasts to the result's shape
+    bias: OperandSpec | None = None  # shape (n,)
+    has_alpha: bool = False  # alpha is not 1
+    has_beta: bool = False  # beta is not 0
+    activation: Activation | None = None
+    k_chunk: int | None = None  # length of the pieces of k in which the leading product is summed
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether anything is left to do once the product is there."""
+        return (
+            self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
+        )
+
+
+def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
+    """Return the operands' common element type; raise if there is none or the device has no use for it."""
+    dtypes = (problem.a.dtype, problem.b.dtype)
+    if dtypes == (DType.FLOAT8_E5M2,) * 2:
+        raise UnsupportedError(
+            f"a and b are both {DType.FLOAT8_E5M2}, which no tensor core multiplies; convert one of them to "
+            f"{DType.FLOAT8_E4M3FN}"
+        )
+    for name, spec in (("a", problem.a), ("b", problem.b)):
+        if spec.dtype.is_float8 and not capabilities.has_float8:
+            raise UnsupportedError(
+                f"{name} has dtype {spec.dtype}, which needs a GPU of compute capability 8.9 or later; "
+                f"on {capabilities.device} convert it to bfloat16 or float16"
+            )
+        if not spec.dtype.results:
+            legal = ", ".join(
+                str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8
+            )
+            raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
+    # A pair of FP8 types is multiplied as it is; one of the two stands for it.
+    return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
+
+
+def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
+    """Return the result's element type; raise if the product cannot give the one that was asked for."""
+    legal = compute_dtype.results
+    dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
+    words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
+    if dtype not in legal:
+        choices = " or ".join(map(str, legal))
+        asked = "out_dtype" if problem.out_dtype else "out of dtype"
+        raise DTypeError(f"{asked} {dtype} is not possible for {words}; it gives {choices}")
+    if problem.out and problem.out.dtype is not dtype:
+        raise DTypeError(f"out has dtype {problem.out.dtype}, but the result has dtype {dtype}")
+    return dtype
+
+
+def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayout) -> None:
+    """Raise where c, bias, alpha, beta or the activation do not go with the product."""
+    if compute_dtype is DType.INT8:
+        refused = {
+            "alpha": problem.has_alpha,
+            "beta and c": problem.has_beta or problem.c is not None,
+            f"activation {problem.activation}": problem.activation not in (None, Activation.RELU),
+        }
+        for name, present in refused.items():
+            if present:
+                raise UnsupportedError(
+                    f"{name} cannot be used with int8 operands, whose product is exact integers; "
+                    "apply it to the result after converting that"
+                )
+    if compute_dtype.is_complex and problem.activation:
+        raise UnsupportedError(
+            f"activation {problem.activation} is not defined for {compute_dtype} operands"
+        )
+    if problem.bias and problem.bias.shape != (layout.n,):
+        raise ShapeError(
+            f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b"
+        )
+    if problem.c and not _broadcasts(problem.c.shape, layout.out_shape):
+        raise ShapeError(
+            f"c has shape {problem.c.shape}, which does not broadcast to the result's shape {layout.out_shape}"
+        )
+    for name, spec in (("c", problem.c), ("bias", problem.bias)):
+        if spec:
+            _check_addend(name, spec.dtype, compute_dtype.accumulator)
+
+
+def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
+    """Raise if an addend would lose digits in the type in which the epilogue is computed."""
+    legal = [DType.INT8, DType.INT32]
+    if epilogue is not DType.INT32:
+        floats = [d for d in OPERAND_DTYPES if d.format is not None and not d.is_float8]
+        legal = [d for d in floats if promote(d, epilogue) is epilogue]
+    if dtype not in legal:
+        choices = ", ".join(map(str, legal))
+        raise DTypeError(
+            f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}"
+        )
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of one shape can be read as one of another."""
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

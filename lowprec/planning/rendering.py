@@ -1,0 +1,315 @@
+"""A plan as a text table for people and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import Enum
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+from lowprec.modes import row
+from lowprec.planning.advice import advise as advise
+from lowprec.planning.kernels import KernelRow, format_name
+from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.roofline import Roofline
+from lowprec.planning.roofline import roofline as roofline
+from lowprec.util.tables import Table, html, plain_text
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+    from lowprec.formats import ComputeType, DType, NumberFormat
+    from lowprec.planning.kernels import Capabilities
+    from lowprec.planning.layout import MatrixStack, OperandSpec
+    from lowprec.planning.plan import Candidate, Copy, GemmPlan
+
+WIDTH = 80
+
+Row = tuple[str, str]
+
+_PREDICTION = (
+    "no device was asked, so the algorithm and its units are not known; "
+    "peak rate and bandwidth by the {source}"
+)
+
+
+def to_text(plan: GemmPlan) -> str:
+    """Return the plan as a table of two columns."""
+    return plain_text(_table(plan), wrap=WIDTH)
+
+
+def to_html(plan: GemmPlan) -> str:
+    """Return the plan as a table for a notebook."""
+    return html(_table(plan))
+
+
+def _table(plan: GemmPlan) -> Table:
+    return Table(title(plan), ("", ""), list(_rows(plan)))
+
+
+def title(plan: GemmPlan) -> str:
+    """Return the product in one line: element types and shapes."""
+    problem = plan.problem
+    result = f"{plan.out_dtype} {plan.out_shape}"
+    return f"{_spec(problem.a)} @ {_spec(problem.b)} -> {result}"
+
+
+def _rows(plan: GemmPlan) -> Iterator[Row]:
+    """Yield the table's rows in the order of the questions: which mode, what runs, at what cost, how exact."""
+    yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
+    if plan.capabilities.predicted:
+        yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
+    yield from _mode_rows(plan)
+    yield "a becomes", plan.a_becomes
+    yield "b becomes", plan.b_becomes
+    if plan.prepared:
+        yield "prepared", str(plan.prepared)
+    yield "products", _products(plan)
+    if plan.k_chunk < plan.layout.k:
+        yield (
+            "k chunk",
+            f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}",
+        )
+    yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
+    yield "compute type", plan.compute_type
+    yield from plan.algorithm
+    for text in plan.fallbacks:
+        yield "fallback", text
+    yield from _layout_rows(plan)
+    yield from _epilogue_rows(plan)
+    if not plan.copies:
+        yield "copies", "none"
+    for copy in plan.copies:
+        yield "copy", f"{copy.operand}, {_quantity(copy.nbytes, 'B')}: {copy.reason}"
+    flops, moved = _quantity(plan.flops, "flop"), _quantity(plan.bytes_moved, "B")
+    yield "work", f"{flops}, {moved} moved, {plan.arithmetic_intensity:.3g} flop/B"
+    if plan.roofline:
+        yield "roofline", _roofline(plan.roofline, plan.capabilities)
+    yield from _bound_rows(plan)
+    for candidate in plan.candidates:
+        yield "candidate", _candidate(candidate)
+    for reason in plan.advice:
+        yield "advice", str(reason)
+
+
+def _roofline(found: Roofline, able: Capabilities) -> str:
+    """Return the least time and what it is made of."""
+    rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
+    return (
+        f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
+        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} beside it "
+        f"({_quantity(able.bytes_per_second, 'B')}/s){rewriting}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
+    resolved = plan.resolved
+    if plan.scheme is not plan.mode:
+        yield "scheme", f"{plan.scheme}"
+    if resolved is None:
+        yield "mode", str(plan.mode)
+    else:
+        asked = f", {resolved.requested} was asked for" if resolved.requested else ""
+        yield "mode", f"{plan.mode}, from {resolved.source}{asked}"
+        for reason in resolved.reasons:
+            yield "because", reason
+    if plan.note:
+        yield "note", plan.note
+    if resolved and resolved.emulates:
+        yield "emulates", _emulates(plan, resolved.emulates)
+
+
+def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
+    if plan.kernel_row.emulates:
+        return f"{architecture.label}'s tensor cores"
+    return (
+        f"nothing here: {architecture.label}'s tensor cores are imitated on the CPU, for the float16, bfloat16 and "
+        "tf32 numbers that they multiply"
+    )
+
+
+def _products(plan: GemmPlan) -> str:
+    if plan.parts == 1:
+        return str(plan.products)
+    return f"{plan.products}, each operand in {plan.parts} parts"
+
+
+def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
+    layout = plan.layout
+    batch = f", batch {layout.batch_count} {layout.batch_shape}" if layout.batch_shape else ""
+    collapsed = ", the batch as rows of one product" if layout.collapsed else ""
+    yield "layout", f"m {layout.m}, n {layout.n}, k {layout.k}{batch}{collapsed}"
+    for name, operand in (("a", layout.a), ("b", layout.b), ("out", layout.out)):
+        yield f"  {name}", _operand(operand)
+
+
+def _operand(operand: MatrixStack) -> str:
+    """Return order, leading dimension and batch step, or the strides where BLAS has no words for them."""
+    if operand.order is None:
+        text = f"strides {operand.row_stride}, {operand.col_stride}"
+    else:
+        text = (
+            f"{operand.order}-major, leading dimension {operand.leading_dimension}, op {operand.op}"
+        )
+    if not operand.batch_strides:
+        return text
+    if operand.batch_stride is None:
+        return f"{text}, batch strides {operand.batch_strides}"
+    if operand.batch_stride == 0:
+        return f"{text}, the same for every batch"
+    return f"{text}, batch stride {operand.batch_stride}"
+
+
+def _epilogue_rows(plan: GemmPlan) -> Iterator[Row]:
+    problem = plan.problem
+    terms = ["alpha"] if problem.has_alpha else []
+    if problem.has_beta and problem.c:
+        terms.append(f"beta c ({_spec(problem.c)})")
+    if problem.bias:
+        terms.append(f"bias ({_spec(problem.bias)})")
+    if problem.activation:
+        terms.append(str(problem.activation))
+    if terms:
+        yield "epilogue", ", ".join(terms)
+
+
+def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
+    bound = plan.bound
+    if bound.relative == 0:
+        yield "error", "none: the product is exact"
+    else:
+        yield "error", f"at most {bound.relative:.3g} |A| |B| (Frobenius norms)"
+        yield "because", bound.formula
+        chance = f"with probability {bound.probability}, by rounding errors of mean zero"
+        yield "probably", f"at most {bound.probable:.3g}, {chance}"
+    if bound.absolute:
+        yield "underflow", bound.absolute
+    yield "provided", bound.condition
+
+
+def _candidate(candidate: Candidate) -> str:
+    mark = "taken" if candidate.accepted else "passed over"
+    return f"{candidate.mode}, bound {candidate.bound:.3g}, cost {candidate.cost:.3g}, {mark}: {candidate.why}"
+
+
+def _spec(spec: OperandSpec) -> str:
+    return f"{spec.dtype} {spec.shape}"
+
+
+def _quantity(value: float, unit: str) -> str:
+    """Return a number with its decimal prefix: ``17.2 Gflop``."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+#: Properties of a plan that its dictionary has, besides the fields.
+_DERIVED = (
+    "bytes_moved", "bound", "advice", "kernel", "kernel_reason", "compute_type", "note",
+    "a_becomes", "b_becomes", "fallbacks", "k_chunk", "parts", "products", "arithmetic_intensity", "roofline",
+)  # fmt: skip
+
+
+def to_dict(plan: GemmPlan) -> dict[str, Any]:
+    """Return the plan as plain values: dictionaries, lists, strings, numbers, booleans and None.
+
+    A bound that is infinite becomes None, because JSON has no infinity.
+    """
+    result: dict[str, Any] = _plain(plan)
+    return result | {name: _plain(getattr(plan, name)) for name in _DERIVED}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum | Reason | KernelRow):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, tuple | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value
+
+
+# -- what a plan says in words --------------------------------------------------------------------
+
+
+def kernel_reason(plan: GemmPlan) -> str:
+    """Return what the kernel runs on, and why preferred kernels were passed over."""
+    row = plan.kernel_row
+    as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
+    return "; ".join(
+        [row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])]
+    )
+
+
+def compute_words(compute: ComputeType, data: DType | None) -> str:
+    """Return a compute type with its data, where that is not what the type is named after."""
+    if data is None or data.bits >= 32 or data.format is None:
+        return str(compute)
+    return f"{compute} on {'float8' if data.is_float8 else data} data"
+
+
+def note(plan: GemmPlan) -> str:
+    """Return why the mode has no effect, an empty string if it has one."""
+    if plan.mode_has_effect:
+        return ""
+    dtype = plan.compute_dtype
+    summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
+    return (
+        f"the mode {plan.mode} has no effect: it acts on float32 and complex64 only; "
+        f"{dtype} operands stay as they are and are summed in {summed_in}"
+    )
+
+
+def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
+    """Return what is done with operands that the kernel cannot treat."""
+    why = plan.kernel_row.fallback if plan.fallback else None
+    if max(plan.split) > 1:
+        why = Why.NOT_FINITE_IN_PARTS
+    return (str(Reason.of(why)),) if why else ()
+
+
+def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
+    """Return what is multiplied in place of an operand."""
+    operand = int(name == "b")
+    dtype = (plan.problem.a, plan.problem.b)[operand].dtype
+    pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
+    kernel = plan.kernel_row
+    if plan.rounded[operand]:
+        text = row(plan.scheme).inputs
+    elif dtype is plan.compute_dtype:
+        text = f"{dtype}, as it is"
+    else:
+        text = f"{dtype} values, unchanged"
+    if kernel.parts > 1:
+        each = "each " if kernel.sums_products else ""
+        text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
+    elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
+        text += f", held in {kernel.holds_in}"
+    if plan.scaled[operand]:
+        text += f", each {'column' if operand else 'row'} scaled by a power of two"
+    if pack and pack.complex_as != "no":
+        text += ", as a real matrix of twice the extents"
+    return text
+
+
+def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
+    wide = held_in.format
+    return fmt is not None and wide is not None and fmt.precision < wide.precision
+
+
+def copy_reason(copy: Copy) -> str:
+    """Return the reasons of a copy in words."""
+    text = "; ".join(map(str, copy.reasons))
+    return f"staged in temporary memory: {text}" if copy.operand == "out" else text

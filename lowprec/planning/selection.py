@@ -1,0 +1,122 @@
+"""``rtol``: the cheapest mode whose guaranteed bound is small enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import unique
+from functools import lru_cache
+from math import isfinite, nan
+from numbers import Real
+from typing import NamedTuple
+
+from lowprec.errors import ModeError, UnsupportedError, quoted
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning.costs import expected_cost
+from lowprec.planning.kernels import Capabilities
+from lowprec.planning.plan import Candidate, GemmPlan
+from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
+from lowprec.planning.problem import GemmProblem
+from lowprec.planning.reasons import Reason, Why
+from lowprec.util.enums import StrEnum
+
+
+@unique
+class Bound(StrEnum):
+    """What must be within ``rtol``."""
+
+    GUARANTEED = "guaranteed"  # for every data
+    PROBABLE = "probable"  # with a stated probability, where rounding errors have a mean of zero
+
+
+def check_bound(bound: object) -> Bound:
+    """Return the bound of this name; raise ModeError, with the names, if there is none."""
+    try:
+        return Bound(bound)
+    except ValueError:
+        names = " or ".join(repr(str(x)) for x in Bound)
+        raise ModeError(f"bound must be {names}, got {quoted(bound)}") from None
+
+
+class Selection(NamedTuple):
+    """The mode that ``rtol`` chose, and all that were considered, the cheapest first."""
+
+    mode: MathMode
+    candidates: tuple[Candidate, ...]
+
+
+def check_rtol(rtol: object) -> float:
+    """Return ``rtol`` as a float; raise ModeError if it is not a positive finite number."""
+    value = nan
+    if not isinstance(rtol, bool) and isinstance(rtol, Real):
+        with suppress(OverflowError):
+            value = float(rtol)
+    if not (isfinite(value) and value > 0):
+        raise ModeError(f"rtol must be a positive finite number, got {quoted(rtol)}")
+    return value
+
+
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
+def select_mode(
+    problem: GemmProblem,
+    capabilities: Capabilities,
+    rtol: float,
+    excluded: frozenset[MathMode] = frozenset(),
+    bound: Bound = Bound.GUARANTEED,
+) -> Selection:
+    """Return the cheapest mode on this device whose guaranteed, or probable, relative error is at most ``rtol``.
+
+    That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``; ``rtol``
+    is checked (:func:`check_rtol`). Raises ModeError if no mode meets it; the message lists the bounds.
+    """
+    plans = list(_plans(problem, capabilities))
+    costs = {plan.mode: expected_cost(plan) for plan in plans}
+    # sorted is stable: among equals the table's order decides, which begins with fp32.
+    plans.sort(key=lambda plan: costs[plan.mode])
+    chosen: MathMode | None = None
+    candidates = []
+    for plan in plans:
+        size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
+        why = _unsupported_reason(plan, size, rtol, excluded)
+        accepted = why is None and chosen is None
+        if accepted:
+            chosen, why = plan.mode, Reason.of(Why.CHEAPEST)
+        elif why is None:
+            why = Reason.of(Why.NO_CHEAPER, chosen=chosen)
+        candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why))
+    if chosen is None:
+        raise ModeError(_no_mode(rtol, candidates, plans[0], bound))
+    return Selection(chosen, tuple(candidates))
+
+
+def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:
+    """Yield a plan for each mode to weigh: those that the device runs, or one for all where modes do not act."""
+    first = plan_gemm(problem, capabilities, MathMode.FP32)
+    for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
+        if mode is MathMode.FP32_EMULATED:
+            continue  # it is one of the others
+        with suppress(UnsupportedError):
+            yield plan_gemm(problem, capabilities, mode)
+
+
+def _unsupported_reason(
+    plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]
+) -> Reason | None:
+    """Return why a mode cannot be taken, None if it can."""
+    if plan.mode in excluded:
+        return Reason.of(Why.EXCLUDED)
+    if bound > rtol:
+        return Reason.of(Why.BOUND_TOO_LARGE, rtol=rtol)
+    if not plan.bound.unconditional:
+        return Reason.of(Why.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
+    return None
+
+
+def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan, bound: Bound) -> str:
+    bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
+    verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
+    dtype = "complex128" if plan.compute_dtype.is_complex else "float64"
+    return (
+        f"no math mode {verb} rtol = {rtol:.3g} for {plan.compute_dtype} operands at k = {plan.layout.k}; "
+        f"bounds: {bounds}. Use a larger rtol or {dtype} operands"
+    )

@@ -1,0 +1,104 @@
+"""The list of the libraries whose switches ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on."""
+
+from __future__ import annotations
+
+import sys
+
+from lowprec.policy.frameworks.cupy import CupyController
+from lowprec.policy.frameworks.jax import JaxController
+from lowprec.policy.frameworks.paddle import PaddleController
+from lowprec.policy.frameworks.tensorflow import TensorFlowController
+from lowprec.policy.frameworks.torch import TorchController
+from lowprec.policy.protocol import Controller
+
+_MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
+
+_by_name: dict[str, Controller] = {}
+#: The modules of all controllers that there ever were: where none of these is loaded, a block has nothing to set.
+known_modules: set[str] = set()
+
+
+def register_controller(controller: Controller) -> None:
+    """Make ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on another library.
+
+    It takes effect from the next entry of a guard on, for the whole process. A controller of the same name is
+    replaced; blocks that are open keep the old one.
+
+    Parameters
+    ----------
+    controller : object
+        With the attributes ``name``, ``module``, ``tier``, ``switches`` and ``modes``, and the methods ``save``,
+        ``set_mode``, ``restore`` and ``describe``; see :class:`~lowprec.policy.protocol.Controller`.
+
+    Raises
+    ------
+    TypeError
+        If one of these is missing.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> class Solver:
+    ...     name, module, tier, allow_tf32 = "solver", "numpy", "process", True
+    ...     switches, modes = {"allow_tf32": "products"}, (lowprec.MathMode.FP32,)
+    ...     def save(self):
+    ...         return {"allow_tf32": self.allow_tf32}
+    ...     def set_mode(self, mode):
+    ...         self.allow_tf32 = False
+    ...         return self.save()
+    ...     def restore(self, saved):
+    ...         self.allow_tf32 = saved["allow_tf32"]
+    ...     describe = save
+    >>> solver = Solver()
+    >>> lowprec.register_controller(solver)
+    >>> with lowprec.fp32_guard():
+    ...     solver.allow_tf32
+    False
+    >>> solver.allow_tf32
+    True
+    >>> unregister_controller("solver")
+    """
+    lacks = [name for name in _MEMBERS if not hasattr(controller, name)]
+    if lacks:
+        kind = type(controller).__name__
+        raise TypeError(
+            f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}"
+        )
+    known_modules.add(controller.module)
+    _by_name[controller.name] = controller
+
+
+def unregister_controller(name: str) -> None:
+    """Take a controller away again; blocks that are open keep it; raises KeyError if there is none of this name."""
+    del _by_name[name]
+
+
+def controllers() -> tuple[Controller, ...]:
+    """Return every controller, in the order in which they were registered.
+
+    Examples
+    --------
+    >>> [controller.name for controller in controllers()][:2]
+    ['torch', 'jax']
+    """
+    return tuple(_by_name.values())
+
+
+def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
+    """Return the controllers of these libraries, as far as they are loaded; None for all."""
+    return [
+        controller
+        for controller in controllers()
+        if sys.modules.get(controller.module) is not None
+        and (names is None or controller.name in names)
+    ]
+
+
+for _builtin in (
+    TorchController(),
+    JaxController(),
+    TensorFlowController(),
+    CupyController(),
+    PaddleController(),
+):
+    register_controller(_builtin)

@@ -1,0 +1,220 @@
+"""How a block is entered and left, and the open blocks of each thread and task.
+
+An exception inside a block, or one that a signal handler raises while the block is entered or left, puts back what the
+block has changed: :meth:`Entry.close` can be called again after an exception, and then does the rest. A second
+exception during that is not covered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
+
+from lowprec.errors import LowprecWarning
+from lowprec.modes import MathMode
+from lowprec.policy.switches import NOTHING, Block, release
+
+if TYPE_CHECKING:
+    from lowprec.architectures import Architecture
+    from lowprec.policy.scopes import PolicyScope
+
+S = TypeVar("S", bound="Scope")
+
+#: A generator that another context has begun ends like this: the event loop closes an abandoned one in a task of its
+#: own, and a finalizer may run anywhere. An error would hide the exception that is on its way.
+_ELSEWHERE = (
+    "was left in a thread or task in which it was not entered; other libraries' switches are given back, and "
+    "lowprec's own scope stays open where it was entered"
+)
+
+
+class Entry(Block):
+    """One entry of a scope, and what it has changed."""
+
+    __slots__ = ("is_open", "scope", "statement")
+
+    def __init__(self, scope: Any) -> None:
+        self.layers = self.failures = NOTHING  # as Block does; a block is entered often
+        self.thread = get_ident()
+        self.scope = scope
+        self.is_open = False
+        #: To the function that a ``with`` statement calls at its end.
+        self.statement: ref[Callable[..., None]] | None = None
+
+    def open(self, scope: Any) -> None:
+        """Enter the scope; ``is_open`` is set before the first change."""
+        raise NotImplementedError
+
+    def close(self) -> list[str]:
+        """Undo all changes, and return warnings; called again after an exception, does the rest."""
+        raise NotImplementedError
+
+    def _dropped(self, _: object) -> None:
+        self.statement = None
+        if self.is_open:
+            self.close()
+
+
+#: Made by the last look-up of ``__exit__``, for the ``__enter__`` that follows in that thread.
+_prepared: Entry | None = None
+
+
+class _Exit:
+    """``__exit__`` of a scope, which a ``with`` statement looks up right before it calls ``__enter__``.
+
+    A signal handler may raise before the first line of :func:`_leave`, where no ``try`` reaches, or inside. That ends
+    the ``with`` statement with the block still open; but the statement drops what it has looked up, a ``partial`` that
+    no traceback refers to, and that closes the entry.
+    """
+
+    def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
+        # ExitStack looks it up in the class, and passes the scope when it calls.
+        global _prepared
+        entry = _prepared = owner._entry_type(owner if scope is None else scope)
+        leave = partial(_leave, entry) if scope is None else partial(_leave, entry, scope)
+        entry.statement = ref(leave, entry._dropped)
+        return leave
+
+
+def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
+    # If it is not open, it was not looked up by a ``with`` statement: guard.__exit__()
+    found = entry if entry.is_open else scope._last_entry()
+    for sentence in [_ELSEWHERE] if found is None else found.close():
+        warnings.warn(f"{scope!r} {sentence}", LowprecWarning, stacklevel=2)
+
+
+class Scope:
+    """A change that lasts as long as a ``with`` block."""
+
+    __slots__ = ()
+    _entry_type: type[Entry]
+
+    __exit__ = _Exit()
+
+    def __enter__(self: S) -> S:
+        global _prepared
+        entry, _prepared = _prepared, None
+        if (
+            entry is None
+            or entry.thread != get_ident()
+            or (entry.scope is not self and entry.scope is not type(self))
+        ):
+            entry = self._entry_type(self)
+        try:
+            entry.open(self)
+            return self
+        except BaseException:
+            entry.close()
+            raise
+
+    def _last_entry(self) -> Entry | None:
+        """Return the open entry that a bare call of ``__exit__`` means."""
+        raise NotImplementedError
+
+
+# -- the policy of a thread or task ---------------------------------------------------------------
+
+
+class PolicyEntry(Entry):
+    """One entry of a policy scope; in a context, the innermost of the open ones, with what these decide together."""
+
+    __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
+
+    #: None outside of all scopes. Contexts are copied, so that it never changes.
+    outer: PolicyEntry | None
+    #: Of the innermost ``math_mode``.
+    mode: MathMode | None
+    #: Whether one of the blocks is a guard.
+    guarded: bool
+    #: Of the innermost ``emulate``.
+    emulates: Architecture | None
+    #: The entry of which this is a copy, since one further out was left first.
+    origin: PolicyEntry | None
+
+    def _place(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
+        scope = self.scope
+        self.outer = outer
+        self.mode = scope._mode or outer.mode
+        self.guarded = scope._guards or outer.guarded
+        self.emulates = scope._emulates or outer.emulates
+        self.origin = origin
+
+    def entries(self) -> list[PolicyEntry]:
+        """Return the open entries from this one outwards."""
+        found = []
+        entry = self
+        while entry.outer is not None:
+            found.append(entry.origin or entry)
+            entry = entry.outer
+        return found
+
+    def of(self, scope: PolicyScope) -> PolicyEntry | None:
+        """Return the innermost entry of this scope."""
+        found = [entry for entry in self.entries() if entry.scope is scope]
+        return found[0] if found else None
+
+    def open(self, scope: PolicyScope) -> None:
+        """Note the entry in this context, and set other libraries' switches."""
+        self.scope = scope
+        self._place(innermost.get())
+        self.is_open = True
+        innermost.set(self)
+        if _listeners:
+            notify()
+        if scope._libraries is not NO_LIBRARY:
+            scope._set_libraries(self)
+
+    def close(self) -> list[str]:
+        """Leave the scope here, also if a copy of this context has left it, and give back other libraries' switches."""
+        said = []
+        here = innermost.get()
+        if here is self:
+            innermost.set(self.outer or _no_scope)
+        elif self in (entries := here.entries()):
+            rest = _no_scope
+            for entry in reversed(entries):
+                if entry is not self:
+                    copied = PolicyEntry(entry.scope)
+                    copied._place(rest, entry)
+                    rest = copied
+            innermost.set(rest)
+        else:
+            said.append(_ELSEWHERE)
+        if self in held:
+            said += release(self)
+            held.pop(self, None)
+        if _listeners:
+            notify()
+        self.is_open = False
+        self.statement = None
+        return said
+
+
+_no_scope = PolicyEntry(None)
+_no_scope.outer = _no_scope.mode = _no_scope.emulates = _no_scope.origin = None
+_no_scope.guarded = False
+
+#: The libraries of a scope that sets none.
+NO_LIBRARY: frozenset[str] = frozenset()
+
+#: Of this context; one without a scope where no block is open.
+innermost: ContextVar[PolicyEntry] = ContextVar("lowprec_entry", default=_no_scope)
+
+#: The entries of all threads that hold other libraries' switches, in the order in which they came.
+held: dict[PolicyEntry, None] = {}
+
+_listeners: list[Callable[[bool], None]] = []
+#: Add a function to call after every change of the scopes in a thread, with True after one of the process's default:
+#: ``lowprec.torch`` and ``lowprec.jax``, whose compilers depend on the mode.
+on_change = _listeners.append
+
+
+def notify(whole_process: bool = False) -> None:
+    """Call the listeners."""
+    for listener in _listeners:
+        listener(whole_process)

@@ -1,0 +1,249 @@
+"""PyTorch's switches: the old word for all products, and the newer ones for each backend and operation.
+
+PyTorch keeps both, refuses to read the old ones where they do not agree with the newer ones, and has each of the
+newer ones pass on its backend's, or that of all backends, while it holds ``"none"``. So that everything comes back
+as it was, what is saved here is what each switch holds itself. Where that cannot be read, a switch is raised to full
+FP32 for a moment and put back; that is the direction in which the guard is going anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from lowprec.errors import BackendError, UnsupportedError
+from lowprec.modes import MathMode
+from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import Tier
+
+T = TypeVar("T")
+Pair = tuple[str, str]
+
+_OLD = "get_float32_matmul_precision()"
+_OLD_CUDNN = "backends.cudnn.allow_tf32"
+#: The newer switches, by the names that PyTorch's own getter takes, and by those of the user.
+_LEAVES: dict[Pair, str] = {
+    ("cuda", "matmul"): "backends.cuda.matmul.fp32_precision",
+    ("cuda", "conv"): "backends.cudnn.conv.fp32_precision",
+    ("cuda", "rnn"): "backends.cudnn.rnn.fp32_precision",
+    ("mkldnn", "matmul"): "backends.mkldnn.matmul.fp32_precision",
+    ("mkldnn", "conv"): "backends.mkldnn.conv.fp32_precision",
+    ("mkldnn", "rnn"): "backends.mkldnn.rnn.fp32_precision",
+}
+_PAIRS = tuple(_LEAVES)
+_MATMULS: tuple[Pair, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+_CUDNN: tuple[Pair, ...] = (("cuda", "conv"), ("cuda", "rnn"))
+_ALL: Pair = ("generic", "all")
+_BACKENDS: tuple[Pair, ...] = (("cuda", "all"), ("mkldnn", "all"))
+_NAMES = (_OLD, _OLD_CUDNN, *_LEAVES.values())
+# The pairs as the two arguments of PyTorch's functions, so that `map` can call these: a guard is entered often.
+_FIRST, _SECOND = zip(*_PAIRS, strict=True)
+_EVERY_FIRST, _EVERY_SECOND = zip(*_PAIRS, _ALL, *_BACKENDS, strict=True)
+_PASSED_ON = ["none"] * (1 + len(_BACKENDS))
+
+# Per mode: the old word, and what the newer switches of CUDA and of oneDNN hold then. CUDA has no bfloat16
+# for float32 operands, and PyTorch's own "medium" means TF32 there.
+_WORDS: dict[MathMode, tuple[str, str, str]] = {
+    MathMode.FP32: ("highest", "ieee", "ieee"),
+    MathMode.FP32_PEDANTIC: ("highest", "ieee", "ieee"),
+    MathMode.TF32: ("high", "tf32", "tf32"),
+    MathMode.BF16: ("medium", "tf32", "bf16"),
+}
+_VALUES = {
+    mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS]
+    for mode, (_, cuda, onednn) in _WORDS.items()
+}
+#: What `save` finds then.
+_SET = {
+    mode: dict(zip(_NAMES, (old, cuda == "tf32", *_VALUES[mode]), strict=True))
+    for mode, (old, cuda, _) in _WORDS.items()
+}
+
+
+class _Functions(NamedTuple):
+    """PyTorch's getters and setters."""
+
+    get_old: Callable[[], str]
+    put_old: Callable[[str], None]
+    get_cudnn: Callable[[], bool]
+    put_cudnn: Callable[[bool], None]
+    get: Callable[[str, str], str]
+    put: Callable[[str, str, str], None]
+
+
+# What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call, at a tenth of the cost.
+_find = attrgetter(
+    "_get_float32_matmul_precision",
+    "_set_float32_matmul_precision",
+    "_get_cudnn_allow_tf32",
+    "_set_cudnn_allow_tf32",
+    "_get_fp32_precision_getter",
+    "_set_fp32_precision_setter",
+)
+
+
+def _functions(torch: ModuleType) -> _Functions:
+    try:
+        found = _Functions(*_find(torch._C))
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec knows "
+            f"(2.9 and later): {error}"
+        ) from None
+    # Some versions announce, once per process, that the old switches will go. Under a filter that makes errors of
+    # warnings, the guard would otherwise fail.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _read(found.get_old)
+        _read(found.get_cudnn)
+    return found
+
+
+class TorchController:
+    """The switches of PyTorch 2.9 and later; they belong to the process."""
+
+    name = "torch"
+    module = "torch"
+    tier = Tier.PROCESS
+    modes = tuple(_WORDS)
+    switches: Mapping[str, str] = MappingProxyType(
+        {
+            _OLD: "products, all devices",
+            _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
+            _LEAVES["cuda", "matmul"]: "products on CUDA",
+            _LEAVES["cuda", "conv"]: "convolutions on CUDA",
+            _LEAVES["cuda", "rnn"]: "recurrent networks on CUDA",
+            _LEAVES["mkldnn", "matmul"]: "products on the CPU (oneDNN)",
+            _LEAVES["mkldnn", "conv"]: "convolutions on the CPU",
+            _LEAVES["mkldnn", "rnn"]: "recurrent networks on the CPU",
+        }
+    )
+
+    def __init__(self) -> None:
+        self._found: tuple[ModuleType, _Functions] | None = None
+
+    def _functions(self) -> _Functions:
+        torch = sys.modules["torch"]
+        if self._found is None or self._found[0] is not torch:
+            self._found = torch, _functions(torch)
+        return self._found[1]
+
+    def save(self) -> dict[str, Any]:
+        """Return what each switch holds itself."""
+        do = self._functions()
+        leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
+        parents = leaves[len(_PAIRS) :]
+        del leaves[len(_PAIRS) :]
+        if parents != _PASSED_ON:
+            leaves = _own(do, leaves)
+        old = _read(do.get_old)
+        if old is None:
+            old = _while_full(do, leaves, _MATMULS, do.get_old)
+        cudnn = _read(do.get_cudnn)
+        if cudnn is None:
+            # With full FP32 in the newer switches, only True is a contradiction.
+            cudnn = _while_full(do, leaves, _CUDNN, partial(_read, do.get_cudnn)) is not False
+        return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
+
+    def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
+        """Set every switch, the old ones first: they write some of the newer ones."""
+        old, cuda, _ = _WORDS[mode]
+        values = _VALUES[mode]
+        do = self._functions()
+        do.put_old(old)
+        do.put_cudnn(cuda == "tf32")
+        list(map(do.put, _FIRST, _SECOND, values))
+        if list(map(do.get, _FIRST, _SECOND)) != values or do.get_old() != old:
+            raise BackendError(f"PyTorch's switches did not take {old!r}")
+        return _SET[mode]
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Put back what each switch held, the old ones first: they write some of the newer ones."""
+        do = self._functions()
+        old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
+        do.put_old(old)
+        do.put_cudnn(cudnn)
+        list(map(do.put, _FIRST, _SECOND, leaves))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the switches as PyTorch's user reads them."""
+        do = self._functions()
+        found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
+        for name, value in found.items():
+            if value is None:
+                found[name] = "refused by PyTorch: the old and the newer switches do not agree"
+        return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
+
+    def without_effect(self, mode: MathMode) -> str | None:
+        """Return what PyTorch multiplies in full FP32 although the switches are set for this mode."""
+        from lowprec.policy.frameworks.probe import torch_leaves
+
+        return torch_leaves(sys.modules["torch"])
+
+
+def _read(getter: Callable[[], T]) -> T | None:
+    """Return the value of an old switch, None where PyTorch refuses to read it."""
+    try:
+        return getter()
+    except RuntimeError as error:
+        if not raised_in(error, __name__):
+            raise
+        return None
+
+
+def _while_set(
+    do: _Functions, pairs: Sequence[Pair], held: Sequence[str], value: str, read: Callable[[], T]
+) -> T:
+    """Read while these of the newer switches have this value for a moment; then they hold again what they held."""
+    first, second = zip(*pairs, strict=True)
+    back = map(do.put, first, second, held)
+    try:
+        list(map(do.put, first, second, repeat(value)))
+        return read()
+    finally:
+        list(back)  # one call of C, so that no signal handler runs before its end
+
+
+def _while_full(
+    do: _Functions, leaves: list[str], pairs: tuple[Pair, ...], read: Callable[[], T]
+) -> T:
+    """Read while these switches are at full FP32, with which every value of the old ones agrees."""
+    return _while_set(do, pairs, [leaves[_PAIRS.index(pair)] for pair in pairs], "ieee", read)
+
+
+def _own(do: _Functions, leaves: list[str]) -> list[str]:
+    """Return what the newer switches hold themselves: "none" where one passes on another's value."""
+    passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
+
+    def below_backends() -> set[Pair]:
+        found: set[Pair] = set()
+        for parent in _BACKENDS:
+            found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
+        return found
+
+    # Below a backend's switch that is taken away, the one of all backends would show, with the same value perhaps.
+    passes_on |= _while_set(do, [_ALL], [do.get(*_ALL)], "none", below_backends)
+    return [
+        "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
+    ]
+
+
+def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
+    """Return the switches that change with this one: those that hold nothing themselves."""
+    held = do.get(*parent)
+    if held == "none":
+        return set()
+
+    def values() -> list[str]:
+        return [do.get(*child) for child in children]
+
+    before = values()
+    # Both are full FP32 for whoever multiplies in this moment.
+    after = _while_set(do, [parent], [held], "none" if held == "ieee" else "ieee", values)
+    return {c for c, b, a in zip(children, before, after, strict=True) if b != a}

@@ -1,0 +1,315 @@
+"""``profile``: who listens, and what happens around a product while somebody does.
+
+There is no lock, which a signal handler or the child of a fork could find taken. What changes are lists and
+dictionaries, by operations that happen as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lowprec._version import __version__
+from lowprec.arrays import ArrayView
+from lowprec.core.executors import CachedExecutor, observe
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.modes import ResolvedMode
+from lowprec.planning import GemmPlan
+from lowprec.profiling import export
+from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
+from lowprec.profiling.summary import extents, totals
+from lowprec.profiling.table import to_text
+
+if TYPE_CHECKING:
+    from lowprec.backends import Arguments
+
+Threads = Literal["all", "current"]
+
+
+class profile:
+    """Record each product that lowprec runs inside a ``with`` block: what it was, how fast, on which units.
+
+    ``print`` shows a table with a row for each kind of product, and totals. Profiles may be nested and may overlap;
+    each records for itself. One that is entered again goes on recording.
+
+    A product counts when it runs: a call that is refused (shapes that do not fit) is none, one that fails while it
+    runs is recorded with its error, which goes on to the caller. On a GPU recording waits for nothing; what reads
+    times (``records``, ``table``, ``totals``, the files) waits for the products. Products that are captured into a
+    CUDA graph are recorded without a time.
+
+    Parameters
+    ----------
+    label : str
+        Title of the table and of the files.
+    threads : {"all", "current"}
+        Whose products: those of all threads of the process, or of the thread that entered the block.
+
+    Raises
+    ------
+    UnsupportedError
+        If ``threads`` is neither, or ``label`` no text.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.ones((64, 32), np.float32)
+    >>> with lowprec.profile() as prof:
+    ...     with prof.range("forward"):
+    ...         c = lowprec.matmul(a, a.T, math_mode="tf32")
+    >>> record = prof.records[0]
+    >>> record.label, record.m, record.n, record.k, record.mode, record.source, record.flops
+    ('forward', 64, 64, 32, 'tf32', 'math_mode= argument', 262144)
+    """
+
+    def __init__(self, label: str = "", *, threads: Threads = "all") -> None:
+        if not isinstance(label, str):
+            raise UnsupportedError(
+                f"profile takes a label, which is text, got {quoted(label)}; what is to be recorded runs in its block: "
+                "with lowprec.profile() as prof"
+            )
+        if threads not in get_args(Threads):
+            choices = ", ".join(map(repr, get_args(Threads)))
+            raise UnsupportedError(
+                f"threads={quoted(threads)} is not supported; choose one of: {choices}"
+            )
+        self.label = label
+        self._threads = threads
+        self._thread: int | None = None
+        self._origin_ns = 0
+        self._entered: list[int] = []  # when, in ns, of each entry that has not been left
+        self._left: list[tuple[int, int]] = []  # from when to when the others were open
+        self._measured: list[tuple[Measurement, str]] = []
+        self._records: dict[int, ProductRecord] = {}
+        self._ranges: list[RangeRecord] = []
+
+    # -- recording --------------------------------------------------------------------------------
+
+    def __enter__(self) -> profile:
+        now = time.perf_counter_ns()
+        if not self._entered:
+            self._thread = threading.get_ident() if self._threads == "current" else None
+            self._origin_ns = self._origin_ns or now
+        self._entered.append(now)
+        _listening.append(self)
+        _attach()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        now = time.perf_counter_ns()
+        _listening.remove(self)
+        _attach()
+        self._left.append((self._entered.pop(), now))
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Name a part of the program; products inside it carry the name, ranges inside it add theirs.
+
+        The name holds for this thread and task. It is an NVTX range too, where the ``nvtx`` package is installed.
+
+        Parameters
+        ----------
+        name : str
+        """
+        name = str(name)
+        token = _ranges.set((*_ranges.get(), (self, name)))
+        start_ns = time.perf_counter_ns()
+        try:
+            with _annotate(lambda: name):
+                yield
+        finally:
+            end_ns = time.perf_counter_ns()
+            whole = self._label_here()
+            _ranges.reset(token)
+            if self._entered:
+                start_ms, elapsed_ms = (start_ns - self._origin_ns) / 1e6, (end_ns - start_ns) / 1e6
+                thread = threading.current_thread()
+                self._ranges.append(
+                    RangeRecord(whole, start_ms, elapsed_ms, thread.name, thread.native_id or 0)
+                )
+
+    def _label_here(self) -> str:
+        return "/".join(name for owner, name in _ranges.get() if owner is self)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[ProductRecord, ...]:
+        """The products so far; waits for those that a GPU still runs."""
+        known = self._records
+        for index in range(len(known), len(self._measured)):
+            measurement, label = self._measured[index]
+            known.setdefault(index, measurement.record(index, label, self._origin_ns))
+        return tuple(known[index] for index in range(len(known)))
+
+    @property
+    def ranges(self) -> tuple[RangeRecord, ...]:
+        """The named ranges that have ended."""
+        return tuple(self._ranges)
+
+    @property
+    def wall_ms(self) -> float:
+        """How long the profile has been open."""
+        now = time.perf_counter_ns()
+        total = reached = 0
+        for start, end in sorted([*self._left, *((entered, now) for entered in self._entered[:1])]):
+            total += max(end - max(start, reached), 0)
+            reached = max(end, reached)
+        return total / 1e6
+
+    def totals(self) -> dict[str, Any]:
+        """Return sums over all products, ready for JSON.
+
+        Returns
+        -------
+        dict
+            ``products``, ``failed`` and ``untimed`` count; ``elapsed_ms`` and ``flops`` are sums over the products
+            with a time, ``tflops`` their quotient; ``wall_ms`` is how long the profile was open. ``units``: how many
+            products were ``eligible`` for tensor units (tile units of a CPU, or its vector units for bfloat16 and
+            int8), ``used`` them, or are ``unknown``, and the ``share_of_flops`` that ran on them. ``by_mode`` and
+            ``by_kernel``: products, time and flops of each.
+        """
+        return totals(self.records, self.wall_ms)
+
+    def table(self, by: Literal["product", "range"] = "product") -> str:
+        """Return a text table, the longest total time first.
+
+        Parameters
+        ----------
+        by : {"product", "range"}
+            A row for each kind of product, or for each range.
+
+        Raises
+        ------
+        UnsupportedError
+            If ``by`` is neither.
+        """
+        return to_text(self.label, self.records, self.wall_ms, by)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values: totals, products, ranges."""
+        records = self.records
+        return {
+            "lowprec": __version__,
+            "label": self.label,
+            "totals": totals(records, self.wall_ms),
+            "products": [record.to_dict() for record in records],
+            "ranges": [record.to_dict() for record in self.ranges],
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+        """
+        export.write_json(path, self.to_dict())
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a time line in the Trace Event Format, for Perfetto and ``chrome://tracing``.
+
+        Products and ranges lie on the rows of their threads by the host's clock. Products on a GPU also lie on the
+        row of their stream, each after the one before it and not before it was submitted; the gaps between them are
+        not measured.
+
+        Parameters
+        ----------
+        path : path
+        """
+        export.write_json(path, export.trace(self.label, self.records, self.ranges))
+
+    def __len__(self) -> int:
+        return len(self._measured)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        state = "open" if self._entered else "closed"
+        return f"<lowprec.profile {self.label!r}: {len(self)} products, {state}>"
+
+
+# -- who listens ----------------------------------------------------------------------------------
+
+#: Open ranges of this thread and task, with the profile that each belongs to.
+_ranges: ContextVar[tuple[tuple[profile, str], ...]] = ContextVar("lowprec_ranges", default=())
+
+#: An entry for each time that a profile was entered and not yet left.
+_listening: list[profile] = []
+
+
+def _attach() -> None:
+    """Observe products while somebody listens, and not otherwise."""
+    attached = None
+    # Another thread, or a signal handler, may come or go in between.
+    while attached is not bool(_listening):
+        attached = bool(_listening)
+        observe(_observer if attached else None)
+
+
+# -- around a product -----------------------------------------------------------------------------
+
+
+def _observer(
+    product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView
+) -> CachedExecutor:
+    """Return what runs in the place of a product: the product, observed."""
+    thread = threading.get_ident()
+    listeners = [p for p in dict.fromkeys(_listening) if p._thread in (None, thread)]
+    if not listeners:
+        return product
+    execute = functools.partial(_execute, product, resolved, listeners)
+    return product._replace(execute=execute)
+
+
+def _execute(
+    product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments
+) -> None:
+    """Run a product, take its time, and tell the listeners, whether or not it fails."""
+    backend = product.backend
+    measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
+    try:
+        with _annotate(lambda: _name(product.plan)):
+            measurement.start(backend.stopwatch(arguments))
+            product.execute(arguments)
+            measurement.stop()
+        measurement.ran = backend.execution_info(product.plan, product.execute)
+    except BaseException as error:
+        measurement.fail(error)
+        raise
+    finally:
+        for listener in listeners:
+            listener._measured.append((measurement, listener._label_here()))
+
+
+@functools.cache
+def _nvtx() -> Any | None:
+    try:
+        return importlib.import_module("nvtx")
+    except ImportError:
+        return None
+
+
+def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
+    """Return a range of this thread for NVIDIA's profilers, where the ``nvtx`` package is installed."""
+    package = _nvtx()
+    found: AbstractContextManager[Any] = contextlib.nullcontext()
+    if package is not None:
+        found = package.annotate(name(), domain="lowprec")
+    return found
+
+
+def _name(plan: GemmPlan) -> str:
+    """Return the name of a product on a time line."""
+    numbers = plan.mode if plan.mode_has_effect else plan.compute_dtype
+    layout = plan.layout
+    return f"lowprec {numbers} {extents(layout.m, layout.n, layout.k, layout.batch_count)}"

@@ -1,0 +1,156 @@
+"""What a profile keeps of each product and each range, as plain values."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowprec.arrays import ArrayView
+from lowprec.modes import ResolvedMode
+from lowprec.planning import GemmPlan
+from lowprec.planning.kernels import format_name
+from lowprec.profiling.units import units_of
+
+if TYPE_CHECKING:
+    from lowprec.backends import ExecutionInfo, Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRecord:
+    """A product that ran."""
+
+    index: int  #: Position in the profile, from 0, in the order in which the calls returned.
+    label: str  #: The ranges around it, ``"step/layer 1"``; empty outside of any.
+    start_ms: float  #: When its execution began on the host, since the profile was entered first.
+    host_ms: float  #: How long the host was busy with its execution.
+    #: How long it ran, conversions and epilogue included. On a GPU by events on its stream. None where it failed, or
+    #: was captured into a CUDA graph instead of run.
+    elapsed_ms: float | None
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    a_dtype: str
+    b_dtype: str
+    out_dtype: str
+    m: int  #: As multiplied; a batch with one ``b`` may have become the rows of a single product.
+    n: int
+    k: int
+    batch_count: int
+    mode: str  #: In force; see ``mode_has_effect``.
+    source: str  #: Who chose the mode.
+    mode_has_effect: bool  #: False for element types on which no mode acts.
+    number_format: str  #: Of what was multiplied, once rounded.
+    kernel: str
+    algorithm: str | None  #: What the library chose, in its own words, where it reports that.
+    device: str
+    stream: int | None  #: CUDA stream; None where there are none.
+    flops: int  #: 2 m n k per real product, 8 m n k per complex one.
+    tflops: float | None  #: Flops over ``elapsed_ms``, in 1e12 per second.
+    #: ``tflops`` over the device's highest rate for ``number_format``; None where that is not known.
+    peak_share: float | None
+    #: Whether there are tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for such numbers.
+    units_eligible: bool
+    units_used: (
+        bool | None
+    )  #: Whether they multiplied them; None where the library does not report it.
+    units_reason: str  #: Which units, or why not.
+    copies: tuple[str, ...]  #: Operands that were copied or rewritten before, and why.
+    thread: str  #: Name of the calling thread.
+    thread_id: int
+    error: str | None  #: What was raised, where the product failed.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRecord:
+    """A named range of a program, by the host's clock."""
+
+    name: str  #: With the names around it, ``"step/layer 1"``.
+    start_ms: float  #: When it began since the profile was entered first.
+    elapsed_ms: float  #: How long it took.
+    thread: str
+    thread_id: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+class Measurement:
+    """An execution as it was observed, shared by the profiles that were open."""
+
+    def __init__(self, plan: GemmPlan, resolved: ResolvedMode, a: ArrayView, b: ArrayView) -> None:
+        self._plan, self._resolved, self._device = plan, resolved, a.device
+        # Not the views, which hold the caller's arrays.
+        copied = (f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied)
+        self._copies = (*(f"{c.operand}: {c.reason}" for c in plan.copies), *copied)
+        self._thread = threading.current_thread().name, threading.get_native_id()
+        self._start_ns = self._end_ns = time.perf_counter_ns()
+        self._stopwatch: Stopwatch | None = None
+        self._stream: int | None = None
+        self._elapsed_ms: float | None = None
+        self._error: str | None = None
+        #: What the backend reports of a product that succeeded.
+        self.ran: ExecutionInfo | None = None
+
+    def start(self, stopwatch: Stopwatch | None) -> None:
+        """Mark the beginning; without a stopwatch, the time is that of the host's clock."""
+        if stopwatch is not None:
+            self._stopwatch, self._stream = stopwatch, stopwatch.stream
+        self._start_ns = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        """Mark the end."""
+        self._end_ns = time.perf_counter_ns()
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+        else:
+            self._elapsed_ms = (self._end_ns - self._start_ns) / 1e6
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what went wrong, but not the exception, which holds the caller's frames."""
+        self._end_ns = time.perf_counter_ns()
+        self._error, self._elapsed_ms = f"{type(error).__name__}: {error}", None
+        if self._stopwatch is not None:
+            self._stopwatch.abandon()
+            self._stopwatch = None
+
+    def _read_ms(self) -> float | None:
+        """Return the time of the product; on a GPU, the first reader waits for it."""
+        stopwatch = self._stopwatch
+        if stopwatch is not None:
+            try:
+                self._elapsed_ms = stopwatch.elapsed_ms()
+            except Exception:  # reported once; an interrupt leaves the time to be read again
+                self._stopwatch = None
+                raise
+            # After the time, not before: another thread, or a signal handler, may be reading it as well.
+            self._stopwatch = None
+        return self._elapsed_ms
+
+    def record(self, index: int, label: str, origin_ns: int) -> ProductRecord:
+        """Return the record in a profile that began at ``origin_ns``."""
+        plan, problem, layout = self._plan, self._plan.problem, self._plan.layout
+        elapsed_ms = self._read_ms()
+        tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
+        number_format = format_name(plan.operand_format)
+        peak = dict(plan.capabilities.peak_tflops).get(number_format)
+        eligible, used, reason = units_of(plan, self.ran.units if self.ran else None)
+        return ProductRecord(
+            index=index, label=label, start_ms=(self._start_ns - origin_ns) / 1e6,
+            host_ms=(self._end_ns - self._start_ns) / 1e6, elapsed_ms=elapsed_ms,
+            a_shape=problem.a.shape, b_shape=problem.b.shape, out_shape=plan.out_shape,
+            a_dtype=problem.a.dtype.label, b_dtype=problem.b.dtype.label, out_dtype=plan.out_dtype.label,
+            m=layout.m, n=layout.n, k=layout.k, batch_count=layout.batch_count,
+            mode=str(plan.mode), source=str(self._resolved.source), mode_has_effect=plan.mode_has_effect,
+            number_format=number_format, kernel=plan.kernel, algorithm=self.ran.algorithm if self.ran else None,
+            device=str(self._device), stream=self._stream, flops=plan.flops, tflops=tflops,
+            peak_share=None if tflops is None or not peak else tflops / peak,
+            units_eligible=eligible, units_used=used, units_reason=reason, copies=self._copies,
+            thread=self._thread[0], thread_id=self._thread[1], error=self._error,
+        )  # fmt: skip

@@ -1,0 +1,182 @@
+"""What decides how products run here: devices, libraries, the mode in force, the environment.
+
+Plain values, as threadpoolctl gives them, so that they can be printed, compared and put into a bug report. Nothing is
+imported for it: of the libraries, those in ``sys.modules`` are asked and the others' metadata is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowprec._version import __version__
+from lowprec.arrays import CPU
+from lowprec.arrays.libraries import OPTIONAL
+from lowprec.backends import backend_of, disk
+from lowprec.errors import EnvironmentVariableError, LowprecError
+from lowprec.modes import available_modes
+from lowprec.policy import environment, resolve
+from lowprec.policy.switch_report import disagreements, switch_rows
+
+#: Libraries that matter here: module, distributions that may bring it, what it is for.
+_LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
+    ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
+    ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
+    ("numba", ("numba",), "compiles lowprec's own kernels"),
+    *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
+)
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def info() -> dict[str, Any]:
+    """Return what decides how products run in this process.
+
+    A bad value of an environment variable is reported under ``warnings``; it does not raise here. The mode in force
+    is looked up, which counts as its first use: variables that are read once are read now.
+
+    Returns
+    -------
+    dict
+        Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
+        with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use,
+        threads that a product may take) and, on x86-64, ``instruction_sets``, where ``used`` is None if the
+        libraries choose for themselves, and ``units`` for 16 and 8 bits that are used; of a GPU
+        ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
+        ``workspace_bytes``.
+        ``gpu``: whether GPUs are used, why not, and the versions behind them. ``libraries`` with version and status
+        (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor that an
+        OpenBLAS's kernels are for. ``mode``: what is in force, who decided, the reasons. ``available_modes``.
+        ``environment``: each variable with its value, its effect and what it may hold. ``frameworks``: each switch
+        for float32 products of each loaded library, as it is now in this thread, with ``library``, ``switch``,
+        ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read). ``warnings``: sentences.
+
+    Examples
+    --------
+    >>> import lowprec
+    >>> found = lowprec.info()
+    >>> found["mode"]["name"], found["devices"][0]["device"]
+    ('fp32', 'cpu')
+    """
+    cpu = backend_of(CPU).info()
+    mode = _mode()
+    gpu, gpus = _gpus()
+    switches, unused = switch_rows(), ""
+    if gpu["driver"] is not None and not gpu["used"]:
+        unused = f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
+    return {
+        "version": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "devices": [*cpu["devices"], *gpus],
+        "gpu": gpu,
+        "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
+        "blas": cpu["blas"],
+        "mode": mode,
+        "available_modes": [str(m) for m in available_modes()],
+        "environment": [_variable(row) for row in environment.rows()],
+        "frameworks": [dataclasses.asdict(row) for row in switches],
+        "warnings": [
+            *environment.problems(),
+            *disagreements(switches),
+            *cpu["warnings"],
+            *filter(None, [unused, disk.absence()]),
+        ],
+    }
+
+
+# -- GPUs -----------------------------------------------------------------------------------------
+
+
+def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return whether GPUs are used (why not, by which versions), and those that are.
+
+    The CUDA libraries are loaded for it only where there is a driver.
+    """
+    driver = _driver()
+    nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
+    module = "lowprec.backends.cuda.backend"
+    if module not in sys.modules and driver is None and not _opens_driver():
+        return {**nothing, "reason": "no NVIDIA driver was found"}, []
+    try:
+        found = importlib.import_module(module).info()
+    except LowprecError as error:
+        return {**nothing, "reason": str(error)}, []
+    return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
+
+
+def _opens_driver() -> bool:
+    """Whether the driver's library is where the system looks for libraries."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _driver() -> str | None:
+    """Return the first line of the NVIDIA driver's own words, None where there is no driver."""
+    try:
+        return _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
+    except OSError:
+        return None
+
+
+# -- libraries ------------------------------------------------------------------------------------
+
+
+def _library(
+    name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]
+) -> dict[str, Any]:
+    """Return a library's row; what is no Python module counts as loaded where a backend has opened it."""
+    module = sys.modules.get(name)
+    version = getattr(module, "__version__", None) or _installed_version(distributions)
+    detail = opened.get(name)
+    loaded = detail is not None if name in opened else module is not None
+    status = "loaded" if loaded else "missing" if version is None else "installed"
+    version = None if version is None else str(version)
+    return {"name": name, "version": version, "status": status, "role": role, "detail": detail}
+
+
+def _installed_version(distributions: tuple[str, ...]) -> str | None:
+    # Here, because it costs more to import than the rest of lowprec.
+    from importlib import metadata
+
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+# -- policy ---------------------------------------------------------------------------------------
+
+
+def _mode() -> dict[str, Any]:
+    try:
+        resolved = resolve()
+    except EnvironmentVariableError as error:
+        return {"name": None, "source": None, "requested": None, "reasons": [], "error": str(error)}
+    requested = None if resolved.requested is None else str(resolved.requested)
+    return {
+        "name": str(resolved.mode), "source": str(resolved.source), "requested": requested,
+        "reasons": list(resolved.reasons), "error": None,
+    }  # fmt: skip
+
+
+def _variable(row: environment.VariableRow) -> dict[str, Any]:
+    found = row._asdict()
+    effect = found.pop("effective")
+    absent = row.name == "LOWPREC_CACHE_DIR" and disk.absence()
+    return {
+        "name": row.name,
+        "value": row.value,
+        "effect": "no cache" if absent else effect,
+    } | found

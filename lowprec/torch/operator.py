@@ -1,0 +1,283 @@
+"""``torch.ops.lowprec.matmul``: the product as an operator of PyTorch's, for graphs, modes and transforms.
+
+It has a kernel, a rule for fake tensors (shapes, element types), one for ``vmap``, and a kernel of its own for
+autograd. The latter exists because of forward-mode derivatives: an operator made by ``torch.library.custom_op``
+returns a tangent of zero for them, without an error; this one refuses.
+
+The operator multiplies stacks of matrices. ``mode`` is the mode of the forward product, ``backward_mode`` that of the
+two products of the backward pass. With ``ambient`` the mode was that of the scopes when the graph was made; at run time
+the scopes decide again, since a graph is called from other threads and tasks than the one that made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from lowprec.core import dispatch
+from lowprec.core.arguments import parse_dtype
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError
+from lowprec.formats import OPERAND_DTYPES, promote
+
+_SCHEMA = (
+    "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', bool ambient=False) "
+    "-> Tensor"
+)
+_library = torch.library.Library("lowprec", "DEF")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+#: Calls of it are seen by PyTorch's modes, tracers and transforms.
+OPERATOR = torch.ops.lowprec.matmul.default
+
+#: As ``out_dtype`` of 16-bit operands: float32, with a gradient of the operands' type, as the final result has it.
+ACCUMULATOR = "accumulator"
+
+NO_TANGENT = (
+    "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it there; take "
+    "torch.func.jvp of the function as it is, without torch.compile"
+)
+
+
+def _multiply(
+    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    a = a.detach() if a.requires_grad else a
+    b = b.detach() if b.requires_grad else b
+    return multiply_plain(a, b, None if ambient else mode, alpha, out_dtype)
+
+
+def multiply_plain(a: Tensor, b: Tensor, mode: str | None, alpha: float, out_dtype: str) -> Tensor:
+    """Multiply tensors of which PyTorch wants to know nothing."""
+    dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
+    found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
+    return found
+
+
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+for _key in _DEVICES:
+    _library.impl("matmul", _multiply, _key.name)
+
+
+def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
+    """Return the element type of the product."""
+    if out_dtype == ACCUMULATOR:
+        return torch.float32
+    if out_dtype:
+        named: torch.dtype = getattr(torch, out_dtype)
+        return named
+    return torch.int32 if a.dtype == torch.int8 else torch.promote_types(a.dtype, b.dtype)
+
+
+@torch.library.register_fake("lowprec::matmul", lib=_library)
+def _fake(
+    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    dtypes = {"a": parse_dtype(a.dtype), "b": parse_dtype(b.dtype)}
+    for name, dtype in dtypes.items():
+        if not dtype.results:
+            raise DTypeError(
+                f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}"
+            )
+    promote(*dtypes.values())
+    shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    inner = a.shape[-1], b.shape[-2]
+    if all(type(n) is int for n in inner) and inner[0] != inner[1]:
+        raise ShapeError(f"matmul: the inner dimensions differ, {shapes}")
+    torch._check(inner[0] == inner[1])
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ShapeError(f"matmul: the batch dimensions do not broadcast, {shapes}") from None
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, b, out_dtype))
+
+
+@register_flop_formula(torch.ops.lowprec.matmul)
+def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * math.prod(out_shape) * a[-1]
+
+
+# -- autograd -------------------------------------------------------------------------------------
+
+
+def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
+    """Save the operands that the needed gradients of ``a`` and ``b`` use, and what is known of both."""
+    ctx.operands = [(x.shape, x.dtype) for x in (a, b)]
+    ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
+
+
+def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return what became of a product as the gradient of an operand.
+
+    It is the sum over what the operand was repeated for along its batch, in the operand's element type, and the real
+    part where that is real and the product complex.
+    """
+    gradient = gradient.sum_to_size(shape)
+    if gradient.is_complex() and not dtype.is_complex:
+        gradient = gradient.real
+    return gradient.to(dtype)
+
+
+def operand_gradients(
+    ctx: Any, gradient: Tensor, needed: tuple[bool, bool], multiply: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``a`` and ``b``, two products in the mode that the context has."""
+    a, b = ctx.saved_tensors
+    of_a, of_b = ctx.operands
+    if ctx.out_dtype == ACCUMULATOR:
+        gradient = gradient.to(of_a[1])
+    for_a = for_b = None
+    if needed[0]:
+        for_a = _operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha), *of_a)
+    if needed[1]:
+        rows, of_rows = a, gradient
+        if len(of_b[0]) == 2 and a.ndim > 2:
+            # One product over all rows, in the place of a sum over the batch, which may have no elements.
+            # Written so that PyTorch's legacy batching, which has no rule for flatten, takes it.
+            count = math.prod(a.shape[:-1])
+            rows, of_rows = (
+                a.reshape(count, a.shape[-1]),
+                gradient.reshape(count, gradient.shape[-1]),
+            )
+        for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), *of_b)
+    return for_a, for_b
+
+
+def _in_graph(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
+    found: Tensor = OPERATOR(x, y, mode, mode, alpha)
+    return found
+
+
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+_KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
+
+
+def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
+    """Call what PyTorch has for the operator below autograd: the kernel, unless there is a mode or a transform."""
+    below = keyset & _AFTER_AUTOGRAD
+    if below in _KERNEL_IS_NEXT:
+        return _multiply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        found: Tensor = OPERATOR.redispatch(below, *arguments)
+    return found
+
+
+#: Functions of one level lack what PyTorch asks for when it compiles a backward pass.
+COMPILED_KEY = torch.autograd.Function._compiled_autograd_key
+
+
+class _Recorded(torch.autograd.function._SingleLevelFunction):
+    """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
+
+    _compiled_autograd_key = COMPILED_KEY
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        save_operands(ctx, a, b, ctx.needs_input_grad[1:3])
+        _, ctx.mode, ctx.alpha, ctx.out_dtype, _ = rest
+        # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
+        with torch.enable_grad():
+            return _below_autograd(keyset, a, b, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _in_graph)
+        return None, *found, None, None, None, None, None
+
+
+def _record(
+    keyset: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
+    ambient: bool = False,
+) -> Tensor:  # fmt: skip
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (a, b)
+    ):
+        raise UnsupportedError(NO_TANGENT)
+    rest = (mode, backward_mode, alpha, out_dtype, ambient)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        # A kernel is called at one level; what tells a Function of all levels, which this is not, apart is a flag.
+        with enable_single_level_autograd_function():
+            recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
+        return recorded
+    return _below_autograd(keyset, a, b, *rest)
+
+
+_library.impl("matmul", _record, "Autograd", with_keyset=True)
+
+
+# -- vmap -----------------------------------------------------------------------------------------
+
+
+@torch.library.register_vmap("lowprec::matmul", lib=_library)
+def _batched(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0,
+    out_dtype: str = "", ambient: bool = False,
+) -> tuple[Tensor, int]:  # fmt: skip
+    a, b = with_batch_first(in_dims[:2], a, b)
+    return OPERATOR(a, b, mode, backward_mode, alpha, out_dtype, ambient), 0
+
+
+def with_batch_first(
+    in_dims: tuple[int | None, ...], a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the operands with the mapped axis first, and with as many other axes of their batches as the other."""
+    ndim = max(x.ndim - (dim is not None) for x, dim in zip((a, b), in_dims, strict=False))
+
+    def placed(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return x
+        x = x.movedim(dim, 0)
+        return x.reshape(x.shape[0], *[1] * (ndim + 1 - x.ndim), *x.shape[1:])
+
+    return placed(a, in_dims[0]), placed(b, in_dims[1])
+
+
+# -- DTensor --------------------------------------------------------------------------------------
+
+
+def ensure_sharded() -> None:
+    """Tell DTensor how the operator may be sharded, if there are DTensors in this process."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register_sharding()
+
+
+@functools.cache
+def _register_sharding() -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(OPERATOR)(_placements)
+
+
+def _placements(a: Any, b: Any, *others: Any, **keywords: Any) -> list[Any]:
+    """Return pairs of placements: those of the result, and those of the arguments.
+
+    An operand that is a sum over the ranks (``Partial``) is summed before: rounding its parts would lose more than the
+    mode's bound allows.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    rows, columns, ndim = a.ndim, b.ndim, max(a.ndim, b.ndim)
+    rest = [None] * len(others)
+
+    def batch(x: Any, axis: int) -> Any:
+        """Return the placement of an operand whose batch is split along an axis of the result."""
+        own = axis - ndim + x.ndim
+        return Shard(own) if own >= 0 and x.shape[own] > 1 else Replicate()
+
+    chosen: list[tuple[Any, Any, Any]] = [
+        (Replicate(), Replicate(), Replicate()),
+        (Shard(ndim - 2), Shard(rows - 2), Replicate()),
+        (Shard(ndim - 1), Replicate(), Shard(columns - 1)),
+        (Partial(), Shard(rows - 1), Shard(columns - 2)),
+        *((Shard(i), batch(a, i), batch(b, i)) for i in range(ndim - 2)),
+    ]
+    return [([out], [of_a, of_b, *rest]) for out, of_a, of_b in chosen]

@@ -1,0 +1,154 @@
+"""``autotune``: which of a library's algorithms is fastest for a product, measured and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from lowprec import policy
+from lowprec.arrays import library_of
+from lowprec.backends import AlgorithmTiming, Arguments, backend_of
+from lowprec.core import streams
+from lowprec.core.arguments import bind, name_argument
+from lowprec.core.executors import look_up
+from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.modes import MathMode
+from lowprec.planning.rendering import title
+from lowprec.policy import environment
+from lowprec.util.tables import Table, plain_text
+
+#: cuBLASLt seldom has more that differ.
+MOST_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AutotuneResult:
+    """What :func:`autotune` found; ``print`` shows it as a table."""
+
+    product: str  #: Element types and shapes.
+    device: str
+    #: The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the library's
+    #: own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where there is nothing to choose.
+    timed: tuple[AlgorithmTiming, ...]
+
+    @property
+    def _first_choice(self) -> AlgorithmTiming:
+        return min(self.timed, key=lambda entry: entry.rank)
+
+    @property
+    def speedup(self) -> float:
+        """Time of the library's own first choice over that of the algorithm that runs from now on; 1 for no change."""
+        return self._first_choice.median_ms / self.timed[0].median_ms if self.timed else 1.0
+
+    def __str__(self) -> str:
+        title = f"{self.product} on {self.device}"
+        if not self.timed:
+            return f"{title}: nothing to choose, the device has one way to run it"
+        first = self._first_choice.median_ms
+        rows = [
+            (
+                str(entry.rank),
+                f"{entry.median_ms / first:.3f}",
+                f"{entry.algorithm}{'  (taken)' if entry is self.timed[0] else ''}",
+            )
+            for entry in self.timed
+        ]
+        return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
+
+
+def autotune(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    out: Any = None,
+    c: Any = None,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    math_mode: str | MathMode | None = None,
+    k_chunk: int | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    candidates: int = 32,
+    progress: Callable[[int, int], None] | None = None,
+) -> AutotuneResult:
+    """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
+
+    The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
+    ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from
+    the library's own first choice only where that was slower in two contests.
+    Nothing of the caller's is written: results go to temporary memory. On a CPU there is nothing to choose.
+
+    Parameters
+    ----------
+    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, k_chunk, scale_a, scale_b
+        As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
+    candidates : int
+        How many algorithms to try, from 1 to 256.
+    progress : callable, optional
+        Gets the number of measurements done and that of all, after each.
+
+    Returns
+    -------
+    AutotuneResult
+
+    Raises
+    ------
+    LowprecError
+        The same errors as ``matmul``; where no algorithm runs, that of the first.
+    UnsupportedError
+        If ``candidates`` is out of range.
+    EnvironmentVariableError
+        If ``LOWPREC_AUTOTUNE`` holds a value that it may not hold.
+    TypeError
+        If ``candidates`` is no integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> a = np.ones((64, 64), np.float32)
+    >>> lowprec.autotune(a, a).speedup
+    1.0
+    """
+    environment.autotune()  # a bad value is an error here as it is where a product uses it
+    if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
+        raise UnsupportedError(
+            f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
+        )
+    try:
+        library = library_of(a)
+        x, y = library.view(a), library_of(b).view(b)
+        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+    except (ArrayError, DTypeError) as error:
+        arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
+        name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
+        raise
+    found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
+    backend = backend_of(x.device)
+    timed: list[AlgorithmTiming] = []
+
+    def measure(arguments: Arguments) -> None:
+        timed.extend(
+            backend.tune(found.execute, arguments, candidates=candidates, progress=progress)
+        )
+
+    stream = library.current_stream(x.device) or 0
+    with ExitStack() as stack:
+        target = request.out
+        if target is None:
+            result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
+            target = stack.enter_context(result)
+        arguments = request.arguments(x, y, target, stream)
+        if x.device.is_host:
+            measure(arguments)
+        else:
+            streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
+    able = found.plan.capabilities
+    return AutotuneResult(title(found.plan), f"{able.device}: {able.name}", tuple(timed))

@@ -1,0 +1,1 @@
+"""Functions and classes of no layer: files, enumerations, strides, tables."""

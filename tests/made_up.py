@@ -1,0 +1,67 @@
+"""A library with two switches, and its controller."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lowprec.modes import MathMode
+from lowprec.policy.protocol import Tier
+
+
+class Library:
+    """It counts what is asked of it, and sets its switches one after the other."""
+
+    def __init__(self, name: str, tier: Tier = Tier.PROCESS) -> None:
+        self.name = name
+        self.module = f"made_up_{name}"
+        self.tier = tier
+        self.switches = {"products": "products", "convolutions": "convolutions"}
+        self.modes = (MathMode.FP32, MathMode.TF32)
+        self._process = {"products": "low", "convolutions": "lower"}
+        self._threads = threading.local()
+        self.fails: dict[str, Exception] = {}
+        self.calls: list[str] = []
+        self.while_saving: Callable[[], None] | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        if self.tier is Tier.PROCESS:
+            return self._process
+        if not hasattr(self._threads, "values"):
+            self._threads.values = {"products": "low", "convolutions": "lower"}
+        return self._threads.values
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+        if what in self.fails:
+            raise self.fails[what]
+
+    def save(self) -> dict[str, Any]:
+        self._call("save")
+        if self.while_saving is not None:
+            self.while_saving()
+        return dict(self.values)
+
+    def set_mode(self, mode: MathMode) -> dict[str, Any]:
+        self._call("set_mode")
+        for name in self.values:
+            self.values[name] = mode.value
+        self._call("have set_mode")
+        return dict(self.values)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._call("restore")
+        for name in self.values:
+            self.values[name] = saved[name]
+
+    describe = save
+
+    @property
+    def is_full(self) -> bool:
+        return set(self.values.values()) == {"fp32"}
+
+    @property
+    def is_as_before(self) -> bool:
+        return self.values == {"products": "low", "convolutions": "lower"}
