@@ -36,13 +36,12 @@ from lowprec.backends.cpu.gemv_arithmetic import (
     numbers_of,
 )
 from lowprec.backends.cpu.packed import native
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
     I8,
     I16,
     I32,
     call,
-    compile_kernel,
-    helper,
     load,
     pointer,
     store,
@@ -160,7 +159,7 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
             )
 
 
-@helper(types.void)
+@inlined(types.void)
 def _store_float_total(sums, target):
     total = load(sums, "f32")
     for i in range(4, 64, 4):
@@ -168,7 +167,7 @@ def _store_float_total(sums, target):
     store(target, total, "f32")
 
 
-@helper(types.void)
+@inlined(types.void)
 def _store_integer_total(sums, target):
     total = 0
     for i in range(0, 64, 4):

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu import gelu
 from lowprec.backends.cpu.packed import job as J
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
     F16,
     F32,
@@ -28,9 +29,7 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     call,
     callable_at,
-    compile_kernel,
     field,
-    helper,
     lesser,
     load,
     pointer,
@@ -92,7 +91,7 @@ def _widen_row(typing_context, source, target, kind):
     return types.void(types.intp, types.intp, kind), generate
 
 
-@helper(types.float32)
+@inlined(types.float32)
 def _get(address, kind):
     """One element of any kind, as float32."""
     if kind == FLOAT32:
@@ -107,7 +106,7 @@ def _get(address, kind):
 _ONE, _TWO, _MINUS_ZERO = np.float32(1), np.float32(2), np.float32(-0.0)
 
 
-@helper(types.float32)
+@inlined(types.float32)
 def _exp(x):
     """e**x for float32; every operation as in `gelu.py`."""
     x = x if x > gelu.LEAST_EXPONENT else gelu.LEAST_EXPONENT
@@ -121,14 +120,14 @@ def _exp(x):
     return value * _float32_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@helper(types.float32)
+@inlined(types.float32)
 def _gelu(x):
     # The limits in _exp would swallow a NaN; the division of x brings it back.
     y = gelu.OUTER * (x + gelu.INNER * x * x * x)
     return _MINUS_ZERO if y < gelu.LEAST else x / (_ONE + _exp(-_TWO * y))
 
 
-@helper(types.void)
+@inlined(types.void)
 def _activate(acc, activation):
     values = carray(_floats(acc), (1024,))
     if activation == J.RELU:
@@ -140,7 +139,7 @@ def _activate(acc, activation):
             values[i] = _gelu(values[i])
 
 
-@helper(types.void)
+@inlined(types.void)
 def _read_row(source, stride, kind, end, target):
     """Read a row of up to 32 elements of any kind as float32."""
     whole = end == 32
@@ -155,7 +154,7 @@ def _read_row(source, stride, kind, end, target):
             store(target + 4 * j, _get(source + j * stride, kind), "f32")
 
 
-@helper(types.void)
+@inlined(types.void)
 def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scratch):
     """Add rows of any kind and strides; what is added after their end is never written."""
     addend = carray(_floats(scratch), (32,))
@@ -173,7 +172,7 @@ def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scr
             right[j] += factor * addend[16 + j]
 
 
-@helper(types.void)
+@inlined(types.void)
 def _arithmetic(acc, job, row, col, rows, end, scratch):
     """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
@@ -197,7 +196,7 @@ def _arithmetic(acc, job, row, col, rows, end, scratch):
         _activate(acc, activation)
 
 
-@helper(types.void)
+@inlined(types.void)
 def _fill_row(acc, i, source, end):
     """Write a row of a block of accumulators."""
     if end == 32:

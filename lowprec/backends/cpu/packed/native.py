@@ -19,10 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.packed.compilation import compile_kernel as compile_kernel
-from lowprec.backends.cpu.packed.compilation import inlined
-
-helper = inlined  # as `epilogue` and `gemv_kernels` import it
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
