@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ class OnDevice:
 
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
         block = SimpleNamespace(address=self.host.ctypes.data, share=lambda: None)
-        array = device_array.DeviceArray(block, (4, 4), DType.FLOAT32, Device(2, 0), 1)
+        memory = SimpleNamespace(allocate=lambda *_: block)
+        with mock.patch.object(device_array, "provider", return_value=memory):
+            array = device_array.DeviceArray((4, 4), DType.FLOAT32, Device(2, 0), 1)
         return array.__dlpack__(stream=-1, max_version=max_version)
 
 

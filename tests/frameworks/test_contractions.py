@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from lowprec import contractions
 from lowprec.arrays import namespaces
-from lowprec.contractions import recipes
+from lowprec.contractions import products, recipes
 from lowprec.core.arguments import parse_dtype
 from lowprec.formats import promote
 
@@ -341,8 +340,8 @@ def test_bound_and_k_chunk_reach_the_products(
         asked.append(keywords)
         return matmul(a, b, **keywords)
 
-    matmul = contractions.matmul
-    monkeypatch.setattr(contractions, "matmul", spy)
+    matmul = products.matmul
+    monkeypatch.setattr(products, "matmul", spy)
     x, y = draw(0, 4, 2000), draw(1, 3, 2000)
     found = contract(x, y, rtol=2e-5, bound="probable", k_chunk=500)
     np.testing.assert_array_equal(found, x @ y.T)

@@ -8,7 +8,6 @@ process of its own (devices, JAX without 64-bit types, the environment) is in ``
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import importlib
@@ -28,6 +27,7 @@ from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import formats
 from lowprec.backends.cpu import rounding, splitting
+from lowprec.backends.cpu.buffers import Workspace
 from lowprec.modes import MathMode, row
 from lowprec.policy import environment
 
@@ -447,9 +447,9 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
     x = x.astype(np.float32)
     x[0, :3], x[1] = (np.inf, -np.inf, np.nan), 0
     axis = -1 if found.operand_format is formats.FLOAT16 else None
-    with contextlib.ExitStack() as stack:
+    with Workspace() as workspace:
         count = found.parts + found.sums_parts
-        true = splitting.split(x, x.dtype, found, found.operand_format, count, axis, stack)
+        true = splitting.split(x, x.dtype, found, found.operand_format, count, axis, workspace)
 
         def parts(x: Any) -> Any:
             x, e = in_jax.scaled(x, (1,)) if axis else (x, None)
