@@ -18,7 +18,7 @@ from lowprec.backends.cpu import buffers, casting, threads
 from lowprec.backends.cpu.gelu import gelu_float32
 from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
 from lowprec.backends.cpu.packed.jobs import anywhere, operand_of
-from lowprec.backends.cpu.packed.rows import epilogue_of
+from lowprec.backends.cpu.packed.rows import epilogue_of, is_usable
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
@@ -92,6 +92,7 @@ def apply(
         and activation in ACTIVATIONS
         and (alpha != 1 or operands[1:] or activation)
         and casting.is_ready()
+        and is_usable()
         and all(step % x.itemsize == 0 for x in operands for step in x.strides)
     ):
         _apply_native(product, out, alpha.real, beta.real, c, bias, activation)

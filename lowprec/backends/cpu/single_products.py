@@ -18,7 +18,7 @@ from lowprec.backends.cpu import buffers, casting, gemm
 from lowprec.backends.cpu.openblas import has_room
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import matrix_of
-from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of
+from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of, is_usable
 from lowprec.backends.cpu.scaling import lies_apart
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat
@@ -164,7 +164,7 @@ def _is_small(plan: GemmPlan) -> bool:
 
 
 def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
-    """Return the steps of a product; None where c is no matrix of the result's shape."""
+    """Return the steps of a product; None where its epilogue has no kernel, or c is no matrix of the result's shape."""
     layout = plan.layout
     # Of a batch of one, its matrices.
     left, right, out = (
@@ -173,9 +173,10 @@ def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
     a, b = _operand(left, to), _operand(right, to)
     finish, size = None, 0
     if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:
-        finish, size = _epilogue(plan), _aligned(4 * layout.m * layout.n)
+        finish = _epilogue(plan) if is_usable() else None
         if finish is None:
             return None
+        size = _aligned(4 * layout.m * layout.n)
         out = MatrixStack.of(DType.FLOAT32, layout.m, layout.n, layout.n, 1)
     at_b = casting.SCRATCH_BYTES + a.nbytes
     at_product = at_b + b.nbytes

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import (
     Operand,
@@ -25,6 +26,12 @@ _Words = ctypes.c_int64 * J.WORDS
 Epilogue = Callable[[int, int, int, int, float, float, int], None]
 
 
+@functools.cache
+def is_usable() -> bool:
+    """Whether the epilogue can be compiled; without F16C, LLVM aborts, since it finds no conversion of float16."""
+    return "f16c" in cpuinfo.cpu_flags()
+
+
 @functools.lru_cache(maxsize=512)
 def epilogue_of(
     m: int,
@@ -37,7 +44,7 @@ def epilogue_of(
 ) -> Epilogue:
     """Return the epilogue of m rows of n numbers without gaps; addresses of the operands are ignored.
 
-    Without ``computes`` it only writes them. Importing numba must work here.
+    Without ``computes`` it only writes them. For processors where it :func:`is_usable`, with numba.
     """
     # Imported once: at the exit of Python nothing can be imported.
     write: int = imported(f"{_KERNELS}:epilogue_kernel")(out.dtype, computes)
