@@ -450,8 +450,6 @@ def test_tensors_in_place_and_apart() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_losses_have_pytorchs_types(xp: ArrayNamespace, dtype: Any) -> None:
     """A loss of no dimensions is scaled in float32 at least, beyond float16's range; others keep their type."""
-    if xp.name == "jax" and dtype is np.float64:
-        pytest.skip("JAX has float64 only where it is switched on")
     torch = load_or_skip(Backend.TORCH).torch
     theirs, scaler = torch.amp.GradScaler("cpu"), LossScaler()
     for values in (1.5, [2.0**-10, 0.25]):

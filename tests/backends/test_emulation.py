@@ -12,7 +12,7 @@ import pytest
 import lowprec
 import tensor_core_vectors as vectors
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import numba_import
+from lowprec.backends.cpu import casting, numba_import
 from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
 from lowprec.backends.cpu.emulation import products as emulated_products
 from lowprec.backends.cpu.rounding import round_float32
@@ -248,6 +248,7 @@ def twin_unknown() -> Iterator[None]:
     emulated_products._twin.cache_clear()
     yield
     emulated_products._twin.cache_clear()
+    casting.has_kernels.cache_clear()
 
 
 @pytest.mark.usefixtures("twin_unknown")

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -303,13 +304,20 @@ def test_rows_without_gaps_end_where_the_result_does(
         assert (out[::2] == 7).all()
 
 
+@pytest.fixture
+def break_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    yield lambda: monkeypatch.setattr(numba_import, "_failure", ["broken"])
+    casting.has_kernels.cache_clear()
+    executors.forget()
+
+
 def test_numba_that_does_not_work(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, break_numba: Callable[[], None]
 ) -> None:
     """A program does not begin to fail once it has multiplied for a while."""
     a = numbers(rng, 8, 8)
     want = matmul(a, a, alpha=0.5)
-    monkeypatch.setattr(numba_import, "_failure", ["broken"])
+    break_numba()
     for _ in range(2):
         executors.forget()
         assert_same(lowprec.matmul(a, a, alpha=0.5), want)
