@@ -18,6 +18,7 @@ from lowprec.backends.cpu.kernel_rows import (
     AVX512_VNNI,
     GEMV,
     GEMV_INT8,
+    GEMV_WIDE,
     OPENBLAS,
 )
 from lowprec.modes import TABLE, MathMode
@@ -149,8 +150,12 @@ def _of_one_call(shape: Shape) -> bool:
     return shape.count == 1 or shape.flops >= OPENBLAS.minimum_batch_flops
 
 
+def _meets_more(shape: Shape) -> bool:
+    return _meets_vectors(shape, GEMV_WIDE)
+
+
 def _without_bfloat16(shape: Shape) -> bool:
-    return not _meets_vectors(shape) and _of_one_call(shape)
+    return not (_meets_vectors(shape) or _meets_more(shape)) and _of_one_call(shape)
 
 
 def _is_packed(shape: Shape, row: KernelRow = AVX512_BF16) -> bool:
@@ -199,6 +204,9 @@ ROADS: dict[str, Road] = {
     "gemv": _road("gemv", [_SINGLE, *_HALVES], ROUNDING, _meets_vectors, "numba"),
     "gemv of 16 bits": _road(
         "gemv", [("bfloat16", "bfloat16"), ("float16", "float16")], ALL, _meets_vectors, "numba"
+    ),
+    "gemv_wide": _road(
+        "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba", _TILES, costs=4
     ),
     "gemv of int8": _road(
         "gemv_int8", [("int8", "int8")], ALL, lambda x: _meets_vectors(x, GEMV_INT8), "numba", costs=4

@@ -14,7 +14,7 @@ import oracles
 from layouts import LAYOUTS
 from lowprec import formats
 from lowprec.backends.cpu import casting, threads
-from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_FP32
+from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_FP32, GEMV_WIDE
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.planning import KernelRow
 from machines import OPENBLAS
@@ -98,6 +98,18 @@ def test_a_matrix_and_a_few_vectors(
         assert_within_bound(found, exact_a, exact_b[:, :count])
         left = lowprec.matmul(b.T, a.T, math_mode=mode)
         assert_within_bound(left.T, exact_a, exact_b[:, :count])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_there_are_units_for_the_numbers(layout: str, rng: np.random.Generator) -> None:
+    """More than four vectors: FP32 units take them only where no others do."""
+    a = LAYOUTS[layout](rng.standard_normal((301, 530), dtype=np.float32))
+    b = rng.standard_normal((530, 8), dtype=np.float32)
+    for count in (5, 7, 8):
+        plan = lowprec.plan(a, b[:, :count], math_mode="fp16")
+        assert plan.kernel == GEMV_WIDE.name or plan.kernel_row.micro_kernel
+        found = lowprec.matmul(a, b[:, :count], math_mode="fp16")
+        assert_within_bound(found, *exact_operands(a, b[:, :count], "fp16"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -50,7 +50,7 @@ from lowprec.backends.cpu.packed.native import (
 # The cache on disk knows a kernel by its name and by what it closes over.
 
 #: The numbers of vectors that there are kernels for; others are filled up, by whatever lies in memory.
-WIDTHS = (1, 2, 4)
+WIDTHS = (1, 2, 4, 8)
 
 #: Scratch memory: what a cast may use, and behind it 16 sums for each vector.
 SUMS = SCRATCH_BYTES
