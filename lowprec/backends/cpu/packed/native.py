@@ -106,7 +106,7 @@ def _chosen(comparison: str) -> Any:
     return intrinsic(choose)
 
 
-#: The lesser and the greater of two integers. Python's own are compiled anew for each literal.
+#: The lesser and the greater of two integers. Python's own are compiled again for each literal.
 lesser, greater = _chosen("<"), _chosen(">")
 
 
