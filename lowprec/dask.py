@@ -1,9 +1,8 @@
 """Matrix products of Dask arrays: lazy, chunk by chunk, each sum over the chunks of k in one fixed order.
 
-``dask.array.matmul`` makes an array of all partial products and lets Dask add them. Here the partial products of one
-chunk of the result form a chain: each adds its product to the one before, inside the product's own epilogue
-(``c=acc, beta=1``), in the accumulator's type. So no partial product waits in memory, 16-bit chunks are summed in FP32
-throughout, and the order of the sum does not depend on which worker was first.
+``dask.array.matmul`` makes an array of all partial products and lets Dask add them. Here they form a chain, each added
+by the epilogue of the next (``c=acc, beta=1``) in the accumulator's type. No partial product is stored, 16-bit chunks
+are summed in FP32, and the order of the sum is independent of scheduling.
 """
 
 from __future__ import annotations
@@ -40,23 +39,21 @@ def matmul(
     bound: str | None = None,
     k_chunk: int | None = None,
 ) -> da.Array:
-    """Return the product of two Dask arrays as a Dask array; nothing is computed yet.
+    """Return the product of two Dask arrays as a lazy Dask array.
 
-    The mode is chosen here, by the scopes, the guard and the environment of the caller, and travels in the graph:
-    workers do not see the caller's scopes. A worker's own ``LOWPREC_FP32_GUARD`` and ``LOWPREC_FORCE_MATH_MODE`` still
-    stand above it.
+    The mode is resolved here, from the scopes, the guard and the environment of the caller, and stored in the graph. A
+    worker's own ``LOWPREC_FP32_GUARD`` and ``LOWPREC_FORCE_MATH_MODE`` override it.
 
     Parameters
     ----------
     a : dask.array.Array, shape (..., m, k) or (k,)
-        Chunks of any library that :func:`lowprec.matmul` takes. A NumPy array is taken as one chunk.
+        Chunks of any library that :func:`lowprec.matmul` supports. A NumPy array is one chunk.
     b : dask.array.Array, shape (..., k, n) or (k,)
-        Chunked along k as ``a`` is, else it is rechunked; an ``a`` in one piece along k is cut as ``b`` is.
+        Rechunked along k as ``a``; an ``a`` with one chunk along k is rechunked as ``b``.
     out_dtype, math_mode, rtol, bound
-        As :func:`lowprec.matmul` takes them. ``rtol`` chooses the mode for the whole of k, the sums over its chunks
-        included.
+        As for :func:`lowprec.matmul`. ``rtol`` selects the mode for the whole of k, including the sums over its chunks.
     k_chunk : int, optional
-        As :func:`lowprec.matmul` takes it, for each chunk's product.
+        As for :func:`lowprec.matmul`, for each chunk's product.
 
     Returns
     -------
@@ -66,9 +63,9 @@ def matmul(
     Raises
     ------
     ArrayError, DTypeError
-        An operand is no array, or of a type that is not supported.
+        An operand is not an array, or of an unsupported type.
     ShapeError
-        The shapes do not fit together, or are not known.
+        The shapes do not match, or are unknown.
     ModeError
         There is no such mode, or no mode meets ``rtol``.
 
@@ -81,7 +78,7 @@ def matmul(
     ((3, 1), [4.0, 4.0, 4.0, 4.0, 4.0])
     """
     a, b = _dask_array(a, "a"), _dask_array(b, "b")
-    plan = _plan(a, b, out_dtype, math_mode, rtol, bound, k_chunk)
+    plan = _plan(a, b, math_mode, rtol, bound, out_dtype=out_dtype, k_chunk=k_chunk)
     x = a if a.ndim > 1 else a[None, :]
     y = b if b.ndim > 1 else b[:, None]
     mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
@@ -93,26 +90,18 @@ def matmul(
         product = product.astype(_numpy_dtype(out))
     else:
         product = _product(x, y, mode, accumulator, out, k_chunk)
-    if b.ndim == 1:
-        product = product[..., 0]
-    return (
-        product[..., 0] if a.ndim == 1 == b.ndim else product[..., 0, :] if a.ndim == 1 else product
-    )
+    if a.ndim == 1:
+        product = product[..., 0, :]
+    return product[..., 0] if b.ndim == 1 else product
 
 
 def _plan(
-    a: da.Array,
-    b: da.Array,
-    out_dtype: Any,
-    math_mode: str | MathMode | None,
-    rtol: float | None,
-    bound: str | None,
-    k_chunk: int | None,
+    a: da.Array, b: da.Array, math_mode: Any, rtol: float | None, bound: Any, **options: Any
 ) -> GemmPlan:
-    """Return the plan of the whole product; where ``rtol`` chooses its mode, the chain's roundings count."""
+    """Return the plan of the whole product; its mode for ``rtol`` includes the roundings of the chain."""
     x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
-    asked = functools.partial(plan_call.plan, x, y, out_dtype=out_dtype, k_chunk=k_chunk)
-    made = asked(math_mode=math_mode, rtol=rtol, bound=bound)
+    plan = functools.partial(plan_call.plan, x, y, **options)
+    made = plan(math_mode=math_mode, rtol=rtol, bound=bound)
     links = a.numblocks[-1] if a.numblocks[-1] > 1 else b.numblocks[-2:][0]
     summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
     if rtol is None or links == 1 or not made.candidates or summed is None:
@@ -123,7 +112,7 @@ def _plan(
     u = summed.unit_roundoff
     growth = links * u / (1 - links * u)
     with contextlib.suppress(ModeError):
-        return asked(rtol=(rtol - growth) / (1 + growth), bound=bound)
+        return plan(rtol=(rtol - growth) / (1 + growth), bound=bound)
     # FP64 sums are rounded once, however many chunks there are.
     fits = any(c.mode is MathMode.FP64 and c.bound <= rtol for c in made.candidates)
     if not fits:
@@ -131,7 +120,7 @@ def _plan(
             f"no math mode keeps rtol = {rtol:.3g} where {made.compute_dtype} products of {links} chunks along k are "
             f"added up, which adds {growth:.3g}; use a larger rtol or fewer chunks along k"
         )
-    return asked(math_mode=MathMode.FP64)
+    return plan(math_mode=MathMode.FP64)
 
 
 def _dask_array(x: Any, name: str) -> da.Array:
@@ -139,11 +128,12 @@ def _dask_array(x: Any, name: str) -> da.Array:
         refuse_prepared(**{name: x})
         if not isinstance(getattr(x, "dtype", None), np.dtype):
             raise ArrayError(
-                f"{name} is no array that Dask can cut up, but {type(x).__qualname__}; pass a Dask or NumPy array"
+                f"{name} is no array that Dask can split into chunks, but {type(x).__qualname__}; pass a Dask or NumPy "
+                "array"
             )
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):
-        library_of(x._meta)  # refuses masks and the like here, not in the workers
+        library_of(x._meta)  # refuses masked arrays and others here, not in the workers
     check_known_shape(name, x)
     try:
         parse_dtype(x.dtype)
@@ -188,7 +178,7 @@ def _product(
 def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tuple[Any, ...]]:
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
     a, b = (
-        # An empty chunk of an axis of length 1 would be broadcast; those of empty axes would not be unified.
+        # An empty chunk of an axis of length 1 would be broadcast; unify_chunks fails on those of empty axes.
         x.rechunk(tuple(tuple(n for n in axis if n) or (0,) for axis in x.chunks))
         for x in (a, b)
     )
@@ -205,7 +195,7 @@ def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tupl
 
 
 def _block_of(x: da.Array, outer: list[int]) -> list[int]:
-    """Return where in its batch an operand lies that is multiplied into a chunk; what broadcasts has one chunk."""
+    """Return the batch index of an operand's block for a chunk of the result; 0 where it is broadcast."""
     mine = outer[len(outer) - (x.ndim - 2) :]
     return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
 
@@ -213,13 +203,13 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
 def _add_product(
     acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None, k_chunk: Any = None
 ) -> Any:
-    """Return ``acc + a @ b`` as a new array: a task may be run again on the ``acc`` that it was given."""
+    """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
     if emulates is not None:
         with emulate(emulates):
             return _add_product(acc, a, b, mode, out, None, k_chunk)
     if acc is None:
         return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
-    if out == "int32":  # whose epilogues add no matrix
+    if out == "int32":  # integer epilogues add no matrix
         return acc + dispatch.matmul(a, b)
     return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
 

@@ -163,9 +163,9 @@ def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
 
 def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
     """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
-    from lowprec.torch.compiled import matmul as product
+    from lowprec.torch.product import traced_matmul
 
-    return product(a, b, **keywords)
+    return traced_matmul(a, b, **keywords)
 
 
 def _in_graph() -> bool:

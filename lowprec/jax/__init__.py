@@ -1,7 +1,6 @@
 """The product inside JAX: under jit, grad, vmap and every other transformation, on sharded arrays, exported.
 
-``lowprec.matmul`` comes here by itself for arrays that JAX traces or has spread over several devices. The name here is
-for what needs one: a mode for the backward pass.
+``lowprec.matmul`` delegates to this package for arrays that JAX traces or that are sharded over several devices.
 """
 
 from __future__ import annotations

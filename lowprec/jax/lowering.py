@@ -1,8 +1,8 @@
-"""What the primitive becomes: operations of XLA's own, which it fuses, partitions among devices and exports.
+"""The primitive as operations of XLA, which fuses, partitions and exports them.
 
-On the CPU operands are rounded and split here and multiplied in FP32: XLA accepts some ``DotAlgorithmPreset`` there and
-ignores them. On NVIDIA GPUs the preset of the mode is asked for, with operands that were rounded here where there is
-one product; products of float16 parts are split here. Complex operands are split on either, and multiplied in FP32.
+On the CPU, where XLA ignores ``DotAlgorithmPreset``, operands are rounded and split here and multiplied in FP32. On
+NVIDIA GPUs the mode's preset is used, with operands that are rounded here where there is one product; float16 parts are
+split here. Complex operands are split on both, and multiplied in FP32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
 from lowprec.modes import MathMode, ModeRow, row
 from lowprec.planning.schedule import make_schedule
 
-#: As of ``lax.dot_general``: the axes of each operand that are summed, and those of the batch.
+#: As of ``lax.dot_general``: the contracted axes of each operand, and those of the batch.
 Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: By the name of the format of 16-bit data.
@@ -30,28 +30,18 @@ _PRESETS_16_BIT = {"float16": "F16_F16_F32", "bfloat16": "BF16_BF16_F32"}
 
 
 def kept(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axes of an operand that are neither summed nor of the batch."""
+    """Return the axes of an operand that are neither contracted nor of the batch."""
     return tuple(axis for axis in range(ndim) if axis not in contracted and axis not in batch)
 
 
 class Shape(NamedTuple):
-    """Which axes are multiplied, and how the result is to be sharded; None for as JAX finds."""
+    """The multiplied axes, and the sharding of the result, None for JAX's choice."""
 
     dimensions: Dimensions
-    out_sharding: Any = None
+    out_sharding: Any
 
 
-def on_cpu(a: Any, b: Any, **params: Any) -> Any:
-    """Multiply with what XLA does on every platform."""
-    return _multiply(a, b, on_gpu=False, **params)
-
-
-def on_gpu(a: Any, b: Any, **params: Any) -> Any:
-    """Multiply with the algorithms that XLA has on NVIDIA GPUs."""
-    return _multiply(a, b, on_gpu=True, **params)
-
-
-def _multiply(
+def multiply(
     a: Any,
     b: Any,
     *,
@@ -62,6 +52,7 @@ def _multiply(
     on_gpu: bool,
     **_: Any,
 ) -> Any:
+    """Multiply by algorithms of XLA for NVIDIA GPUs, or for every platform."""
     shape = Shape(dimensions, out_sharding)
     storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
     if storage is DType.INT8:
@@ -96,13 +87,13 @@ def _dot(a: Any, b: Any, shape: Shape, preset: str | None, result: str) -> Any:
 
 
 def _fp32(a: Any, b: Any, shape: Shape) -> Any:
-    # Presets know no complex numbers.
+    # There are no presets for complex numbers.
     preset = None if jnp.iscomplexobj(a) else "F32_F32_F32"
     return _dot(a, b, shape, preset, str(a.dtype))
 
 
 def _widened(a: Any, b: Any, shape: Shape) -> Any:
-    """Multiply in FP64 and round once; whether JAX's user has 64-bit types or not."""
+    """Multiply in FP64 and round once, also where 64-bit types are disabled in JAX."""
     narrow = a.dtype
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
@@ -114,7 +105,7 @@ def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> 
     total = _sum_of_parts(a, b, shape, found, on_gpu=on_gpu)
     if on_gpu or found.parts == 1:
         return total
-    # An infinity has the parts Inf and NaN; FP32 has its own NaN and infinities.
+    # An infinity has the parts Inf and NaN, so non-finite results are recomputed.
     finite = jnp.isfinite(total)
     return lax.cond(
         jnp.all(finite),
@@ -132,7 +123,7 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
         exponents = _outer_sum(of_a, of_b, shape)
     dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, shape)  # noqa: E731
     if fp16 and on_gpu and not jnp.iscomplexobj(a):
-        # The values are float16's: the cast changes none of them.
+        # The values are exact in float16.
         dot = lambda x, y: _dot(  # noqa: E731
             x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
         )
@@ -147,14 +138,14 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
 
 
 def _outer_sum(of_a: Any, of_b: Any, shape: Shape) -> Any:
-    """Return the sums of two operands' exponents, as the result has its axes: batch, of ``a``, of ``b``."""
+    """Return the sums of two operands' exponents with the axes of the result: batch, of ``a``, of ``b``."""
     (contract_a, contract_b), (batch_a, batch_b) = shape.dimensions
     kept_a = kept(of_a.ndim, contract_a, batch_a)
     kept_b = kept(of_b.ndim, contract_b, batch_b)
+    batch, rows = ([of_a.shape[i] for i in axes] for axes in (batch_a, kept_a))
+    columns = [of_b.shape[i] for i in kept_b]
     of_a = jnp.transpose(of_a, (*batch_a, *kept_a, *contract_a))
     of_b = jnp.transpose(of_b, (*batch_b, *kept_b, *contract_b))
-    batch, rows = of_a.shape[: len(batch_a)], of_a.shape[len(batch_a) :][: len(kept_a)]
-    columns = of_b.shape[len(batch_b) :][: len(kept_b)]
     of_a = of_a.reshape(*batch, *rows, *(1 for _ in columns))
     found = of_a + of_b.reshape(*batch, *(1 for _ in rows), *columns)
     return found if shape.out_sharding is None else reshard(found, shape.out_sharding)

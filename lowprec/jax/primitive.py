@@ -1,7 +1,7 @@
-"""``lowprec_dot_general``: the product as a primitive of JAX's, with the rules of its transformations.
+"""``lowprec_dot_general``: the product as a primitive of JAX, with the rules of its transformations.
 
-Its dimensions are those of ``lax.dot_general``, so that every product that comes out of a transformation is one again.
-``mode`` is the mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition.
+Its dimensions are those of ``lax.dot_general``, so that transformed products are such products, too. ``mode`` is the
+mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowprec import policy
 from lowprec.errors import DeviceError
 from lowprec.formats import dtype_from_name, promote
-from lowprec.jax.lowering import Dimensions, kept, on_cpu, on_gpu
+from lowprec.jax.lowering import Dimensions, kept, multiply
 
 _product_p = Primitive("lowprec_dot_general")
+_PLATFORMS = ("cpu", "cuda")
 
 
 def dot_general(
@@ -35,10 +36,10 @@ def dot_general(
     out_dtype: str,
     out_sharding: Any = None,
 ) -> Any:
-    """Multiply two arrays of one element type, as ``lax.dot_general`` does, in a mode.
+    """Multiply two arrays of one element type in a mode, as ``lax.dot_general``.
 
-    Under ``shard_map`` each operand is first made to vary over the axes of the mesh over which the other does: that is
-    what the transposition of the gradients' sum over devices comes from.
+    Under ``shard_map`` each operand is first made to vary over the mesh axes of the other one, so that gradients are
+    summed over devices.
     """
     over_a, over_b = _varying(a), _varying(b)
     if over_b - over_a:
@@ -52,7 +53,7 @@ def dot_general(
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """Return the axes of a mesh over which an array varies under ``shard_map``."""
+    """Return the mesh axes over which an array varies under ``shard_map``."""
     kind = jax.typeof(x)
     found = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return frozenset(found)
@@ -62,7 +63,7 @@ def _varying(x: Any) -> frozenset[str]:
 def _abstract(
     a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
 ) -> Any:
-    """Return shape, type, sharding and manual axes of the result as ``lax.dot_general`` has them."""
+    """Return shape, type, sharding and manual axes of the result, as those of ``lax.dot_general``."""
     kind, _ = lax.dot_general_p.abstract_eval(
         a,
         b,
@@ -74,16 +75,12 @@ def _abstract(
     return kind
 
 
-# -- computed at once, and lowered ----------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=1024)
 def _compiled(**params: Any) -> Any:
-    forms = {
-        "cpu": functools.partial(on_cpu, **params),
-        "cuda": functools.partial(on_gpu, **params),
+    platforms = {
+        name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS
     }
-    return jax.jit(lambda a, b: lax.platform_dependent(a, b, **forms))
+    return jax.jit(lambda a, b: lax.platform_dependent(a, b, **platforms))
 
 
 @_product_p.def_impl
@@ -91,61 +88,57 @@ def _compute(a: Any, b: Any, **params: Any) -> Any:
     sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
     if len(sets) == 2 and sets[0] != sets[1]:
         raise DeviceError(
-            f"the operands are on {sets[0]} and on {sets[1]}; put one where the other is, by jax.device_put"
+            f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put"
         )
     return _compiled(**params)(a, b)
 
 
-mlir.register_lowering(_product_p, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
-mlir.register_lowering(_product_p, mlir.lower_fun(on_gpu, multiple_results=False), platform="cuda")
-
-
-# -- derivatives: the product is linear in each operand -------------------------------------------
+for _name in _PLATFORMS:
+    _lower = mlir.lower_fun(
+        functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False
+    )
+    mlir.register_lowering(_product_p, _lower, platform=_name)
 
 
 def _gradient_of_a(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
-    (contracted, other_contracted), (batch, other_batch) = dimensions
-    rows = kept(a.aval.ndim, contracted, batch)
-    columns = kept(b.ndim, other_contracted, other_batch)
-    last = tuple(range(gradient.ndim - len(columns), gradient.ndim))
-    return _gradient(gradient, b, a.aval, (last, columns), (batch, other_batch), rows,
-                     (contracted, other_contracted), **params)  # fmt: skip
+    contracted, batch = dimensions
+    return _gradient(gradient, b, a.aval, contracted, batch, is_a=True, **params)
 
 
 def _gradient_of_b(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
-    (other_contracted, contracted), (other_batch, batch) = dimensions
-    rows = kept(a.ndim, other_contracted, other_batch)
-    columns = kept(b.aval.ndim, contracted, batch)
-    middle = tuple(range(len(batch), len(batch) + len(rows)))
-    return _gradient(gradient, a, b.aval, (middle, rows), (batch, other_batch), columns,
-                     (contracted, other_contracted), **params)  # fmt: skip
+    contracted, batch = (axes[::-1] for axes in dimensions)
+    return _gradient(gradient, a, b.aval, contracted, batch, is_a=False, **params)
 
 
 def _gradient(
     gradient: Any,
     other: Any,
     aval: Any,
-    summed: tuple[tuple[int, ...], tuple[int, ...]],
-    batches: tuple[tuple[int, ...], tuple[int, ...]],
-    free: tuple[int, ...],
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    batch: tuple[tuple[int, ...], tuple[int, ...]],
     *,
+    is_a: bool,
     backward_mode: str,
     **_: Any,
 ) -> Any:
     """Return the gradient of an operand: the product with the other one over the axes that only that one has.
 
-    ``aval`` is the operand's shape and type, ``free`` the axes that only it has; ``summed`` are axes of ``gradient``
-    and ``other``, ``batches`` and ``contracted`` those of the operand and ``other`` in the forward product.
+    ``aval`` is the operand's shape and type; ``contracted`` and ``batch`` are the axes of the operand and ``other`` in
+    the forward product.
     """
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
-    # What is left of the other operand are the axes that were summed, in that one's order.
+    free = kept(aval.ndim, contracted[0], batch[0])
+    of_other = kept(other.ndim, contracted[1], batch[1])
+    # The axes of the forward product are those of the batch, of ``a``, of ``b``.
+    start = len(batch[0]) + (len(free) if is_a else 0)
+    summed = (tuple(range(start, start + len(of_other))), of_other)
+    # The remaining axes of the other operand are the contracted ones, in that one's order.
     in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
-    axes = [*batches[0], *free, *in_order]
+    axes = [*batch[0], *free, *in_order]
     found = dot_general(
-        x, y, dimensions=(summed, (tuple(range(len(batches[0]))), batches[1])),
+        x, y, dimensions=(summed, (tuple(range(len(batch[0]))), batch[1])),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, axes),
     )  # fmt: skip
@@ -153,9 +146,9 @@ def _gradient(
 
 
 def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
-    """Return the sharding of an operand with its axes in this order, None where its mesh has no explicit axes.
+    """Return the sharding of an operand with its axes in this order, by which JAX sums a gradient over devices.
 
-    Without it JAX would not know how to sum a gradient over devices.
+    None where its mesh has no explicit axes.
     """
     mesh = aval.sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -166,14 +159,11 @@ def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
 ad.defbilinear(_product_p, _gradient_of_a, _gradient_of_b)
 
 
-# By JAX's own rule for bilinear primitives; jet is experimental, and its rules have no public names.
+# jet is experimental, and its rules have no public names.
 with suppress(ImportError, AttributeError):
     from jax.experimental import jet
 
     jet.jet_rules[_product_p] = functools.partial(jet._bilinear_taylor_rule, _product_p)
-
-
-# -- vmap -----------------------------------------------------------------------------------------
 
 
 def _batched(
@@ -184,27 +174,27 @@ def _batched(
     out_sharding: Any,
     **rest: Any,
 ) -> tuple[Any, int]:
-    """Return the product of operands with a further axis: one of the batch where both have it, else a free one."""
+    """Return the product of operands with a mapped axis: a batch axis where both have it, else a free one."""
     (summed_a, summed_b), (batch_a, batch_b) = dimensions
     of_a, of_b = mapped
     summed_a, batch_a = _shifted(summed_a, of_a), _shifted(batch_a, of_a)
     summed_b, batch_b = _shifted(summed_b, of_b), _shifted(batch_b, of_b)
     a, b = operands
     if of_a is not None and of_b is not None:
-        batch_a, batch_b, place = (of_a, *batch_a), (of_b, *batch_b), 0
+        batch_a, batch_b, axis = (of_a, *batch_a), (of_b, *batch_b), 0
     elif of_a is not None:
-        place = len(batch_a) + kept(a.ndim, summed_a, batch_a).index(of_a)
+        axis = len(batch_a) + kept(a.ndim, summed_a, batch_a).index(of_a)
     else:
-        place = a.ndim - len(summed_a) + kept(b.ndim, summed_b, batch_b).index(cast(int, of_b))
+        axis = a.ndim - len(summed_a) + kept(b.ndim, summed_b, batch_b).index(cast(int, of_b))
     if out_sharding is not None:
         spec = list(out_sharding.spec)
-        out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:place], None, *spec[place:]))
+        out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))
     wider = ((summed_a, summed_b), (batch_a, batch_b))
-    return dot_general(a, b, dimensions=wider, out_sharding=out_sharding, **rest), place
+    return dot_general(a, b, dimensions=wider, out_sharding=out_sharding, **rest), axis
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
-    """Return the axes of an operand that has one more, the mapped one."""
+    """Return the axes of an operand to which the mapped one is added."""
     return axes if mapped is None else tuple(axis + (axis >= mapped) for axis in axes)
 
 

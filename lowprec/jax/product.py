@@ -1,4 +1,4 @@
-"""``matmul`` for JAX: arguments checked, the primitive bound, what follows the product."""
+"""``matmul`` for JAX: checks, the primitive, and the epilogue."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype, view_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.jax import ambient
+from lowprec.jax.current_mode import resolve
 from lowprec.jax.primitive import dot_general
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, GemmPlan
 
-#: What stands for the first of the sizes that are known by name only, in checks.
+#: The first of the sizes by which symbolic sizes are replaced in checks.
 _UNKNOWN = 1009
 
 
@@ -37,10 +37,10 @@ def matmul(
     math_mode: str | MathMode | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> jax.Array:
-    """Multiply two arrays, ``activation(alpha * a @ b + beta * c + bias)``, with all that JAX does to a product.
+    """Multiply two arrays, ``activation(alpha * a @ b + beta * c + bias)``, inside JAX.
 
-    It is transformed, compiled, partitioned among devices and exported. What follows the product (``alpha``, ``c``,
-    ``bias``, ``activation``) is ``jax.numpy``'s arithmetic, in float32 for 16-bit operands.
+    The product is transformed, compiled, partitioned among devices and exported. ``jax.numpy`` computes the epilogue
+    (``alpha``, ``c``, ``bias``, ``activation``), in float32 for 16-bit operands.
 
     Parameters
     ----------
@@ -49,10 +49,10 @@ def matmul(
         a NumPy array.
     b : jax.Array, shape (..., k, n) or (k,)
     c, alpha, beta, bias, activation, out_dtype, math_mode
-        As :func:`lowprec.matmul` takes them; ``alpha`` and ``beta`` may also be traced numbers.
+        As for :func:`lowprec.matmul`; ``alpha`` and ``beta`` may also be traced numbers.
     backward_mode : str or MathMode, optional
-        The mode of the two products of the backward pass; by default the one that the forward product had. A guard
-        that is open while the backward pass is traced stands above it.
+        The mode of the two products of the backward pass, by default that of the forward product. A guard that is open
+        while the backward pass is traced overrides it.
 
     Returns
     -------
@@ -71,23 +71,21 @@ def matmul(
     Array([[1., 1.],
            [1., 1.]], dtype=float32)
     """
-    resolved = ambient.resolve(math_mode)
+    resolved = resolve(math_mode)
     if resolved.emulates is not None:
         raise UnsupportedError(
-            "lowprec.emulate imitates tensor cores on arrays that are there, not in what JAX traces; leave the scope, "
+            "lowprec.emulate imitates tensor cores on concrete arrays, not on those that JAX traces; leave the scope, "
             "or call the function outside of jit, grad, vmap and other transforms"
         )
     mode = resolved.mode.value
     backward = mode if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
-    arrays = {"a": a, "b": b, "c": c, "bias": bias}
-    arrays = {n: _array(n, x) for n, x in arrays.items() if x is not None or n in ("a", "b")}
-    a, b, c, bias = promoted((arrays["a"], arrays["b"]), arrays.get("c"), arrays.get("bias"))
-    given = {"a": a, "b": b, "c": c, "bias": bias}
-    arrays = {name: x for name, x in given.items() if x is not None}
-    plan = _checked(arrays, alpha, beta, activation, out_dtype)
-    x, y = (arrays[name].astype(plan.compute_dtype.label) for name in "ab")
+    a, b = _array("a", a), _array("b", b)
+    c, bias = (None if x is None else _array(n, x) for n, x in (("c", c), ("bias", bias)))
+    a, b, c, bias = promoted((a, b), c, bias)
+    plan = _checked({"a": a, "b": b, "c": c, "bias": bias}, alpha, beta, activation, out_dtype)
+    x, y = (v.astype(plan.compute_dtype.label) for v in (a, b))
     plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0
-    # Rounded once, and to no less than the operands' type inside the primitive.
+    # The primitive rounds once, to a type no narrower than the operands'.
     product_dtype = (
         plan.out_dtype
         if plain and plan.out_dtype.bits >= plan.compute_dtype.bits
@@ -95,24 +93,21 @@ def matmul(
     )
     out = _product(x, y, mode, backward, product_dtype.label)
     if not plain:
-        out = _followed(out, arrays, alpha, beta, plan.problem.activation)
+        out = _with_epilogue(out, c, bias, alpha, beta, plan.problem.activation)
     return out.astype(plan.out_dtype.label)
 
 
-# -- checks ---------------------------------------------------------------------------------------
-
-
 def _array(name: str, x: Any) -> jax.Array:
-    """Return an argument as an array of JAX's; raise ArrayError if it is none, and none of NumPy's."""
+    """Return an argument as an array of JAX; raises ArrayError unless it is one of JAX or NumPy."""
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):
         refuse_prepared(**{name: x})
         raise ArrayError(
-            f"{name} is a {type(x).__qualname__}, no array of JAX's or NumPy's; pass jax.numpy.asarray({name})"
+            f"{name} is a {type(x).__qualname__}, not an array of JAX or NumPy; pass jax.numpy.asarray({name})"
         )
-    view_of(x)  # raises where it has no place in a product
-    x = np.asarray(x, x.dtype.newbyteorder("="))  # JAX has no other order of bytes
+    view_of(x)  # raises for unsupported arrays
+    x = np.asarray(x, x.dtype.newbyteorder("="))  # JAX has only the native byte order
     found: jax.Array = jnp.asarray(x)
     if found.dtype != x.dtype:
         raise DTypeError(
@@ -123,31 +118,29 @@ def _array(name: str, x: Any) -> jax.Array:
 
 
 def _checked(
-    arrays: dict[str, jax.Array], alpha: Any, beta: Any, activation: Any, out_dtype: Any
+    arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activation: Any, out_dtype: Any
 ) -> GemmPlan:
-    """Return a plan of the product, which raises what any other product would."""
+    """Return a plan of the product, which raises the errors of any other product."""
     sizes: dict[str, int] = {}
 
-    def size(extent: Any) -> int:  # of an exported function it may be a name
-        return (
-            extent if type(extent) is int else sizes.setdefault(str(extent), _UNKNOWN + len(sizes))
-        )
+    def size(extent: Any) -> int:  # symbolic in an exported function
+        if type(extent) is int:
+            return extent
+        return sizes.setdefault(str(extent), _UNKNOWN + len(sizes))
 
-    described = {name: ShapeDtype(tuple(map(size, x.shape)), x.dtype) for name, x in arrays.items()}
-    # A traced number is checked as another that is not one, which needs what any factor of its type does.
-    factors = [
+    described: dict[str, Any] = {
+        name: None if x is None else ShapeDtype(tuple(map(size, x.shape)), x.dtype)
+        for name, x in arrays.items()
+    }
+    # A traced factor is replaced by a number other than one of its type.
+    alpha, beta = (
         (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x
         for x in (alpha, beta)
-    ]
-    alpha, beta = factors
+    )
     return plan_call.plan(
-        described["a"], described["b"],
-        c=described.get("c"), alpha=alpha, beta=beta, bias=described.get("bias"), activation=activation,
-        out_dtype=out_dtype, math_mode=MathMode.FP32,
+        described.pop("a"), described.pop("b"), alpha=alpha, beta=beta, activation=activation,
+        out_dtype=out_dtype, math_mode=MathMode.FP32, **described,
     )  # fmt: skip
-
-
-# -- the product, and what follows it -------------------------------------------------------------
 
 
 def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> Any:
@@ -164,33 +157,28 @@ def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> A
     return dot_general(a, b, dimensions=dimensions, **how)
 
 
-def _followed(
-    out: Any, arrays: dict[str, Any], alpha: Any, beta: Any, activation: Activation | None
+def _with_epilogue(
+    out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None
 ) -> Any:
     """Return ``activation(alpha * out + beta * c + bias)``."""
     if type(alpha) is float and alpha == 0.0:
-        out = jnp.zeros_like(out)  # as BLAS specifies, whatever the product is
+        out = jnp.zeros_like(out)  # as specified by BLAS, whatever the product is
     elif type(alpha) is not float or alpha != 1.0:
         out = (alpha * out).astype(out.dtype)
-    if "c" in arrays and not (isinstance(beta, (int, float, complex)) and beta == 0):
-        c = _aligned(arrays["c"], out)
-        out = out + (beta * c).astype(out.dtype)
-    if "bias" in arrays:
-        out = _plus(out, _aligned(arrays["bias"], out))
+    if c is not None and not (isinstance(beta, (int, float, complex)) and beta == 0):
+        out = out + (beta * _aligned(c, out)).astype(out.dtype)
+    if bias is not None:
+        bias = _aligned(bias, out)
+        if out.dtype == DType.INT32.label:  # saturate
+            limits = jnp.iinfo(out.dtype)
+            lowest, highest = limits.min - jnp.minimum(bias, 0), limits.max - jnp.maximum(bias, 0)
+            out = jnp.clip(out, lowest, highest)
+        out = out + bias
     if activation is Activation.GELU:
         return jax.nn.gelu(out, approximate=True)
     return out if activation is None else getattr(jax.nn, activation.value)(out)
 
 
 def _aligned(x: Any, out: Any) -> Any:
-    """Return an addend in the product's type and with its number of axes, which JAX may be told not to add."""
+    """Return an addend with the product's type and number of axes; JAX's own rank promotion may be disabled."""
     return jax.lax.expand_dims(x.astype(out.dtype), range(out.ndim - x.ndim))
-
-
-def _plus(out: Any, bias: Any) -> Any:
-    """Add; integers to the nearest number of their type."""
-    if out.dtype != DType.INT32.label:
-        return out + bias
-    limits = jnp.iinfo(out.dtype)
-    lowest, highest = limits.min - jnp.minimum(bias, 0), limits.max - jnp.maximum(bias, 0)
-    return jnp.clip(out, lowest, highest) + bias

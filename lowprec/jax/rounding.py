@@ -1,8 +1,7 @@
-"""Operands rounded and split as the modes say, in operations that every transformation and compiler of XLA's keeps.
+"""Operands rounded and split for the modes, in operations that XLA does not optimise away.
 
-Rounding is integer arithmetic on the bits of float32. A cast to a narrow type and back is no rounding to XLA, which may
-leave it out. ``lax.reduce_precision`` it keeps, but that flushes the subnormal numbers of float16, and sends the ties
-of TF32 to even.
+Rounding is integer arithmetic on the bits of float32. XLA may remove a cast to a narrow type and back;
+``lax.reduce_precision`` flushes the subnormal numbers of float16, and rounds the ties of TF32 to even.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lowprec import formats
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow
 
-#: The largest magnitude of a scaled row lies in [2^14, 2^15), in the top binade but one of float16.
+#: The largest magnitude of a scaled row is in [2^14, 2^15), the second highest binade of float16.
 _TOP_EXPONENT = 14
 
 _INFINITY = 0x7F800000
@@ -33,7 +32,7 @@ def _float(bits: Any) -> Any:
 
 
 def _unless_nan(rounded: Any, bits: Any) -> Any:
-    """Return what was rounded, but NaN where it was: the carry of its payload reaches the exponent or the sign."""
+    """Return the rounded numbers, NaN where it was NaN: a carry of its payload reaches the exponent or the sign."""
     return _float(jnp.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC00000, rounded))
 
 
@@ -54,7 +53,7 @@ def _to_float16(x: Any) -> Any:
     # 65520 is halfway between the largest float16 and 2^16.
     overflows = size >= 0x477FF000
     normal = jnp.where(overflows, (bits & ~_MAGNITUDE) | _INFINITY, normal)
-    # Below 2^-14 the numbers of float16 are the multiples of 2^-24.
+    # Below 2^-14 float16 has the multiples of 2^-24.
     steps = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
     small = _bits(steps * 2.0**-24)
     return _unless_nan(jnp.where(size < 0x38800000, small, normal), bits)
@@ -68,9 +67,7 @@ _ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def round_to(x: Any, to: NumberFormat) -> Any:
-    """Return float32 or complex64 numbers rounded to TF32 (ties away from zero), bfloat16 or float16 (ties to even).
-
-    The values stay in their type.
+    """Round float32 or complex64 to the values of TF32 (ties away from zero), bfloat16 or float16 (ties to even).
 
     Examples
     --------
@@ -81,16 +78,16 @@ def round_to(x: Any, to: NumberFormat) -> Any:
 
 
 def each_component(function: Callable[[Any], Any], x: Any) -> Any:
-    """Return the function of an array, of its real and its imaginary part where it is complex."""
+    """Apply a function to a real array, or to both parts of a complex one."""
     if jnp.iscomplexobj(x):
         return lax.complex(function(x.real), function(x.imag))
     return function(x)
 
 
 def split(x: Any, row: ModeRow) -> list[Any]:
-    """Return the parts of an operand that a mode multiplies, the sum of all last where the mode has it.
+    """Return the parts of an operand for a mode, and their sum last where the mode multiplies that, too.
 
-    Infinities and NaN leave NaN in the second part, so that every sum they enter is NaN.
+    The second part of infinities and NaN is NaN, so that every sum they enter is NaN.
     """
     parts = [round_to(x, row.operand_format)]
     rest = x
@@ -102,18 +99,14 @@ def split(x: Any, row: ModeRow) -> list[Any]:
     return parts
 
 
-def _power_of_two(exponent: Any) -> Any:
-    return _float((exponent + 127) << 23)
-
-
 def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
-    """Return ``x * 2**exponent`` in as many factors as keep each of them within float32."""
+    """Return ``x * 2**exponent`` by so many factors, each within the range of float32."""
 
     def multiplied(real: Any) -> Any:
         done = jnp.int32(0)
         for step in range(1, steps + 1):
             upto = exponent * step // steps
-            real, done = real * _power_of_two(upto - done), upto
+            real, done = real * _float((upto - done + 127) << 23), upto
         return real
 
     return each_component(multiplied, x)
@@ -122,13 +115,14 @@ def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
 def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """Return ``x`` times 2^e, exactly, and the exponents e, which are shared along ``axes``; 0 for zeros alone.
 
-    What is not finite has no say in the exponent. The exponents keep ``axes`` with length one.
+    Non-finite elements are ignored. The exponents keep ``axes`` with length one.
     """
-    sizes = [
-        _bits(part) & _MAGNITUDE for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
-    ]
-    sizes = [jnp.where(size >= _INFINITY, 0, size) for size in sizes]
-    largest = sizes[0] if len(sizes) == 1 else jnp.maximum(*sizes)
+
+    def size(part: Any) -> Any:
+        found = _bits(part) & _MAGNITUDE
+        return jnp.where(found >= _INFINITY, 0, found)
+
+    largest = jnp.maximum(size(x.real), size(x.imag)) if jnp.iscomplexobj(x) else size(x)
     binade = jnp.max(largest, axis=axes, keepdims=True, initial=0) >> 23
     exponent = jnp.where(binade == 0, 0, _TOP_EXPONENT + 127 - binade)
     return times_power_of_two(x, exponent, 2), exponent

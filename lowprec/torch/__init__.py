@@ -1,8 +1,6 @@
 """The product inside PyTorch: recorded by autograd, transformed by ``torch.func``, compiled and exported.
 
-``lowprec.matmul`` comes here by itself where a plain product would be missed: for tensors that require grad, under a
-transform or a mode, and in a graph. The names here are for what needs one: a mode for the backward pass, a layer, the
-products of a model that knows nothing of lowprec.
+``lowprec.matmul`` delegates to this package for tensors that require grad, under a transform or a mode, and in a graph.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Its module imports PyTorch's compiler.
     if name != "inductor_options":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lowprec.torch.inductor import inductor_options
+    from lowprec.torch.inductor import inductor_options  # which imports PyTorch's compiler
 
     globals()[name] = inductor_options
     return inductor_options

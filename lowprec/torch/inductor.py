@@ -1,8 +1,7 @@
-"""Every product of a compiled model by lowprec: two passes of Inductor's over the graphs that it makes.
+"""The products of a compiled model by lowprec: two passes over the graphs of Inductor.
 
-The first one, before autograd, keeps attention in its plain form, whose products are matrix products. The second one
-puts lowprec's operator in the place of these, in the graph of the forward and the backward pass together: before
-Inductor looks for patterns, of which attention is one that it would fuse.
+The first one, before autograd, traces attention in its plain form, as matrix products. The second one replaces products
+by lowprec's operator in the joint graph of forward and backward pass, before Inductor fuses patterns such as attention.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from lowprec._version import __version__
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode, parse_mode
 from lowprec.torch.operator import OPERATOR
-from lowprec.torch.products import ACTED_ON, form_of
+from lowprec.torch.products import ACTED_ON, rule_of
 
 _aten = torch.ops.aten
 
 
 def inductor_options(math_mode: str | MathMode) -> dict[str, Any]:
-    """Return options of ``torch.compile`` that take a model's products through lowprec, forward and backward.
+    """Return options of ``torch.compile`` by which lowprec computes a model's products, forward and backward.
 
-    What :class:`intercept` takes is taken here, but for products that PyTorch turns into sums while it compiles: those
-    with an inner dimension of 1, or with a result of one element.
+    They are those of :class:`intercept`, without products that PyTorch turns into sums: those with an inner dimension
+    of 1, or with a result of one element.
 
     Parameters
     ----------
     math_mode : str or MathMode
-        Of the products; an ``fp32_guard`` that is open when the compiled model runs stands above it.
+        Of the products; an ``fp32_guard`` that is open when the compiled model runs overrides it.
 
     Returns
     -------
     dict
-        For ``torch.compile(model, options=...)``; more options may be added. The mode is part of the key under which
-        Inductor caches what it has compiled.
+        For ``torch.compile(model, options=...)``; more options may be added. The mode is part of the key of Inductor's
+        cache.
 
     Raises
     ------
@@ -68,11 +67,8 @@ class _Pass(CustomGraphPass):
         self._mode = mode
 
     def uuid(self) -> Any:
-        """Return what Inductor's cache knows the pass by."""
+        """Return the key of the pass in Inductor's cache."""
         return "lowprec", __version__, type(self).__name__, self._mode
-
-
-# -- attention ------------------------------------------------------------------------------------
 
 
 def _in_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,28 +98,25 @@ class _PlainAttention(_Pass):
                 node.target = _ATTENTION[node.target]
 
 
-# -- products -------------------------------------------------------------------------------------
-
-
 class _Products(_Pass):
-    """Put lowprec's operator in the place of PyTorch's products."""
+    """Replace PyTorch's products by lowprec's operator."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         passed = set()
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            form = form_of(node.target)
-            if form is not None and form.passed_by is not None:
-                passed.add(f"{form.name} ({form.passed_by})")
+            rule = rule_of(node.target)
+            if rule is not None and rule.passed_by is not None:
+                passed.add(f"{rule.name} ({rule.passed_by})")
             elif node.target in _TERMS and _acted_on(node):
                 self._replace(graph, node)
         graph.lint()
         if passed:
             warnings.warn(
                 f"lowprec.torch.inductor_options({self._mode!r}) leaves products to PyTorch: "
-                f"{', '.join(sorted(passed))}; torch.backends.mha.set_fastpath_enabled(False), before the first call, "
-                "has encoder layers compiled product by product",
+                f"{', '.join(sorted(passed))}; to compile encoder layers product by product, call "
+                "torch.backends.mha.set_fastpath_enabled(False) before the first call",
                 LowprecWarning,
                 stacklevel=2,
             )
@@ -131,7 +124,7 @@ class _Products(_Pass):
     def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         def call(target: Any, *args: Any) -> torch.fx.Node:
             made = graph.call_function(target, args)
-            made.meta = dict(node.meta)  # shape, and which pass it belongs to
+            made.meta = dict(node.meta)  # shape, and forward or backward pass
             return made
 
         *added, a, b = node.args

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,45 +19,81 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec import policy
 from lowprec.core import dispatch
-from lowprec.errors import (
-    ArrayError,
-    DeviceError,
-    DTypeError,
-    LowprecError,
-    ShapeError,
-    UnsupportedError,
-)
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy.decorators import decorated
 from lowprec.policy.entries import Entry, Scope
+from lowprec.policy.protocol import Tier
 from lowprec.policy.switches import hold, release
-from lowprec.torch.attention import CONTROLLER
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
-from lowprec.torch.products import ACTED_ON, Form, Terms, form_of
+from lowprec.torch.products import ACTED_ON, Rule, Terms, rule_of
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-#: What is raised before any work is done: PyTorch multiplies then.
+#: Errors that are raised before any work is done: PyTorch multiplies then.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: The fields of an InterceptedProduct but its count.
 _Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
 
 
-#: By which PyTorch's compiler knows that such a mode is active, and compiles nothing. They belong to the process, and
-#: modes of threads that overlap leave them wrong, so they are put back here.
+# -- attention ------------------------------------------------------------------------------------
+
+_FLAGS_OF_ATTENTION = ("flash", "mem_efficient", "cudnn", "overrideable", "math")
+_FAST_PATH = "mha fast path"
+
+
+class _AttentionController:
+    """PyTorch's switches for attention, of which fused kernels hide their products.
+
+    They belong to the process: as a controller, overlapping blocks of several threads restore them once, in any order.
+    """
+
+    name = "torch attention"
+    module = "torch"
+    tier = Tier.PROCESS
+    modes = (MathMode.FP32,)
+    switches: Mapping[str, str] = MappingProxyType({})
+
+    def save(self) -> dict[str, Any]:
+        flags = _FLAGS_OF_ATTENTION
+        found = {flag: getattr(torch._C, f"_get_{flag}_sdp_enabled")() for flag in flags}
+        return {**found, _FAST_PATH: torch.backends.mha.get_fastpath_enabled()}
+
+    def set_mode(self, mode: MathMode) -> dict[str, Any]:
+        """Enable only the plain form."""
+        plain = dict.fromkeys(_FLAGS_OF_ATTENTION, False) | {"math": True, _FAST_PATH: False}
+        self.restore(plain)
+        return plain
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        for flag in _FLAGS_OF_ATTENTION:
+            getattr(torch._C, f"_set_sdp_use_{flag}")(saved[flag])
+        torch.backends.mha.set_fastpath_enabled(saved[_FAST_PATH])
+
+    describe = save
+
+
+_ATTENTION = _AttentionController()
+
+
+# -- the block ------------------------------------------------------------------------------------
+
+#: PyTorch's compiler compiles nothing while these are set. They belong to the process, and overlapping modes of several
+#: threads leave them wrong, so they are restored here.
 _FLAGS = [
     name
     for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
     if hasattr(_python_dispatch, name)
 ]
 
-#: The blocks of all threads that are open, and the flags outside of all.
-_open: dict[_Visit, None] = {}
+#: The open blocks of all threads, and the flags outside of all.
+_open: dict[_Block, None] = {}
 _outside: dict[str, bool] = {}
 
 
-class _Visit(Entry):
-    """One run of a block."""
+class _Block(Entry):
+    """One entry of :class:`intercept`."""
 
     __slots__ = ("_depth",)
 
@@ -67,7 +105,7 @@ class _Visit(Entry):
             _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
         self.is_open = True
         _open[self] = None
-        hold(self, [CONTROLLER], MathMode.FP32, False)
+        hold(self, [_ATTENTION], MathMode.FP32, False)
         scope._mode.__enter__()
 
     def close(self) -> list[str]:
@@ -89,23 +127,21 @@ class _Visit(Entry):
 
 
 class intercept(Scope):
-    """Take the products of PyTorch's own operators through lowprec.
+    """Compute the products of PyTorch's own operators by lowprec, in a ``with`` block or a decorated function.
 
-    It is entered as a ``with`` block, or decorates a function.
+    The operators are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that are
+    made of them: ``matmul``, ``linear``, ``einsum``, layers, attention (the block switches the process to its plain
+    form), also under ``torch.inference_mode``. PyTorch computes products of element types on which no mode acts, and
+    those inside fused kernels; :meth:`report` names them.
 
-    Taken are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that PyTorch
-    makes of them: ``matmul``, ``linear``, ``einsum``, layers, attention (in its plain form, to which the block switches
-    the process), under ``torch.inference_mode`` too. Products on whose element types no mode acts, and those inside
-    fused kernels, are left to PyTorch; :meth:`report` names them.
-
-    The block sees the operators that run inside it, in this thread and in the threads of a backward pass that it
-    starts. A backward pass after the block is PyTorch's own. What ``torch.compile`` would compile runs as it is, as
-    under every such mode of PyTorch's; :func:`inductor_options` is for compiled models.
+    The block applies to this thread and the threads of a backward pass that starts inside it. A later backward pass is
+    PyTorch's own. As under every such mode, ``torch.compile`` compiles nothing; use :func:`inductor_options` for
+    compiled models.
 
     Parameters
     ----------
     math_mode : str or MathMode
-        Of the products; an ``fp32_guard`` stands above it.
+        Of the products; an ``fp32_guard`` overrides it.
 
     Raises
     ------
@@ -122,30 +158,30 @@ class intercept(Scope):
     [('addmm', False, 1), ('mm', True, 1)]
     """
 
-    _entry_type = _Visit
+    _entry_type = _Block
 
     def __init__(self, math_mode: str | MathMode) -> None:
         self.math_mode = parse_mode(math_mode)
         self._mode = _Intercepting(self.math_mode)
 
-    def _last_entry(self) -> _Visit | None:
-        found = [visit for visit in list(_open) if visit.scope is self]
+    def _last_entry(self) -> _Block | None:
+        found = [block for block in list(_open) if block.scope is self]
         return found[-1] if found else None
 
     def __call__(self, function: F) -> F:
-        """Return the function with this block around each of its calls; those of all calls are in one report.
+        """Return the function with this block around each of its calls, which share one report.
 
-        Raises TypeError for an ``async def``: the block is the thread's, and other tasks run while one waits.
+        Raises TypeError for an ``async def``: the block belongs to the thread, in which other tasks run meanwhile.
         """
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{self!r} decorates functions that run in one piece, got an async one; open a block around what it "
-                "calls between two awaits"
+                f"{self!r} decorates functions that run in one piece, got an async one; open a block in it, between "
+                "two awaits"
             )
         return cast(F, decorated(self, function))
 
     def report(self) -> InterceptionReport:
-        """Return which products were taken so far, and which passed by and why."""
+        """Return the products so far: those taken, and those passed by with the reasons."""
         return self._mode.report()
 
     def __repr__(self) -> str:
@@ -156,61 +192,58 @@ class _Intercepting(TorchDispatchMode):
     def __init__(self, math_mode: MathMode) -> None:
         super().__init__()
         self._math_mode = math_mode
-        # By thread too, so that each thread writes its own entries and no lock is needed.
+        # By thread, so that no lock is needed.
         self._counts: dict[tuple[int, _Key], int] = {}
         self._records_grad = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # PyTorch excludes these keys in here, and kernels that conjugate lazily, as pinv's does, would not conjugate.
+        # PyTorch excludes these keys here, and kernels that conjugate lazily, as pinv's, would not conjugate.
         with _exclude(DispatchKey.Conjugate, False), _exclude(DispatchKey.Negative, False):
             return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        form = form_of(func)
+        rule = rule_of(func)
         if not _PLAIN.issuperset(types):
-            # A subclass splits the operator into those of the tensors it holds, and this mode sees them. A fake one
-            # holds none: it stands for a shape, as where a DTensor's is worked out.
+            # A subclass splits the operator into those of its plain tensors, which this mode sees. A fake tensor has
+            # none: it is only a shape, as in DTensor's sharding rules.
             is_fake = any(issubclass(t, FakeTensor) for t in types)
             return func(*args, **kwargs) if is_fake else NotImplemented
-        if form is None:
+        if rule is None:
             return func(*args, **kwargs)
-        if form.decomposes:
+        if rule.decomposes:
             with self:
                 return func.decompose(*args, **kwargs)
-        if form.terms is None:
+        if rule.terms is None:
             found = func(*args, **kwargs)
-            self._count(form.name, (*args, *kwargs.values()), "", form.passed_by)
+            self._count(rule.name, (*args, *kwargs.values()), "", rule.passed_by)
             return found
-        return self._multiply(form, func, args, kwargs)
+        return self._multiply(rule, rule.terms, func, args, kwargs)
 
-    def _multiply(self, form: Form, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _multiply(
+        self, rule: Rule, make: Callable[..., Terms], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         given = dict(kwargs)
         out = given.pop("out", None)
-        assert form.terms is not None
-        terms = form.terms(*args, **given)
+        terms = make(*args, **given)
         if terms.alpha == 0:  # no product: PyTorch, as BLAS, does not read the factors
             return func(*args, **kwargs)
         operands = (terms.a, terms.b)
-        why, detail = PassedBy.ELEMENT_TYPE, ""
-        if terms.a.dtype in ACTED_ON and form.takes(terms, out):  # else PyTorch says what is wrong
+        reason, detail = PassedBy.ELEMENT_TYPE, ""
+        if terms.a.dtype in ACTED_ON and rule.accepts(terms, out):  # else PyTorch raises its error
             try:
                 mode = policy.resolve(self._math_mode).mode.value
                 found = _product(terms, mode)
-            except LowprecError as error:
-                if not isinstance(error, _REFUSALS):
-                    raise
-                why, detail = PassedBy.REFUSED, str(error)
+            except _REFUSALS as error:
+                reason, detail = PassedBy.REFUSED, str(error)
             else:
-                self._count(form.name, operands, mode, None)
-                return _stored(found, args[0] if form.in_place else out)
+                self._count(rule.name, operands, mode, None)
+                return _stored(found, args[0] if rule.in_place else out)
         result = func(*args, **kwargs)
-        self._count(form.name, operands, "", why, detail)
+        self._count(rule.name, operands, "", reason, detail)
         return result
 
-    # -- counting ---------------------------------------------------------------------------------
-
     def _count(
-        self, name: str, arguments: Any, mode: str, why: PassedBy | None, detail: str = ""
+        self, name: str, arguments: Any, mode: str, reason: PassedBy | None, detail: str = ""
     ) -> None:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         shapes = tuple(tuple(x.shape) for x in tensors)
@@ -218,17 +251,16 @@ class _Intercepting(TorchDispatchMode):
         backward = torch._C._current_autograd_node() is not None
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             self._records_grad = True
-        key = get_ident(), (name, shapes, dtype, backward, mode, why, detail)
+        key = get_ident(), (name, shapes, dtype, backward, mode, reason, detail)
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def report(self) -> InterceptionReport:
         """Return the counts of all threads."""
-        sums: dict[_Key, int] = {}
+        sums: Counter[_Key] = Counter()
         for (_, key), count in self._counts.copy().items():
-            sums[key] = sums.get(key, 0) + count
+            sums[key] += count
         products = tuple(
-            InterceptedProduct(name, shapes, dtype, backward, mode, count, why, detail)
-            for (name, shapes, dtype, backward, mode, why, detail), count in sums.items()
+            InterceptedProduct(*key[:5], count, *key[5:]) for key, count in sums.items()
         )
         remarks: tuple[str, ...] = ()
         if self._records_grad and not any(p.backward for p in products):
@@ -239,16 +271,10 @@ class _Intercepting(TorchDispatchMode):
 
 
 def _product(terms: Terms, mode: str) -> Tensor:
-    """Multiply; here autograd is done with the operands, which may still say that they require grad."""
+    """Multiply; autograd has recorded the operator already."""
     a, b, c, alpha, beta = terms
     rest: dict[str, Any] = {}
-    if (
-        c is not None
-        and c.ndim == 1
-        and a.ndim == b.ndim == 2
-        and alpha == beta == 1
-        and len(c) == b.shape[-1]
-    ):
+    if c is not None and c.ndim == 1 and c.shape == b.shape[1:] and alpha == beta == 1:
         rest = {"bias": c.detach()}
     elif c is not None:
         rest = {"alpha": alpha} if beta == 0 else {"c": c.detach(), "alpha": alpha, "beta": beta}

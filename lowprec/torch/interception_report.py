@@ -1,4 +1,4 @@
-"""What an interception has seen: products that lowprec multiplied, and those that passed by it."""
+"""Reports of an interception: products that lowprec multiplied, and those that passed by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowprec.util.tables import Table, plain_text
 
 @unique
 class PassedBy(StrEnum):
-    """Why a product was left to PyTorch."""
+    """The reason why PyTorch computed a product."""
 
     ELEMENT_TYPE = "no mode acts on this element type"
     ATTENTION = "attention in one kernel, which hides its products"
@@ -25,25 +25,25 @@ class PassedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InterceptedProduct:
-    """Products of one kind.
+    """Products with the same properties.
 
     Parameters
     ----------
     operator : str
-        PyTorch's name of it: ``"addmm"``.
+        PyTorch's name: ``"addmm"``.
     shapes : tuple of tuple of int
-        Of the two operands; of all tensors, where it passed by.
+        Of the two operands; of all tensors where PyTorch computed it.
     dtype : str
     backward : bool
-        Whether a backward pass ran it.
+        Whether it was part of a backward pass.
     mode : str
-        In force; empty where it passed by.
+        The resolved mode; empty where PyTorch computed it.
     count : int
-        How many there were.
+        Number of such products.
     passed_by : PassedBy or None
-        Why it was left to PyTorch; None where lowprec multiplied.
+        The reason why PyTorch computed it; None where lowprec did.
     detail : str
-        What lowprec said of it, where it refused.
+        The message, where lowprec refused.
     """
 
     operator: str
@@ -57,9 +57,8 @@ class InterceptedProduct:
 
     @property
     def reason(self) -> str:
-        """Why it was left to PyTorch, in words; empty where lowprec multiplied."""
-        words = (str(self.passed_by or ""), self.detail)
-        return ": ".join(filter(None, words))
+        """Why PyTorch computed it, as text; empty where lowprec did."""
+        return ": ".join(filter(None, (str(self.passed_by or ""), self.detail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,10 @@ class InterceptionReport:
     Parameters
     ----------
     mode : str
-        As it was asked for.
+        The requested mode.
     products : tuple of InterceptedProduct
     remarks : tuple of str
-        What the reader should know of the counts.
+        Notes on the counts.
     """
 
     mode: str
@@ -81,12 +80,12 @@ class InterceptionReport:
 
     @property
     def taken(self) -> tuple[InterceptedProduct, ...]:
-        """Those that lowprec multiplied."""
+        """The products that lowprec computed."""
         return tuple(p for p in self.products if p.passed_by is None)
 
     @property
     def passed(self) -> tuple[InterceptedProduct, ...]:
-        """Those that were left to PyTorch."""
+        """The products that PyTorch computed."""
         return tuple(p for p in self.products if p.passed_by is not None)
 
     def __str__(self) -> str:
@@ -95,28 +94,20 @@ class InterceptionReport:
             f"lowprec.torch.intercept({self.mode!r}): {_count(taken)} taken "
             f"({_count(p for p in taken if p.backward)} in backward passes), {_count(passed)} passed by"
         )
-        text = [summary]
-        if taken:
-            text += [_table("taken", [("mode", p.mode) for p in taken], taken)]
-        if passed:
-            text += [_table("passed by", [("why", p.reason) for p in passed], passed)]
-        return "\n".join([*text, *self.remarks])
+        tables = [_table("taken", "mode", taken)] if taken else []
+        tables += [_table("passed by", "why", passed)] if passed else []
+        return "\n".join([summary, *tables, *self.remarks])
 
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
     return sum(p.count for p in products)
 
 
-def _table(
-    title: str, last: list[tuple[str, str]], products: tuple[InterceptedProduct, ...]
-) -> str:
-    rows = [
-        [p.operator, _shapes(p), p.dtype, "backward" if p.backward else "forward", str(p.count), words]
-        for p, (_, words) in zip(products, last, strict=True)
-    ]  # fmt: skip
-    columns = ["operator", "operands", "dtype", "pass", ">calls", last[0][0]]
+def _table(title: str, last: str, products: tuple[InterceptedProduct, ...]) -> str:
+    rows = []
+    for p in products:
+        shapes = " @ ".join("x".join(map(str, shape)) or "scalar" for shape in p.shapes)
+        direction = "backward" if p.backward else "forward"
+        rows.append([p.operator, shapes, p.dtype, direction, str(p.count), p.mode or p.reason])
+    columns = ["operator", "operands", "dtype", "pass", ">calls", last]
     return plain_text(Table(title, columns, rows), wrap=120)
-
-
-def _shapes(product: InterceptedProduct) -> str:
-    return " @ ".join("x".join(map(str, shape)) or "scalar" for shape in product.shapes)

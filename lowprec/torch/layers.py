@@ -18,11 +18,11 @@ class Linear(torch.nn.Linear):
     Parameters
     ----------
     in_features, out_features, bias, device, dtype
-        As ``torch.nn.Linear`` takes them.
+        As for ``torch.nn.Linear``.
     math_mode : str or MathMode, optional
-        Of the forward product; that in force by default.
+        Of the forward product; the current mode by default.
     rtol, bound
-        In the place of a mode: that of each forward product is the cheapest within ``rtol``.
+        Instead of a mode: each forward product has the cheapest mode within ``rtol``.
     backward_mode : str or MathMode, optional
         Of the backward pass; the forward product's by default.
 
@@ -57,7 +57,7 @@ class Linear(torch.nn.Linear):
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
-        """Return a layer with the very parameters of another one; ``modes`` are those of the class."""
+        """Return a layer that shares the parameters of another one; ``modes`` are those of the class."""
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, "meta", **modes)
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)
@@ -70,7 +70,6 @@ class Linear(torch.nn.Linear):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return torch's words, and the modes that were chosen."""
-        names = ("math_mode", "rtol", "bound", "backward_mode")
-        chosen = [(name, getattr(self, name)) for name in names]
-        return ", ".join([super().extra_repr(), *(f"{n}={x}" for n, x in chosen if x is not None)])
+        """Return torch's text and the modes that are set."""
+        modes = ((x, getattr(self, x)) for x in ("math_mode", "rtol", "bound", "backward_mode"))
+        return ", ".join([super().extra_repr(), *(f"{n}={x}" for n, x in modes if x is not None)])

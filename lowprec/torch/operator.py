@@ -1,12 +1,7 @@
-"""``torch.ops.lowprec.matmul``: the product as an operator of PyTorch's, for graphs, modes and transforms.
+"""``torch.ops.lowprec.matmul``: the product of stacks of matrices as an operator of PyTorch, for graphs and transforms.
 
-It has a kernel, a rule for fake tensors (shapes, element types), one for ``vmap``, and a kernel of its own for
-autograd. The latter exists because of forward-mode derivatives: an operator made by ``torch.library.custom_op``
-returns a tangent of zero for them, without an error; this one refuses.
-
-The operator multiplies stacks of matrices. ``mode`` is the mode of the forward product, ``backward_mode`` that of the
-two products of the backward pass. With ``ambient`` the mode was that of the scopes when the graph was made; at run time
-the scopes decide again, since a graph is called from other threads and tasks than the one that made it.
+It has its own kernel for autograd because of forward-mode derivatives: for an operator made by
+``torch.library.custom_op`` PyTorch returns tangents of zero without an error; this one refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,35 +23,41 @@ from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
 
 _SCHEMA = (
-    "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', bool ambient=False) "
-    "-> Tensor"
+    "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', "
+    "bool is_current=False) -> Tensor"
 )
 _library = torch.library.Library("lowprec", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
-#: Calls of it are seen by PyTorch's modes, tracers and transforms.
+#: PyTorch's modes, tracers and transforms see its calls.
 OPERATOR = torch.ops.lowprec.matmul.default
 
-#: As ``out_dtype`` of 16-bit operands: float32, with a gradient of the operands' type, as the final result has it.
+#: An ``out_dtype`` of 16-bit operands: float32, with a gradient of the operands' type, as that of the final result.
 ACCUMULATOR = "accumulator"
 
-NO_TANGENT = (
-    "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it there; take "
-    "torch.func.jvp of the function as it is, without torch.compile"
-)
+
+class _Options(NamedTuple):
+    """The arguments after the operands; PyTorch omits trailing defaults."""
+
+    mode: str
+    backward_mode: str  # of the two products of the backward pass
+    alpha: float = 1.0
+    out_dtype: str = ""
+    #: Whether the mode was the current one during tracing: it is resolved again when the graph runs, maybe in another
+    #: thread or task.
+    is_current: bool = False
 
 
-def _multiply(
-    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
-    ambient: bool = False,
-) -> Tensor:  # fmt: skip
+def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    options = _Options(*rest)
     a = a.detach() if a.requires_grad else a
     b = b.detach() if b.requires_grad else b
-    return multiply_plain(a, b, None if ambient else mode, alpha, out_dtype)
+    mode = None if options.is_current else options.mode
+    return multiply_plain(a, b, mode, options.alpha, options.out_dtype)
 
 
 def multiply_plain(a: Tensor, b: Tensor, mode: str | None, alpha: float, out_dtype: str) -> Tensor:
-    """Multiply tensors of which PyTorch wants to know nothing."""
+    """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
     found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
     return found
@@ -78,10 +79,7 @@ def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
 
 
 @torch.library.register_fake("lowprec::matmul", lib=_library)
-def _fake(
-    a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
-    ambient: bool = False,
-) -> Tensor:  # fmt: skip
+def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     dtypes = {"a": parse_dtype(a.dtype), "b": parse_dtype(b.dtype)}
     for name, dtype in dtypes.items():
         if not dtype.results:
@@ -98,7 +96,8 @@ def _fake(
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ShapeError(f"matmul: the batch dimensions do not broadcast, {shapes}") from None
-    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, b, out_dtype))
+    dtype = result_dtype(a, b, _Options(*rest).out_dtype)
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=dtype)
 
 
 @register_flop_formula(torch.ops.lowprec.matmul)
@@ -110,17 +109,13 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 
 
 def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
-    """Save the operands that the needed gradients of ``a`` and ``b`` use, and what is known of both."""
+    """Save the operands for the needed gradients of ``a`` and ``b``, and the shapes and dtypes of both."""
     ctx.operands = [(x.shape, x.dtype) for x in (a, b)]
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
 
 
 def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return what became of a product as the gradient of an operand.
-
-    It is the sum over what the operand was repeated for along its batch, in the operand's element type, and the real
-    part where that is real and the product complex.
-    """
+    """Return the gradient of an operand of this shape and type: summed where its batch was broadcast."""
     gradient = gradient.sum_to_size(shape)
     if gradient.is_complex() and not dtype.is_complex:
         gradient = gradient.real
@@ -130,7 +125,7 @@ def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -
 def operand_gradients(
     ctx: Any, gradient: Tensor, needed: tuple[bool, bool], multiply: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``a`` and ``b``, two products in the mode that the context has."""
+    """Return the gradients of ``a`` and ``b``, two products in the mode of the context."""
     a, b = ctx.saved_tensors
     of_a, of_b = ctx.operands
     if ctx.out_dtype == ACCUMULATOR:
@@ -141,13 +136,10 @@ def operand_gradients(
     if needed[1]:
         rows, of_rows = a, gradient
         if len(of_b[0]) == 2 and a.ndim > 2:
-            # One product over all rows, in the place of a sum over the batch, which may have no elements.
-            # Written so that PyTorch's legacy batching, which has no rule for flatten, takes it.
+            # One product over all rows instead of a sum over the batch, which may have no elements. PyTorch's legacy
+            # batching has no rule for flatten.
             count = math.prod(a.shape[:-1])
-            rows, of_rows = (
-                a.reshape(count, a.shape[-1]),
-                gradient.reshape(count, gradient.shape[-1]),
-            )
+            rows, of_rows = (x.reshape(count, x.shape[-1]) for x in (a, gradient))
         for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), *of_b)
     return for_a, for_b
 
@@ -162,7 +154,7 @@ _KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
 
 
 def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
-    """Call what PyTorch has for the operator below autograd: the kernel, unless there is a mode or a transform."""
+    """Call the operator below autograd: the kernel, unless there is a mode or a transform."""
     below = keyset & _AFTER_AUTOGRAD
     if below in _KERNEL_IS_NEXT:
         return _multiply(*arguments)
@@ -171,12 +163,12 @@ def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
     return found
 
 
-#: Functions of one level lack what PyTorch asks for when it compiles a backward pass.
+#: Functions of one level lack this attribute, which compiled backward passes need.
 COMPILED_KEY = torch.autograd.Function._compiled_autograd_key
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):
-    """What autograd records of the operator, at the level of ``torch.func`` at which it is called."""
+    """The operator as recorded by autograd, at the level of ``torch.func`` at which it is called."""
 
     _compiled_autograd_key = COMPILED_KEY
 
@@ -194,19 +186,18 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
         return None, *found, None, None, None, None, None
 
 
-def _record(
-    keyset: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0, out_dtype: str = "",
-    ambient: bool = False,
-) -> Tensor:  # fmt: skip
+def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in (a, b)
     ):
-        raise UnsupportedError(NO_TANGENT)
-    rest = (mode, backward_mode, alpha, out_dtype, ambient)
+        raise UnsupportedError(
+            "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it "
+            "there; use torch.func.jvp of the function itself, without torch.compile"
+        )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        # A kernel is called at one level; what tells a Function of all levels, which this is not, apart is a flag.
+        # A kernel is called at one level; without this PyTorch expects a Function for all levels.
         with enable_single_level_autograd_function():
-            recorded: Tensor = _Recorded.apply(keyset, a, b, *rest)
+            recorded: Tensor = _Recorded.apply(keyset, a, b, *_Options(*rest))
         return recorded
     return _below_autograd(keyset, a, b, *rest)
 
@@ -218,18 +209,15 @@ _library.impl("matmul", _record, "Autograd", with_keyset=True)
 
 
 @torch.library.register_vmap("lowprec::matmul", lib=_library)
-def _batched(
-    info: Any, in_dims: Any, a: Tensor, b: Tensor, mode: str, backward_mode: str, alpha: float = 1.0,
-    out_dtype: str = "", ambient: bool = False,
-) -> tuple[Tensor, int]:  # fmt: skip
+def _batched(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
     a, b = with_batch_first(in_dims[:2], a, b)
-    return OPERATOR(a, b, mode, backward_mode, alpha, out_dtype, ambient), 0
+    return OPERATOR(a, b, *rest), 0
 
 
 def with_batch_first(
     in_dims: tuple[int | None, ...], a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the operands with the mapped axis first, and with as many other axes of their batches as the other."""
+    """Return the operands with the mapped axis first, and with equal numbers of batch axes after it."""
     ndim = max(x.ndim - (dim is not None) for x, dim in zip((a, b), in_dims, strict=False))
 
     def placed(x: Tensor, dim: int | None) -> Tensor:
@@ -245,7 +233,7 @@ def with_batch_first(
 
 
 def ensure_sharded() -> None:
-    """Tell DTensor how the operator may be sharded, if there are DTensors in this process."""
+    """Register the operator's shardings, if DTensor is loaded in this process."""
     if "torch.distributed.tensor" in sys.modules:
         _register_sharding()
 
@@ -260,8 +248,8 @@ def _register_sharding() -> None:
 def _placements(a: Any, b: Any, *others: Any, **keywords: Any) -> list[Any]:
     """Return pairs of placements: those of the result, and those of the arguments.
 
-    An operand that is a sum over the ranks (``Partial``) is summed before: rounding its parts would lose more than the
-    mode's bound allows.
+    An operand that is a sum over the ranks (``Partial``) is summed first: rounding its parts would exceed the mode's
+    error bound.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

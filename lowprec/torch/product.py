@@ -1,10 +1,11 @@
 """``matmul`` and ``linear`` for PyTorch.
 
-Plain tensors take a short way, ``torch.func`` an ``autograd.Function``, graphs and modes the operator.
+Plain tensors are multiplied directly, under ``torch.func`` by an ``autograd.Function``, in graphs by the operator.
 """
 
 from __future__ import annotations
 
+import inspect
 from numbers import Complex, Real
 from typing import Any
 
@@ -16,13 +17,14 @@ from lowprec import policy
 from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.core import dispatch
 from lowprec.core.arguments import Request, parse_dtype
 from lowprec.core.executors import capabilities
 from lowprec.core.tolerance import mode_within
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec
-from lowprec.torch.ambient import mode as ambient_mode
+from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
     COMPILED_KEY,
@@ -39,7 +41,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
-#: A tensor that was kept from a transform which has ended.
+#: For a tensor of a transform that has ended.
 _unwrapped = torch._C._functorch.unwrap_if_dead
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _innermost = torch._C._functorch.peek_interpreter_stack
@@ -68,22 +70,21 @@ def matmul(
     bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
-    """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, with all that PyTorch does to a product.
+    """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, inside PyTorch.
 
-    Autograd records it (twice over, too), ``torch.func`` transforms it, ``torch.compile`` and ``torch.export`` take it
-    into their graphs. What follows the product (``c``, ``bias``, ``activation``) is PyTorch's own arithmetic, in
-    float32 for results of 16 bits, which are rounded once.
+    Autograd records the product (also for second derivatives), ``torch.func`` transforms it, ``torch.compile`` and
+    ``torch.export`` have it in their graphs. PyTorch computes the epilogue (``c``, ``bias``, ``activation``), for
+    results of 16 bits in float32 with one rounding.
 
     Parameters
     ----------
     a : Tensor, shape (..., m, k) or (k,)
     b : Tensor, shape (..., k, n) or (k,)
     c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
-        As :func:`lowprec.matmul` takes them. A graph in which ``rtol`` chooses a mode is for the shapes that it was
-        made for.
+        As for :func:`lowprec.matmul`. A graph in which ``rtol`` selects a mode has static shapes.
     backward_mode : str or MathMode, optional
-        The mode of the two products of the backward pass; by default the one that the forward product had. A guard
-        that is open during the backward pass stands above it.
+        The mode of the two products of the backward pass, by default that of the forward product. A guard that is open
+        during the backward pass overrides it.
 
     Returns
     -------
@@ -92,7 +93,7 @@ def matmul(
     Raises
     ------
     ModeError, ShapeError, DTypeError, UnsupportedError
-        As :func:`lowprec.matmul`; UnsupportedError also for derivatives that PyTorch cannot ask for correctly.
+        As for :func:`lowprec.matmul`; UnsupportedError also for derivatives that PyTorch would compute wrongly.
 
     Examples
     --------
@@ -129,7 +130,7 @@ def matmul(
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
     if type(alpha) is not float and not isinstance(alpha, Real):
-        # The operator's factor is real; this one autograd sees, which conjugates it.
+        # The operator's factor is real; autograd records this one, and conjugates it.
         outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
     if rtol is not None or bound is not None:
         math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
@@ -151,10 +152,10 @@ _LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
-    """Return the 16-bit type of a result to which it is rounded once, after what follows the product in float32."""
+    """Return the 16-bit type to which a result is rounded after an epilogue in float32; else None."""
     common = result_dtype(a, b, "")
     dtype = _LOW.get(out_dtype) if out_dtype else common
-    # What no product gives is refused by the product.
+    # The product refuses any other out_dtype.
     return dtype if dtype in _LOW.values() and common in (dtype, torch.float32) else None
 
 
@@ -166,7 +167,7 @@ def _with_epilogue(
     bias: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    """Return what follows the product, in its element type."""
+    """Apply the epilogue in the element type of the product."""
     if out.dtype == torch.int32 and (c is not None or activation not in (None, "relu")):
         raise UnsupportedError(
             "c and activations other than relu cannot be used with int8 operands, whose product is exact integers; "
@@ -179,20 +180,16 @@ def _with_epilogue(
         out = out + beta * c.to(out.dtype)
     if bias is not None:
         _check_addend("bias", bias, out, tuple(out.shape[-1:]))
-        out = _plus(out, bias.to(out.dtype))
+        bias = bias.to(out.dtype)
+        if out.dtype == torch.int32:  # saturate
+            limits = torch.iinfo(out.dtype)
+            out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
+        out = out + bias
     return out if activation is None else _activate(out, activation)
 
 
-def _plus(out: Tensor, bias: Tensor) -> Tensor:
-    """Add; integers to the nearest number of their type."""
-    if out.dtype != torch.int32:
-        return out + bias
-    limits = torch.iinfo(out.dtype)
-    return out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0)) + bias
-
-
 def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse what lowprec.matmul refuses: an addend that would change the result's shape or element type."""
+    """Refuse an addend that would change the result's shape or element type, as ``lowprec.matmul`` does."""
     if name == "bias":
         fits = tuple(x.shape) == shape
     else:
@@ -235,7 +232,7 @@ def linear(
     weight : Tensor, shape (n, k)
     bias : Tensor, shape (n,), optional
     math_mode, rtol, bound, backward_mode
-        As :func:`matmul` takes them.
+        As for :func:`matmul`.
 
     Returns
     -------
@@ -249,11 +246,41 @@ def linear(
     """
     _check_tensors(weight=weight)
     if weight.ndim < 2:
-        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear takes (n, k)")
+        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear expects (n, k)")
     return matmul(
         x, weight.mT,
         bias=bias, math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
     )  # fmt: skip
+
+
+# -- calls that the compiler traces ---------------------------------------------------------------
+
+_SUPPORTED = frozenset(inspect.signature(matmul).parameters)
+
+
+def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
+    """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`.
+
+    After a graph break the compiler would trace the functions below ``lowprec.matmul``, and turn NumPy's arithmetic
+    there into operations of PyTorch's; so it is disabled for them.
+    """
+    given = {name: x for name, x in keywords.items() if x is not None}
+    # To the compiler NumPy's numbers are tensors.
+    numbers = all(
+        isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta")
+    )
+    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    if numbers and tensors and _SUPPORTED.issuperset(given):
+        return matmul(a, b, **given)
+    return _uncompiled(a, b, **given)
+
+
+@torch.compiler.disable(
+    reason="lowprec.matmul is in no graph with out=, k_chunk= or scales, operands that are no tensors, or factors that "
+    "are not Python numbers"
+)
+def _uncompiled(a: Any, b: Any, /, **given: Any) -> Any:
+    return dispatch.matmul(a, b, **given)
 
 
 # -- the mode within a tolerance ------------------------------------------------------------------
@@ -262,11 +289,11 @@ def linear(
 def _mode_within(
     a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None
 ) -> str:
-    """Return the mode that ``rtol`` chooses: in a graph, a constant for these shapes and for the mode in force."""
-    # In a graph numbers may be symbols, which int() and float() would leave as they are.
+    """Return the mode for ``rtol``: in a graph, a constant for these shapes and for the current mode."""
+    # In a graph numbers may be symbols, which int() and float() would not convert.
     given = rtol.hex() if isinstance(rtol, float) else (rtol,)
     x, y = [(x.dtype, _numbers(x.shape), _numbers(x.stride())) for x in (a, b)]
-    return _chosen(x, y, a.device, out_dtype, ambient_mode(), math_mode, given, bound)
+    return _chosen(x, y, a.device, out_dtype, current_mode(), math_mode, given, bound)
 
 
 def _numbers(extents: Any) -> tuple[int, ...]:
@@ -280,10 +307,8 @@ def _chosen(
     operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
     request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
     library: Any = library_of(torch.empty(0, device="cpu"))
-    place = library.device_of(device) or CPU
-    problem = request.problem(*operands)
-    resolved, _candidates = mode_within(rtol, math_mode, problem, capabilities(place), bound)
-    return resolved.mode.value
+    able = capabilities(library.device_of(device) or CPU)
+    return mode_within(rtol, math_mode, request.problem(*operands), able, bound)[0].mode.value
 
 
 _chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
@@ -294,24 +319,25 @@ def _check_tensors(**arguments: Any) -> None:
         if not isinstance(x, Tensor) and (x is not None or name not in ("c", "bias")):
             refuse_prepared(**{name: x})
             raise ArrayError(
-                f"{name} is a {type(x).__qualname__} beside tensors that PyTorch records, transforms or traces; pass "
-                f"torch.as_tensor({name})"
+                f"{name} is a {type(x).__qualname__} together with tensors that PyTorch records, transforms or traces; "
+                f"pass torch.as_tensor({name})"
             )
         if x is not None and x.is_nested:
             raise ArrayError(f"{name} is nested; multiply its parts, from {name}.unbind()")
 
 
-# -- the three ways -------------------------------------------------------------------------------
+# -- dispatch -------------------------------------------------------------------------------------
 
 
 def _product(
     a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str
 ) -> Tensor:
     if _is_compiling():
-        # What a graph is guarded by: another mode is another graph, and coming back finds the first one.
-        asks = math_mode is None
-        mode = ambient_mode() if asks else str(math_mode)
-        found: Tensor = OPERATOR(a, b, mode, _backward(backward_mode, mode), alpha, out_dtype, asks)
+        # A graph is guarded by the mode: there is one for each.
+        is_current = math_mode is None
+        mode = current_mode() if is_current else str(math_mode)
+        rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
+        found: Tensor = OPERATOR(a, b, *rest, is_current)
         return found
     mode = policy.resolve(math_mode).mode.value
     rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
@@ -337,14 +363,14 @@ def _backward(backward_mode: Any, mode: str) -> str:
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
     """Multiply in a backward pass, which may be recorded itself."""
     if not _is_compiling() and (_is_batched(a) or _is_batched(b)):
-        # Of torch.autograd.grad(is_grads_batched=True); PyTorch calls the operator once per gradient.
+        # In torch.autograd.grad(is_grads_batched=True) PyTorch calls the operator once per gradient.
         found: Tensor = OPERATOR(a, b, mode, mode, alpha)
         return found
     return _product(a, b, mode, mode, alpha, "")
 
 
 class _Plain(torch.autograd.function._SingleLevelFunction):
-    """Plain tensors of which one requires grad, outside of ``torch.func``: without its transforms, in half the time."""
+    """For plain tensors outside of ``torch.func``, in half the time of :class:`_Transformed`."""
 
     _compiled_autograd_key = COMPILED_KEY
 
@@ -361,7 +387,7 @@ class _Plain(torch.autograd.function._SingleLevelFunction):
 
 
 class _Transformed(torch.autograd.Function):
-    """Under ``torch.func`` and forward-mode AD."""
+    """For ``torch.func`` and forward-mode derivatives."""
 
     backward = _Plain.backward
 
@@ -376,7 +402,7 @@ class _Transformed(torch.autograd.Function):
         a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype = inputs
         save_operands(ctx, a, b, ctx.needs_input_grad[:2])
         ctx.save_for_forward(a, b)
-        # More than one level: PyTorch hands the inner one's tangents to the outer one as constants.
+        # With several levels PyTorch passes the inner one's tangents to the outer one as constants.
         ctx.levels = _forward_levels()
 
     @staticmethod
@@ -384,8 +410,7 @@ class _Transformed(torch.autograd.Function):
         if ctx.levels > 1:
             raise UnsupportedError(
                 "nested forward-mode derivatives (jvp of jvp, jacfwd of jacfwd) of lowprec's product: PyTorch computes "
-                "them wrongly through any autograd.Function; take torch.func.jacfwd(torch.func.jacrev(f)), as hessian "
-                "does"
+                "them wrongly through any autograd.Function; use torch.func.jacfwd(torch.func.jacrev(f)), as hessian"
             )
         a, b = ctx.saved_tensors
         terms = []

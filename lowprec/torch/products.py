@@ -1,7 +1,8 @@
-"""PyTorch's own operators that multiply matrices: as products of lowprec's, or why they are none."""
+"""PyTorch's own operators that multiply matrices: as lowprec's products, or the reasons why PyTorch computes them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,11 +35,10 @@ def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) ->
 
 def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
     """Return the sum over a batch as one product with a long inner dimension."""
-    a = a.transpose(0, 1).flatten(1)
-    return Terms(a, b.flatten(0, 1), c, alpha, beta)
+    return Terms(a.transpose(0, 1).flatten(1), b.flatten(0, 1), c, alpha, beta)
 
 
-#: By name, in-place forms and those with ``out=`` included: the terms, and how many axes their factors have.
+#: The terms and the numbers of axes of their factors, by name; also for operators in place and with ``out=``.
 _PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
     "mm": (_plain, (2, 2)),
     "bmm": (_plain, (3, 3)),
@@ -51,58 +51,51 @@ _PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
     "addbmm": (_summed, (2, 2)),
 }
 
-#: Operators that multiply inside and are left to PyTorch, by beginnings of their names.
-_OTHERS: dict[PassedBy, tuple[str, ...]] = {
-    why: tuple(names.split())
-    for why, names in {
-        PassedBy.ATTENTION: (
-            "_scaled_dot_product_ _flash_attention_ _efficient_attention_ _cudnn_attention_ "
-            "_transformer_encoder_layer_fwd _native_multi_head_attention "
-            "_triton_scaled_dot_attention _triton_multi_head_attention"
-        ),
-        PassedBy.CONVOLUTION: (
-            "convolution _convolution cudnn_convolution miopen_convolution mkldnn_convolution "
-            "slow_conv _slow_conv thnn_conv conv_depthwise _conv_depthwise"
-        ),
-        PassedBy.RECURRENT: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn lstm_mps _lstm_mps",
-        PassedBy.FUSED: (
-            "_cdist_forward _cdist_backward _trilinear addr _addmm_activation _scaled_mm "
-            "_scaled_grouped_mm _grouped_mm _int_mm _weight_int _dyn_quant_matmul mkldnn_linear "
-            "_linear_pointwise _mkl_linear _sparse_semi_structured _cslt_sparse_mm sspaddmm "
-            "hspmm _spdiags"
-        ),
-        PassedBy.LINEAR_ALGEBRA: (
-            "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky "
-            "linalg_eig linalg_householder_product linalg_inv linalg_ldl linalg_lstsq linalg_lu "
-            "linalg_matrix_exp linalg_pinv linalg_qr linalg_solve cholesky geqrf lu_unpack "
-            "ormqr triangular_solve"
-        ),
-    }.items()
+#: Operators that multiply inside and are left to PyTorch, by prefixes of their names.
+_OTHERS: dict[PassedBy, str] = {
+    PassedBy.ATTENTION: (
+        "_scaled_dot_product_ _flash_attention_ _efficient_attention_ _cudnn_attention_ "
+        "_transformer_encoder_layer_fwd _native_multi_head_attention _triton_scaled_dot_attention "
+        "_triton_multi_head_attention"
+    ),
+    PassedBy.CONVOLUTION: (
+        "convolution _convolution cudnn_convolution miopen_convolution mkldnn_convolution slow_conv "
+        "_slow_conv thnn_conv conv_depthwise _conv_depthwise"
+    ),
+    PassedBy.RECURRENT: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn lstm_mps _lstm_mps",
+    PassedBy.FUSED: (
+        "_cdist_forward _cdist_backward _trilinear addr _addmm_activation _scaled_mm "
+        "_scaled_grouped_mm _grouped_mm _int_mm _weight_int _dyn_quant_matmul mkldnn_linear "
+        "_linear_pointwise _mkl_linear _sparse_semi_structured _cslt_sparse_mm sspaddmm hspmm _spdiags"
+    ),
+    PassedBy.LINEAR_ALGEBRA: (
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky linalg_eig "
+        "linalg_householder_product linalg_inv linalg_ldl linalg_lstsq linalg_lu linalg_matrix_exp "
+        "linalg_pinv linalg_qr linalg_solve cholesky geqrf lu_unpack ormqr triangular_solve"
+    ),
 }
 
 
-#: About a tensor, not its elements; PyTorch says of them that they are made of other operators.
-_OF_A_VARIABLE = frozenset(
-    (
-        *("_backward", "_fw_primal", "_make_dual", "_version", "data", "is_leaf", "output_nr"),
-        *("requires_grad_", "retain_grad", "retains_grad", "set_data"),
-    )
+#: Operators on a tensor's state, not its elements, which PyTorch also lists as made of other operators.
+_ON_STATE = (
+    *("_backward", "_fw_primal", "_make_dual", "_version", "data", "is_leaf", "output_nr"),
+    *("requires_grad_", "retain_grad", "retains_grad", "set_data"),
 )
 
 
-class Form(NamedTuple):
-    """How an overload is served."""
+class Rule(NamedTuple):
+    """The handling of an overload."""
 
-    name: str  # without the underscore of in-place forms
-    #: From the operator's arguments; None where it is left to PyTorch or decomposed.
+    name: str  # without the underscore of in-place operators
+    #: From the operator's arguments; None where PyTorch computes or decomposes it.
     terms: Callable[..., Terms] | None = None
     axes: tuple[int, int] = (0, 0)  # of the factors
-    passed_by: PassedBy | None = None  # why it is left to PyTorch
-    in_place: bool = False  # whether the first argument receives the result
-    decomposes: bool = False  # whether PyTorch has it in terms of other operators
+    passed_by: PassedBy | None = None  # the reason why PyTorch computes it
+    in_place: bool = False  # the first argument receives the result
+    decomposes: bool = False  # PyTorch makes it of other operators
 
-    def takes(self, terms: Terms, out: Tensor | None) -> bool:
-        """Whether PyTorch's operator, which broadcasts and converts less than lowprec, takes these arguments."""
+    def accepts(self, terms: Terms, out: Tensor | None) -> bool:
+        """Whether PyTorch's operator, which broadcasts and converts less than lowprec, accepts these arguments."""
         a, b, c = terms.a, terms.b, terms.c
         alike = all(x.dtype == a.dtype for x in (b, c, out) if x is not None)
         if not alike or (a.ndim, b.ndim) != self.axes or a.shape[:-2] != b.shape[:-2]:
@@ -111,28 +104,19 @@ class Form(NamedTuple):
         return not self.in_place or c is None or c.shape == out_shape
 
 
-_forms: dict[Any, Form | None] = {}
-
-
-def form_of(operator: Any) -> Form | None:
-    """Return how an overload is served, None where it does not multiply."""
-    try:
-        return _forms[operator]
-    except KeyError:
-        return _forms.setdefault(operator, _form_of(operator))
-
-
-def _form_of(operator: Any) -> Form | None:
+@functools.cache
+def rule_of(operator: Any) -> Rule | None:
+    """Return the handling of an overload, None if it does not multiply."""
     name: str = operator._opname
     in_place = name.endswith("_") and name[:-1] in _PRODUCTS
     base = name[:-1] if in_place else name
     if operator.namespace == "aten" and base in _PRODUCTS and "dtype" not in operator._overloadname:
-        return Form(base, *_PRODUCTS[base], in_place=in_place)
-    if name not in _OF_A_VARIABLE and torch._C._dispatch_has_kernel_for_dispatch_key(
+        return Rule(base, *_PRODUCTS[base], in_place=in_place)
+    if name not in _ON_STATE and torch._C._dispatch_has_kernel_for_dispatch_key(
         operator.name(), "CompositeImplicitAutograd"
     ):
-        return Form(name, decomposes=True)
-    for why, beginnings in _OTHERS.items():
-        if name.startswith(beginnings):
-            return Form(name, passed_by=why)
+        return Rule(name, decomposes=True)
+    for reason, prefixes in _OTHERS.items():
+        if name.startswith(tuple(prefixes.split())):
+            return Rule(name, passed_by=reason)
     return None

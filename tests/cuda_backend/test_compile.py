@@ -103,12 +103,12 @@ class Loaded(tuple[str, bytes]):
 
 KERNELS = (
     "epilogue",
-    "mend",
     "pack_elements",
     "pack_groups",
     "pack_maxima",
     "pack_rows",
     "pack_tiles",
+    "recompute",
     "unscale",
 )
 

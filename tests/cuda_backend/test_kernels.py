@@ -38,7 +38,7 @@ from kernel_oracles import (
 )
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling, libraries, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_mending
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.cuda.staging import epilogue, packing
 from lowprec.errors import LowprecError
@@ -733,7 +733,7 @@ def test_plans_ask_only_for_what_is_tested_here(mode: MathMode) -> None:
     assert set(asked) <= set(EVERY_PACKING)
 
 
-# -- mending --------------------------------------------------------------------------------------
+# -- non-finite results --------------------------------------------------------------------------
 
 
 @pytest.mark.feature("kernels that pack operands")
@@ -742,7 +742,7 @@ def test_plans_ask_only_for_what_is_tested_here(mode: MathMode) -> None:
     [(D.FLOAT32, D.FLOAT32, D.FLOAT32), (D.FLOAT32, D.BFLOAT16, D.FLOAT32), (D.COMPLEX64, D.COMPLEX64, D.FLOAT32)],
     ids=str,
 )  # fmt: skip
-def test_what_is_not_finite_is_computed_again(product: DType, a: DType, b: DType) -> None:
+def test_nonfinite_results_are_recomputed(product: DType, a: DType, b: DType) -> None:
     """And nothing else: batches, any strides, a product with padding; small integers, so that sums are exact."""
     rng = np.random.default_rng(0)
     left = rng.integers(-3, 4, (2, 3, 5, 8)).astype(NUMPY_DTYPES[a])[:, ::2, ::-1, ::2]
@@ -754,7 +754,7 @@ def test_what_is_not_finite_is_computed_again(product: DType, a: DType, b: DType
     exact = left.astype(NUMPY_DTYPES[product]) @ right.astype(NUMPY_DTYPES[product])
     again = ~np.isfinite(sums)
     want[again] = exact[again[..., :6]]
-    launch = prepare_mending(product, 8, stack_of(left, a), stack_of(right, b), 0)
+    launch = prepare_recomputing(product, 8, stack_of(left, a), stack_of(right, b), 0)
     with DeviceCopies(STREAM) as device:
         addresses = [device.put(x) for x in (sums, left, right)]
         launch(*addresses, STREAM)

@@ -168,7 +168,7 @@ def test_no_product_reads_what_one_before_has_read(
     def check(invocation: Invocation, turns: Any) -> None:
         (before,) = given
         names = [*before._fields[:2], *(["c"] if before.beta else []), "d"]
-        places, _ = measuring._places(invocation, before, tuple(names))
+        places, _ = measuring._set_layout(invocation, before, tuple(names))
         used: set[int] = set()
         first = next(turns)
         sets = [first, *itertools.takewhile(lambda x: x != first, turns)]

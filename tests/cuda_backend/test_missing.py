@@ -95,7 +95,7 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         ),
         (
             Runtime("cudaErrorInsufficientDriver", driver=12040),
-            r"driver is too old: it serves CUDA 12\.4, .* for CUDA 13\.5; .*lowprec\[cuda12\]",
+            r"driver is too old: it supports CUDA 12\.4, .* for CUDA 13\.5; .*lowprec\[cuda12\]",
         ),
         (
             Runtime("cudaErrorInitializationError"),
@@ -103,7 +103,7 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         ),
         (
             Runtime("cudaErrorSystemNotReady"),
-            r"cannot be used \(cudaErrorSystemNotReady: system not yet initialized\); look at nvi",
+            r"cannot be used \(cudaErrorSystemNotReady: system not yet initialized\); check nvi",
         ),
         (
             Runtime("cudaErrorStubLibrary"),

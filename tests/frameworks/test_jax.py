@@ -383,7 +383,7 @@ def test_an_activation_is_the_one_of_its_name_in_jax_nn(jax: Any) -> None:
 
     x = jax.numpy.linspace(-2, 2, 9)
     for name in ("relu", "silu"):  # one that there is, and one that there may be
-        found = product._followed(x, {}, 1.0, 0.0, SimpleNamespace(value=name))
+        found = product._with_epilogue(x, None, None, 1.0, 0.0, SimpleNamespace(value=name))
         np.testing.assert_array_equal(found, getattr(jax.nn, name)(x))
 
 
@@ -696,16 +696,16 @@ def test_tasks_that_keep_no_scope_across_an_await(jax: Any) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, interrupts.Late])
 def test_an_interrupt_leaves_no_mode_with_jax(jax: Any, error: type[BaseException]) -> None:
-    from lowprec.jax import ambient
+    from lowprec.jax import current_mode
 
-    outside = ambient._context.value
+    outside = current_mode._context.value
 
     def action() -> None:
         with lowprec.math_mode("bf16"), lowprec.fp32_guard(frameworks=False):
             pass
 
     def check() -> None:
-        assert ambient._context.value == outside == ambient._modes()
+        assert current_mode._context.value == outside == current_mode._modes()
 
     assert interrupts.count(action, check, error) > 50
 
@@ -824,7 +824,7 @@ def test_operands_that_do_not_fit(jax: Any, a: Any, b: Any, error: Any, match: s
 @pytest.mark.parametrize(
     ("b", "error", "match"),
     [
-        (None, lowprec.ArrayError, "b is a NoneType, no array of JAX's or NumPy's"),
+        (None, lowprec.ArrayError, "b is a NoneType, not an array of JAX or NumPy"),
         (np.ones((2, 2), object), lowprec.DTypeError, "dtype 'object' is not supported"),
         (np.ones((2, 2), np.longdouble), lowprec.DTypeError, "is not supported"),
         (np.ma.ones((2, 2)), lowprec.ArrayError, "MaskedArray is not accepted"),
@@ -847,7 +847,7 @@ def test_constants_in_the_other_byte_order(jax: Any) -> None:
 
 def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: Any) -> None:
     x = np.eye(3, dtype=np.float32)
-    with pytest.raises(lowprec.ArrayError, match=r"b is a list, no array of JAX's"):
+    with pytest.raises(lowprec.ArrayError, match=r"b is a list, not an array of JAX"):
         jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
     f = Counted(jax)
     assert f.mode() == "fp32"

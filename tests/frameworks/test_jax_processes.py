@@ -226,11 +226,11 @@ def test_torch_and_jax_both_see_the_mode() -> None:
             "import lowprec.torch\n"
             + FIRST_USE
             + """
-import lowprec.torch.ambient as ambient
+from lowprec.torch.current_mode import current_mode
 f(x)
 with lowprec.math_mode("bf16"):
-    assert ambient.mode() == "bf16" and float(f(x)[0, 0]) == BF16
-assert ambient.mode() == "fp32" and float(f(x)[0, 0]) == FP32
+    assert current_mode() == "bf16" and float(f(x)[0, 0]) == BF16
+assert current_mode() == "fp32" and float(f(x)[0, 0]) == FP32
 """
         )
 

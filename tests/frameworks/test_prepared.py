@@ -58,7 +58,7 @@ def test_torch() -> None:
         products.matmul(prepared, weight)
     with pytest.raises(lowprec.ArrayError, match=f"weight {_STANDS_FOR}"):
         products.linear(x, prepared.T)
-    with pytest.raises(lowprec.ArrayError, match="weight is a list beside tensors"):
+    with pytest.raises(lowprec.ArrayError, match="weight is a list together with tensors"):
         products.linear(x, [[1.0]])
 
 

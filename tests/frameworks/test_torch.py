@@ -615,7 +615,7 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
     with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
         lowprec.matmul(x, torch.ones(3, 2))
     for name, wrong in (("ndarray", np.ones((2, 2), np.float32)), ("NoneType", None)):
-        with pytest.raises(lowprec.ArrayError, match=f"b is a {name} beside tensors"):
+        with pytest.raises(lowprec.ArrayError, match=f"b is a {name} together with tensors"):
             lowprec.matmul(x, wrong)
     for name in ("alpha", "beta"):
         with pytest.raises(lowprec.DTypeError, match=f"{name} must be a number, got str"):

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: the same plans, executed by cuBLASLt. Loaded with the first array in CUDA memory."""
+"""The backend for NVIDIA GPUs, by cuBLASLt; imported with the first array in CUDA memory."""

@@ -1,8 +1,7 @@
-"""Which of cuBLASLt's algorithms runs: the one that was measured to be fastest, else the heuristics' first choice.
+"""Selection of cuBLASLt's algorithms: the fastest measured one, else the heuristics' first choice.
 
-A measured choice is kept on disk, for one model of GPU, version of the driver and of cuBLAS, and one product with all
-that its speed depends on. It replaces the first choice only if it was faster twice: among all candidates, and in a
-second contest of the two.
+Measured choices are cached on disk by model of GPU, versions of driver and cuBLAS, and product. One replaces the first
+choice only if it was faster twice: among all candidates, and in a second comparison of the two.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
 from lowprec.policy import environment
 
-#: How many algorithms are tried unless the caller says otherwise.
+#: Default number of algorithms that are measured.
 CANDIDATES = 32
 
 _FILE = "autotune.json"
@@ -29,13 +28,11 @@ def choose(
     invocation: Invocation, handle: int, stream: int, operands: Operands
 ) -> Algorithm | None:
     """Return the algorithm for a product: a measured one, else the heuristics' first choice; None if there is none."""
-    wish = environment.autotune()
-    if wish is not False:
-        known = _known(invocation, handle)
-        if known is not None:
-            return known
+    setting = environment.autotune()
+    if setting is not False and (known := _known(invocation, handle)) is not None:
+        return known
     found = invocation.search(handle, 1)
-    if found and wish and operands.d and not runtime.is_capturing(stream):
+    if found and setting and operands.d and not runtime.is_capturing(stream):
         return tune(invocation, handle, stream, operands)[0].algorithm
     return found[0] if found else None
 
@@ -48,10 +45,10 @@ def tune(
     candidates: int = CANDIDATES,
     progress: Progress | None = None,
 ) -> tuple[Measured, ...]:
-    """Measure the algorithms of a product that has one, keep the choice on disk, and return all, the chosen one first.
+    """Measure the algorithms of a product that has one, store the choice on disk, and return all, the chosen one first.
 
-    The operands are read, and the result goes to temporary memory, so nothing of the caller's is written. The stream is
-    waited for. Those that do not run are passed over; where none does, the first one's error is raised.
+    The result is written to temporary memory; the stream is synchronised. Raises the first algorithm's error if none
+    runs.
     """
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:
@@ -60,14 +57,12 @@ def tune(
     return results
 
 
-# -- the cache ------------------------------------------------------------------------------------
-
-#: A signal handler may tune a product while its own thread keeps the choice for another one.
+#: A signal handler may tune a product while its own thread stores the choice for another one.
 _lock = threading.RLock()
 
 
 def product_key(invocation: Invocation) -> str:
-    """Return all that the speed of a product depends on, the device left out, as one line."""
+    """Return the properties that determine the speed of a product on a device, as one line."""
     call = invocation.call
     matrices = (call.first, call.second, *([call.c] if call.c else []), call.d)
     words = [
@@ -94,7 +89,7 @@ def device_key() -> str:
 
 @functools.cache
 def _stored() -> dict[str, dict[str, Any]]:
-    """Return the choices on disk by device and product, read once; what is of another form counts as nothing."""
+    """Return the choices on disk by device and product, read once; other contents are ignored."""
     read = disk.read_json(_FILE)
     devices = read.get("devices") if read.get("format") == _FORMAT else None
     choices = devices if isinstance(devices, dict) else {}
@@ -102,7 +97,7 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
-    """Return the measured choice for a product, if cuBLASLt still takes it."""
+    """Return the measured choice for a product, if cuBLASLt still supports it."""
     stored = _stored()
     if not stored:
         return None
@@ -115,7 +110,7 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
 
 
 def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
-    """Keep a choice, in this process and on disk; other processes' choices are kept, too."""
+    """Store a choice in this process and on disk, without losing those of other processes."""
     best, first = results[0], min(results, key=lambda x: x.rank)
     entry = {
         "algorithm": best.algorithm.data.hex(),

@@ -9,7 +9,6 @@ from typing import Any
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends.cuda import bindings, memory, runtime, timing
-from lowprec.backends.cuda.bindings import AlgorithmInfo
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
@@ -29,12 +28,12 @@ from lowprec.util.strides import contiguous_strides
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return what a GPU can do. Looked up once per device."""
+    """Return the capabilities of a GPU; they are queried once per device."""
     return present(runtime.properties(device.index))
 
 
 def info() -> dict[str, Any]:
-    """Return what decides how products run on the GPUs that this process sees; see :func:`lowprec.info`."""
+    """Return the devices and versions that :func:`lowprec.info` shows."""
     libraries()
     return {
         "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
@@ -57,7 +56,7 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that queues the work of a plan for a GPU on the stream of its arguments."""
+    """Return the function that queues the work of a plan on the stream of its arguments."""
     libraries()
     if 0 in plan.out_shape:
         return lambda _: None
@@ -66,9 +65,9 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return what cuBLASLt tells of the algorithm that would run, as rows of names and values.
+    """Return cuBLASLt's description of the algorithm that would run, as rows of names and values.
 
-    Of the arguments only the alignment of the pointers matters; nothing is read.
+    Of the arguments only the alignment of the pointers matters; no element is read.
     """
     if 0 in plan.out_shape or plan.call is None:
         return ()
@@ -76,47 +75,33 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     with runtime.on_device(arguments.a.device.index):
         info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
         call = executor.lowered(arguments).call
-    rows = [("algorithm", algorithm_text(info)), ("units", units_text(info))]
-    if (
-        plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
-        and info.uses_tensor_cores is False
-    ):
-        why = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
-        rows.append(("note", why))
+    rows = [("algorithm", info.text), ("units", info.units_text)]
+    allows_tf32 = plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
+    if allows_tf32 and info.uses_tensor_cores is False:
+        note = (
+            "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
+        )
+        rows.append(("note", note))
     if executor.fallback:
         rows.append(("fallback", executor.fallback))
     elif call != plan.call:
-        why = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
-        rows.append(("fallback", why))
+        reason = (
+            "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
+        )
+        rows.append(("fallback", reason))
     return tuple(rows)
 
 
-def algorithm_text(info: AlgorithmInfo) -> str:
-    """Return an algorithm in words."""
-    splits = f"split-K {info.split_k}" + (f" ({info.reduction})" if info.split_k > 1 else "")
-    return (
-        f"id {info.id}, tile {info.tile}, stages {info.stages}, {splits}, "
-        f"workspace {info.workspace_bytes} B"
-    )
-
-
-def units_text(info: AlgorithmInfo) -> str:
-    """Return in words what multiplies, as the algorithm's numerical implementation flags tell it."""
-    words = {True: ": tensor cores", False: ": no tensor cores", None: ""}
-    used = words[info.uses_tensor_cores]
-    return f"{info.units} on {info.input_type}, summed in {info.accumulator}{used}"
-
-
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return what this thread's last product ran on, as cuBLASLt tells it of the algorithm."""
+    """Return the algorithm of this thread's last product."""
     if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
         return ExecutionInfo(None)
-    words = filter(None, (algorithm_text(last.info), execute.fallback))
+    words = filter(None, (last.info.text, execute.fallback))
     return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
-    """Start to take the time of a product by events on its stream."""
+    """Start timing a product by events on its stream."""
     with runtime.on_device(arguments.a.device.index):
         return timing.EventStopwatch(arguments.a.device.index, arguments.stream)
 
@@ -130,20 +115,20 @@ def tune(
 ) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
-    The chosen one comes first; there is none where cuBLASLt is not called.
+    The fastest comes first; the result is empty where cuBLASLt is not called.
     """
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
         found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
-        texts = (algorithm_text(bindings.describe_algorithm(x.algorithm)) for x in found)
         return tuple(
-            map(AlgorithmTiming, (x.rank for x in found), (x.median_ms for x in found), texts)
+            AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text)
+            for x in found
         )
 
 
 def release_memory() -> None:
-    """Give back the memory of all GPUs that no work uses, once what is queued there is done."""
+    """Free the unused memory of all GPUs, once the work queued there is done."""
     memory.release()
 
 
@@ -158,7 +143,7 @@ def temporary(
 
 
 def staging_dtype(dtype: DType) -> DType:
-    """Return float32 for the 16-bit types, whose sums are float32, and any other type as it is."""
+    """Return float32 for the 16-bit types, whose sums are float32, and any other type unchanged."""
     return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
 
 

@@ -1,4 +1,4 @@
-"""Batches with any strides, cut into launches: a kernel takes three batch dimensions at most."""
+"""Batches with any strides, split into launches: a kernel has three batch dimensions at most."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ _PER_LAUNCH = 3
 class LaunchBatch:
     """The batch of one launch; offsets and strides are counted in elements."""
 
-    #: Of matrices, and of those of the launches before it.
-    count: int
-    before: int
-    #: Of the first matrix of each array.
-    offsets: tuple[int, ...]
-    #: The inner two of the three dimensions.
-    extents: tuple[int, int]
-    #: Per array, over the three dimensions.
-    strides: tuple[tuple[int, int, int], ...]
+    count: int  # matrices of this launch
+    before: int  # matrices of earlier launches
+    offsets: tuple[int, ...]  # of the first matrix of each array
+    extents: tuple[int, int]  # of the inner two of the three dimensions
+    strides: tuple[tuple[int, int, int], ...]  # per array, over the three dimensions
 
 
 def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -> list[Dimension]:
-    """Return a batch whose first array has its matrices ``step`` elements apart, the others these strides."""
+    """Return a batch whose first array has matrices ``step`` elements apart, and the others these strides."""
     found: list[Dimension] = []
     for extent, *others in reversed(list(zip(shape, *strides, strict=True))):
         found.insert(0, (extent, (step, *others)))
@@ -38,7 +34,7 @@ def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
-    """Yield the launches for a batch of ``arrays`` arrays; none if the batch is empty."""
+    """Yield the launches for a batch of ``arrays`` arrays, none if the batch is empty."""
     dimensions = coalesce(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
     missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))

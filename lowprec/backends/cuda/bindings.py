@@ -1,13 +1,13 @@
-"""cuBLASLt with its errors named and its objects owned: the one place that calls ``nvmath.bindings``.
+"""cuBLASLt with typed errors and owned objects: the only module that calls ``nvmath.bindings``.
 
-Descriptors live in host memory and belong to the Python object that made them; it destroys them when it dies or when
-its construction fails half-way. Source: the cuBLAS documentation, chapter "Using the cuBLASLt API".
+Source: the cuBLAS documentation, chapter "Using the cuBLASLt API".
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,40 +21,39 @@ from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, Unsupp
 # ``cublasStatus_t``.
 _ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
 
-#: Errors by status; every other status is a :class:`BackendError`. What cuBLASLt does not compute it refuses as
-#: "invalid value" in some versions, as "not supported" in others.
+#: Errors by status; every other status is a :class:`BackendError`. An unsupported product is an "invalid value" in some
+#: versions of cuBLASLt, "not supported" in others.
 _REFUSALS = (_INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED)
 _ERRORS = {_ALLOC_FAILED: DeviceMemoryError, **dict.fromkeys(_REFUSALS, UnsupportedError)}
 
 
 def translate(error: Exception, doing: str) -> LowprecError:
-    """Return the error of lowprec's that stands for one of the bindings'; ``doing`` says what failed, with the plan."""
-    status = getattr(error, "status", None)
-    kind = _ERRORS.get(int(status), BackendError) if status is not None else BackendError
+    """Return lowprec's error for one of the bindings'; ``doing`` names the failed action."""
+    kind = _ERRORS.get(int(getattr(error, "status", -1)), BackendError)
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
 
 
 @contextlib.contextmanager
 def translated(doing: Callable[[], str]) -> Iterator[None]:
-    """Raise what goes wrong in the block as lowprec's errors; ``doing`` is asked for words only then."""
+    """Raise the errors of a block as lowprec's."""
     try:
         yield
-    except (LowprecError, Warning):  # the latter where a filter makes errors of them
+    except (LowprecError, Warning):  # warnings are raised where a filter turns them into errors
         raise
     except Exception as error:
         raise translate(error, doing()) from error
 
 
 def cublas_version() -> int:
-    """Return cuBLASLt's version as it counts it: 130100 is 13.1.0."""
+    """Return cuBLASLt's version as a number: 130100 is 13.1.0."""
     return int(libraries().cublas_lt.get_version())
 
 
 def cublas_version_text() -> str:
-    """Return cuBLASLt's version in words, also where asking for it fails."""
+    """Return cuBLASLt's version as text."""
     try:
         version = cublas_version()
-    except Exception:  # noqa: BLE001 - this is asked for while another error is being told
+    except Exception:  # noqa: BLE001 - part of the message of another error, which must not be lost
         return "(of an unknown version)"
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -63,24 +62,18 @@ def cublas_version_text() -> str:
 
 
 class Descriptor:
-    """An object of cuBLASLt's, destroyed with this one."""
+    """An object of cuBLASLt's, some hundred bytes of host memory, destroyed with this one."""
 
-    __slots__ = ("__weakref__", "_finalizer", "pointer")
+    __slots__ = ("__weakref__", "pointer")
 
     def __init__(self, pointer: int, destroy: Callable[[int], None]) -> None:
         self.pointer = pointer
-        self._finalizer = weakref.finalize(self, _quietly, destroy, pointer)
-        # At the end of the process the memory goes anyway, and the library may be gone already.
-        self._finalizer.atexit = False
-
-    def close(self) -> None:
-        """Destroy the object now."""
-        self._finalizer()
+        # At the end of the process the library may be unloaded already.
+        weakref.finalize(self, _quietly, destroy, pointer).atexit = False
 
 
 def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
-    # A finalizer has nobody to tell; the object is host memory of some hundred bytes.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a finalizer has no caller
         destroy(pointer)
 
 
@@ -91,7 +84,7 @@ def create_handle(library: str = "cublas_lt") -> int:
 
 
 def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
-    """Destroy a handle; the device finishes all its work first."""
+    """Destroy a handle, once the device has finished all its work."""
     with translated(lambda: f"destroy a handle of {library}"):
         getattr(libraries(), library).destroy(handle)
 
@@ -122,23 +115,19 @@ def _get_attribute(kind: str, pointer: int, name: str) -> int:
 
 
 def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
-    """Return an object of a kind, made from what its creating function takes, with these attributes set."""
+    """Create an object of a kind with these attributes; ``arguments`` are those of its creating function."""
     cublas_lt = libraries().cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
     made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
-    try:
-        for name, value in attributes.items():
-            set_attribute(kind, made.pointer, name, value)
-    except BaseException:
-        made.close()
-        raise
+    for name, value in attributes.items():
+        set_attribute(kind, made.pointer, name, value)
     return made
 
 
 def matrix_layout(
     data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]
 ) -> Descriptor:
-    """Return the layout of a batch of column-major matrices: how many, and the elements from one to the next."""
+    """Return the layout of column-major matrices; ``batch`` is their number and the elements from one to the next."""
     attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
     return create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
 
@@ -146,9 +135,9 @@ def matrix_layout(
 def preference(
     workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]
 ) -> Descriptor:
-    """Return what the search for an algorithm must respect.
+    """Return the constraints of a search for algorithms.
 
-    The library's own defaults are no workspace and pointers aligned to 256 bytes, so all of it is always set.
+    All are set, because the library's defaults are no workspace and pointers aligned to 256 bytes.
     """
     schemes = libraries().cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
@@ -168,7 +157,7 @@ class Algorithm(NamedTuple):
 
 
 class MatmulDescriptors(NamedTuple):
-    """What cuBLASLt is told of one product, to ask for its algorithms and to run it."""
+    """The descriptors of one product, as passed to cuBLASLt."""
 
     operation: Descriptor
     a: Descriptor
@@ -178,19 +167,14 @@ class MatmulDescriptors(NamedTuple):
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Pointers in the order in which cuBLASLt's functions take them."""
+        """Pointers in the order of the parameters of cuBLASLt's functions."""
         return tuple(x.pointer for x in self)
-
-    def close(self) -> None:
-        """Destroy the descriptors now."""
-        for descriptor in self:
-            descriptor.close()
 
 
 def heuristics(
     handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int
 ) -> tuple[Algorithm, ...]:
-    """Return up to ``count`` algorithms, the most promising first; none where there is none."""
+    """Return up to ``count`` algorithms, the most promising first; may be empty."""
     cublas_lt = libraries().cublas_lt
     found = cublas_lt.MatmulHeuristicResult(count)
     returned = np.zeros(1, np.int32)
@@ -235,21 +219,37 @@ def check_algorithm(
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmInfo:
-    """What cuBLASLt tells of an algorithm, by the names of its enumerations."""
+    """An algorithm as cuBLASLt describes it, by the names of its enumerations."""
 
     id: int
     tile: str
     stages: str
-    #: Into how many parts the inner dimension is cut, 1 for one, and how they are summed.
-    split_k: int
-    reduction: str
+    split_k: int  # parts of the inner dimension, 1 if it is not split
+    reduction: str  # of these parts
     workspace_bytes: int
-    #: By the numerical implementation flags: the instruction that multiplies, what it reads, and what it sums in.
+    # From the numerical implementation flags: the instruction that multiplies, its operands and its sums.
     units: str
     input_type: str
     accumulator: str
-    #: None where the flags do not tell.
-    uses_tensor_cores: bool | None
+    uses_tensor_cores: bool | None  # None where the flags name no instruction
+
+    @property
+    def text(self) -> str:
+        """The configuration as text."""
+        splits = f"split-K {self.split_k}" + (f" ({self.reduction})" if self.split_k > 1 else "")
+        return (
+            f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, "
+            f"workspace {self.workspace_bytes} B"
+        )
+
+    @property
+    def units_text(self) -> str:
+        """The arithmetic as text."""
+        used = {True: ": tensor cores", False: ": no tensor cores", None: ""}
+        return (
+            f"{self.units} on {self.input_type}, summed in {self.accumulator}"
+            f"{used[self.uses_tensor_cores]}"
+        )
 
 
 #: ``cublasLtNumericalImplFlags_t``: the instruction, the accumulator and the input, by bit.
@@ -264,17 +264,17 @@ _INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
 def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
-    """Return what an algorithm is, as cuBLASLt itself reports it."""
+    """Return the properties of an algorithm as reported by cuBLASLt."""
     data = np.frombuffer(algorithm.data, np.uint8).copy()
     pointer = data.ctypes.data
     cublas_lt = libraries().cublas_lt
     flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
-
-    def config(name: str) -> int:
-        return _get_attribute("matmul_algo_config", pointer, name)
+    config = functools.partial(_get_attribute, "matmul_algo_config", pointer)
 
     def named(names: Mapping[int, str]) -> str:
-        return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not told"
+        return (
+            " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not reported"
+        )
 
     return AlgorithmInfo(
         id=config("ID"),
@@ -291,7 +291,7 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
 
 
 def _member(enumeration: Any, value: int, prefix: str) -> str:
-    """Return the name of an enumeration's value, the number where a newer library has more of them."""
+    """Return the name of an enumeration's value, or the number of one that only a newer library has."""
     try:
         name: str = enumeration(value).name
     except ValueError:
@@ -303,7 +303,7 @@ def _member(enumeration: Any, value: int, prefix: str) -> str:
 
 
 def math_mode(handle: int) -> int:
-    """Return a handle's ``cublasMath_t`` as it is, flags included."""
+    """Return a handle's ``cublasMath_t``, flags included."""
     with translated(lambda: "read the math mode of a cuBLAS handle"):
         return int(libraries().cublas.get_math_mode(handle))
 

@@ -1,8 +1,7 @@
-"""Kernels compiled at first use: one kernel for one combination of element types, for one architecture.
+"""Kernels compiled at first use by NVRTC, one for each combination of macros and architecture.
 
-The sources lie in ``kernels/``; what varies is defined in lines before them. A compiled kernel is kept in memory, and
-on disk under a name that stands for everything that it was made from. NVRTC, CUDA's run-time compiler, is reached by
-cuda.core; its cache of programs is not, as that asks neither whose a file is nor whether it is whole.
+Compiled kernels are cached in memory and on disk, by a digest of source, options and compiler. cuda.core's cache of
+programs is not used, because it checks neither the owner nor the integrity of a file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 
-#: The kernels' names of the element types; those of 8 bits are only copied, or read as integers.
+#: The kernels' names of the element types; 8-bit types are only copied, or read as integers.
 ELEMENT: Mapping[DType, str] = {
     DType.FLOAT64: "double",
     DType.FLOAT32: "float",
@@ -37,11 +36,10 @@ ELEMENT: Mapping[DType, str] = {
     DType.FLOAT8_E5M2: "Byte",
 }
 
-#: Products and sums stay as they are written, so that results are those of the CPU backend; the kernels wait for
-#: memory, so that contracting them would not be faster.
+#: Without contraction, so that results equal those of the CPU backend; the kernels are limited by memory.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
 
-#: The first compute capability that CUDA 13 has compilers and libraries for.
+#: The first compute capability that CUDA 13 supports.
 OLDEST_OF_CUDA_13 = (7, 5)
 NEEDS_CUDA_12 = (
     "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: "
@@ -56,10 +54,10 @@ _NEEDS_NVRTC = (
 #: Lines of the compiler's log that a message shows.
 _LOG_LINES = 8
 
-#: A digest of the code stands before it in a file, so that a file that was cut or changed is noticed.
+#: Length of the digest of the code at the start of a file, by which damage is detected.
 _DIGEST_BYTES = 32
 
-#: Blocks per multiprocessor beyond which blocks take several turns instead.
+#: Larger grids are limited to this, and each thread loops.
 _BLOCKS_PER_MULTIPROCESSOR = 32
 
 #: A signal handler may need a kernel while its own thread compiles one.
@@ -68,7 +66,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 class _Arguments(NamedTuple):
-    """The arguments of one launch, 8 bytes each, and the address of the list of their addresses."""
+    """The arguments of one launch, 8 bytes each, and the address of the array of their addresses."""
 
     memory: array[int]
     pointers: array[int]
@@ -76,10 +74,10 @@ class _Arguments(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and its arguments, of which a call sets only what varies.
+    """A kernel with its grid and its arguments, of which a call sets only the addresses and factors.
 
-    The kernel, ``kernel(*made_of)``, is compiled at the first call. It takes so many ``addresses``, then the
-    ``constants``, which are integers, then so many ``factors``, which are float64.
+    The kernel is compiled at the first call. Its parameters are ``addresses`` pointers, the ``constants``, which are
+    integers, and ``factors`` numbers in float64.
     """
 
     def __init__(
@@ -98,9 +96,9 @@ class Launch:
         self._extents = (grid, 1, 1, *block, *(1,) * (3 - len(block)), 0)
         self._constants = tuple(constants)
         self._factors = (addresses, addresses + factors)
-        # What varies comes first in memory, so that one call sets it.
+        # Addresses and factors come first in memory, so that one call sets them.
         self._set = struct.Struct(f"{addresses}Q{factors}d").pack_into
-        #: Arguments that no thread is launching with.
+        #: Arguments that no thread is using.
         self._idle: list[_Arguments] = []
         self._kernel: Any = None
         self._function: Any = None
@@ -113,7 +111,7 @@ class Launch:
         try:
             arguments = self._idle.pop()
         except IndexError:
-            arguments = self._describe()
+            arguments = self._new_arguments()
         self._set(arguments.memory, 0, *varying)
         # The driver has copied the arguments when it returns.
         (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
@@ -122,25 +120,25 @@ class Launch:
             raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {status.name}")
 
     def _load(self) -> None:
-        with runtime.relaxed_capture():  # loading is no part of what may be being captured
+        with runtime.relaxed_capture():  # loading is no part of a graph
             found = kernel(*self._made_of)
         driver = libraries().driver
         self._function, self._queue = driver.CUfunction(int(found.handle)), driver.cuLaunchKernel
         self._kernel = found
 
-    def _describe(self) -> _Arguments:
-        """Return new arguments, with what never changes set."""
+    def _new_arguments(self) -> _Arguments:
+        """Return new arguments with the constants set."""
         first, end = self._factors
         memory = array("q", [0] * end + list(self._constants))
         base, size = memory.buffer_info()[0], memory.itemsize
         order = [*range(first), *range(end, len(memory)), *range(first, end)]
-        # The driver knows how many there are; the zero shows a list of another length.
+        # The driver knows the number; tests find a wrong one by the zero.
         pointers = array("Q", [*(base + size * i for i in order), 0])
         return _Arguments(memory, pointers, pointers.buffer_info()[0])
 
 
 def pick_blocks(wanted: int, device: int) -> int:
-    """Return how many blocks to launch where ``wanted`` would let each take one turn."""
+    """Return the size of a grid for which ``wanted`` blocks would need no loop."""
     most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
     return max(1, min(wanted, most))
 
@@ -157,7 +155,7 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
 
 
 def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
-    """Return the source of a kernel: definitions, element types, and the text of the file."""
+    """Return the source of a kernel: macros, element types, and the text of the file."""
     lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
     return f"{lines}{_text('elements.cuh')}{_text(file)}"
 
@@ -176,28 +174,28 @@ def _load(
     data = disk.read_bytes(path)
     if data is not None:
         digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        why = "it is damaged"
+        reason = "it is damaged"
         try:
             if hashlib.sha256(code).digest() == digest:
                 return core.ObjectCode.from_cubin(code).get_kernel(name)
-        except Exception as error:  # noqa: BLE001 - the driver's refusal, in whatever class; compiling is the remedy
-            why = f"the driver does not load it: {error}"
-        disk.set_aside(path, why)
+        except Exception as error:  # noqa: BLE001 - refusals of the driver have several classes
+            reason = f"the driver does not load it: {error}"
+        disk.set_aside(path, reason)
     code = _compiled(core, arch, name, source)
     try:
         loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
     except Exception as error:
         raise BackendError(
             f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
-            "be of a later version of CUDA than the driver serves"
+            "be of a later version of CUDA than the driver supports"
         ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
 
 
 def _file_name(core: Any, arch: str, name: str, source: str) -> str:
-    """Return the name under which a kernel is kept: everything that decides what the compiler makes of it."""
-    # A stand-in for cuda.core is no module.
+    """Return the name of a kernel's file, with a digest of everything that determines its code."""
+    # The tests' replacement of cuda.core is no module.
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
     return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
@@ -205,11 +203,11 @@ def _file_name(core: Any, arch: str, name: str, source: str) -> str:
 
 @functools.cache
 def _nvrtc_version() -> str:
-    """Return the compiler's version, empty if it cannot be asked."""
+    """Return the compiler's version, empty if it is unknown."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
-    except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation itself tells which
+    except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation raises the error
         return ""
     return "" if status else f"{major}.{minor}"
 

@@ -1,8 +1,7 @@
-"""Handles of cuBLAS for users who call it themselves, and the controller of their math mode.
+"""Handles of cuBLAS for users' own calls, and the controller of their math mode.
 
-cuBLASLt has no math mode: the compute type of each product decides. A cuBLAS handle has one, and it governs the
-functions that name no compute type (``cublasSgemm`` and what is built on them: solvers, for example). Source: the
-cuBLAS documentation, ``cublasMath_t``.
+The math mode of a cuBLAS handle applies to functions without a compute type, such as ``cublasSgemm`` and the solvers
+built on it; cuBLASLt has no math mode. Source: the cuBLAS documentation, ``cublasMath_t``.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
 #: Flag that may be or-ed to each: sums of split products stay in FP32.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
-#: The ``cublasMath_t`` with which a handle starts: that of the open block, so that one made inside has it too.
+#: The ``cublasMath_t`` of new handles: that of the open block.
 _at_start = 0
 
 
 def _create() -> int:
     handle = bindings.create_handle("cublas")
-    try:
-        if _at_start:
+    if _at_start:
+        try:
             bindings.set_math_mode(handle, _at_start)
-    except BaseException:
-        bindings.destroy_handle(handle, "cublas")
-        raise
+        except BaseException:
+            bindings.destroy_handle(handle, "cublas")
+            raise
     return handle
 
 
@@ -43,20 +42,20 @@ _pool = HandlePool(_create)
 
 
 def cublas_handle(device: int | None = None) -> int:
-    """Return lowprec's cuBLAS handle of this thread, for calling cuBLAS yourself.
+    """Return lowprec's cuBLAS handle of this thread, for direct calls of cuBLAS.
 
-    ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on it: they save its math mode, set it, and put it back.
-    The handle stays lowprec's: set its stream, its workspace and its math mode as you like, and do not destroy it.
+    ``fp32_guard`` and ``math_mode(..., frameworks=True)`` save, set and restore its math mode. The caller may set its
+    stream, workspace and math mode, and must not destroy it.
 
     Parameters
     ----------
     device : int, optional
-        Index of the GPU, which must be the current one of the thread; by default the current one.
+        Index of the thread's current GPU, which is the default; another one is an error.
 
     Returns
     -------
     int
-        A ``cublasHandle_t``: what ctypes, Cython and ``nvmath.bindings.cublas`` take.
+        A ``cublasHandle_t``, for ctypes, Cython and ``nvmath.bindings.cublas``.
 
     Raises
     ------
@@ -71,9 +70,9 @@ def cublas_handle(device: int | None = None) -> int:
     >>> try:
     ...     handle = lowprec.cublas_handle()
     ... except (lowprec.DeviceError, lowprec.BackendError):
-    ...     handle = None  # there is no GPU here, or nothing to reach it by
+    ...     handle = None  # there is no GPU, or no library for it
     """
-    current = max(runtime.current_device(), 0)  # the first one until the thread has chosen
+    current = max(runtime.current_device(), 0)  # the first one until the thread has set one
     if device is not None and device != current:
         runtime.properties(device)
         raise DeviceError(
@@ -86,7 +85,7 @@ _AT_START = "math_mode of new handles"
 
 
 class CublasController:
-    """The math modes of the handles that :func:`cublas_handle` handed out, of all threads."""
+    """The math modes of the handles that :func:`cublas_handle` has returned, in all threads."""
 
     name = "cublas"
     module = "lowprec.backends.cuda.cublas"
@@ -97,11 +96,11 @@ class CublasController:
     modes = tuple(_MATH)
 
     def save(self) -> dict[str, Any]:
-        """Return each handle's ``cublasMath_t`` as it is, and that of handles to come."""
+        """Return each handle's ``cublasMath_t``, and that of new handles."""
         return {_AT_START: _at_start, **self.describe()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Set each handle's math mode; the flag about reductions stays as it is."""
+        """Set each handle's math mode; the flag about reductions is unchanged."""
         global _at_start
         _at_start = _MATH[mode]
         for handle in tuple(_pool.devices):
@@ -110,14 +109,14 @@ class CublasController:
         return self.save()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put each handle's ``cublasMath_t`` back; one that was made inside the block gets that of new handles."""
+        """Restore each handle's ``cublasMath_t``; handles made inside the block get that of new handles."""
         global _at_start
         _at_start = saved[_AT_START]
         for handle in tuple(_pool.devices):
             bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
 
     def describe(self) -> dict[str, Any]:
-        """Return each handle's ``cublasMath_t`` as it is."""
+        """Return each handle's ``cublasMath_t``."""
         return {_name(handle): bindings.math_mode(handle) for handle in tuple(_pool.devices)}
 
 

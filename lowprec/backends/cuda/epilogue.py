@@ -1,15 +1,13 @@
-"""What follows a product in temporary memory: ``out = activation(alpha * product + beta * c + bias)``.
+"""The epilogue of a product in temporary memory: ``out = activation(alpha * product + beta * c + bias)``.
 
-One kernel, ``kernels/epilogue.cu``, in the product's type and with one rounding to the result's. Powers of two that
-scaled the operands are taken back in the same pass.
+The kernel, ``kernels/epilogue.cu``, computes in the product's type, undoes the scaling of operands, and rounds once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import add
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lowprec.backends.cuda.batching import (
     LaunchBatch,
@@ -30,45 +28,39 @@ _EXPONENT_BYTES = 4
 #: Real and imaginary parts of alpha and beta.
 _FACTORS = 4
 
-#: Queues the work: addresses of product, out, c, bias, row and column exponents (0 for what there is not), alpha, beta,
-#: and a stream.
+#: Queues the work: addresses of product, out, c, bias, row and column exponents (0 for none), alpha, beta, a stream.
 EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, complex, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What becomes of a product; which element types and activations there are, planning has checked.
+    """An epilogue with element types and an activation that planning has checked.
 
     int32 has no factors, and ``c`` is not read where ``beta`` is 0.
     """
 
-    #: In which the arithmetic is done.
-    product_dtype: DType
-    #: The product lies row-major and matrix after matrix, its rows so many elements apart.
-    leading_dimension: int
-    #: Where the result goes, with the product's extents.
-    out: MatrixStack
-    #: The addend, with the shape of ``out``; where it is broadcast its strides are zero.
-    c: MatrixStack | None = None
-    #: One addend per column.
-    bias: OperandSpec | None = None
+    product_dtype: DType  # of the arithmetic, too
+    leading_dimension: int  # of the product, which is row-major, matrix after matrix
+    out: MatrixStack  # with the product's extents
+    c: MatrixStack | None = (
+        None  # with the shape of ``out``; strides are zero where it is broadcast
+    )
+    bias: OperandSpec | None = None  # one addend per column
     activation: Activation | None = None
-    #: Whether the product is divided by 2^e, e the sum of two exponents (int32), one per row, one per column of each
-    #: matrix.
+    #: Whether the product is divided by 2^e, the sum of two int32 exponents, one per row, one per column.
     scaled: bool = False
-    #: Of each matrix of the product, with padding; 0 for those of ``out``.
-    product_rows: int = 0
+    product_rows: int = 0  # of each matrix, with padding; 0 for those of ``out``
 
 
-#: Which stride of a dimension is whose: the product's, out's, c's, and the bias's or exponents'.
-_PRODUCT, _OUT, _C, _COLUMN = range(4)
+#: Index of each array among the launcher's arguments; of the first three also in the strides of a dimension.
+_PRODUCT, _OUT, _C, _BIAS, _ROW_EXPONENTS, _COL_EXPONENTS = range(6)
 
 
 @cached
 def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
-    """Return the function that queues it on a stream of a device, which is the current one then.
+    """Return the function that queues the epilogue on a stream of ``device``, which must be current.
 
-    The kernel is compiled at its first call.
+    The kernel is compiled at the first call.
     """
     if not spec.out.rows * spec.out.cols:
         return in_sequence(())
@@ -88,7 +80,7 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     c_row = c.row_stride if c else 0
     rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c_row, 0))
     cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
-    if spec.scaled:  # the exponents know matrices, rows and columns
+    if spec.scaled:  # exponents are indexed by matrix, row and column
         return coalesce(batch), rows, cols
     every = coalesce([*batch, rows, cols])
     # A last dimension with the strides of the columns begins with them: all columns, or the only one.
@@ -107,15 +99,21 @@ class _EpilogueLaunch:
         self._device = device
         sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
         c_size = spec.c.dtype.itemsize if spec.c else 0
-        before = batch.before * _EXPONENT_BYTES
+        #: Index among the launcher's arguments, and bytes, of each array.
         self._offsets = [
-            batch.offsets[_PRODUCT] * sizes[0],
-            batch.offsets[_OUT] * sizes[1],
-            *([batch.offsets[_C] * c_size] if spec.c else []),
-            *([0] if spec.bias else []),
-            *([before * rows[0], before * cols[0]] if spec.scaled else []),
+            (_PRODUCT, batch.offsets[0] * sizes[0]),
+            (_OUT, batch.offsets[1] * sizes[1]),
         ]
-        self._has_c, self._has_bias, self._scaled = bool(spec.c), bool(spec.bias), spec.scaled
+        if spec.c:
+            self._offsets.append((_C, batch.offsets[_C] * c_size))
+        if spec.bias:
+            self._offsets.append((_BIAS, 0))
+        if spec.scaled:
+            before = batch.before * _EXPONENT_BYTES
+            self._offsets += [
+                (_ROW_EXPONENTS, before * rows[0]),
+                (_COL_EXPONENTS, before * cols[0]),
+            ]
         vector = max(1, _VECTOR_BYTES // min(sizes))
 
         def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
@@ -134,26 +132,9 @@ class _EpilogueLaunch:
         self._fast = self._launch(vector, 0) if regular else None
         self._fast_with_c = self._launch(vector, 1) if regular and c_regular else None
 
-    def __call__(
-        self,
-        product: int,
-        out: int,
-        c: int,
-        bias: int,
-        row_exponents: int,
-        col_exponents: int,
-        alpha: complex,
-        beta: complex,
-        stream: int,
-    ) -> None:
-        given = [product, out]
-        if self._has_c:
-            given.append(c)
-        if self._has_bias:
-            given.append(bias)
-        if self._scaled:
-            given += row_exponents, col_exponents
-        addresses = [*map(add, given, self._offsets)]
+    def __call__(self, *arguments: Any) -> None:
+        *given, alpha, beta, stream = arguments
+        addresses = [given[index] + offset for index, offset in self._offsets]
         launch = self._any
         if self._fast is not None and not (addresses[0] | addresses[1]) & (_VECTOR_BYTES - 1):
             launch = self._fast
@@ -190,42 +171,40 @@ class _EpilogueLaunch:
         )  # fmt: skip
 
 
-# -- what is not finite ---------------------------------------------------------------------------
-
 #: Queues the work: addresses of the product, ``a`` and ``b``, and a stream.
-Mender: TypeAlias = Callable[[int, int, int, int], None]
+Recomputer: TypeAlias = Callable[[int, int, int, int], None]
 
 
 @cached
-def prepare_mending(
+def prepare_recomputing(
     dtype: DType, leading_dimension: int, a: MatrixStack, b: MatrixStack, device: int
-) -> Mender:
-    """Return the function that computes what a sum of products of parts leaves NaN or infinite again, from a and b.
+) -> Recomputer:
+    """Return the function that recomputes the non-finite elements of a sum of products of parts from ``a`` and ``b``.
 
-    An infinity, a NaN, or a number that overflows in the parts' format makes NaN of every element it enters. Whether
-    there is such an element only the device knows: the kernel, ``kernels/mend.cu``, always runs, reads the product
-    once, and the host waits for nothing. The device is the current one then, as in :func:`prepare_epilogue`.
-
-    The product, float32 or complex64, lies row-major and matrix after matrix in temporary memory, its rows
-    ``leading_dimension`` elements apart; the operands lie where the caller has them, their batches broadcast to one
-    shape. The kernel is compiled at its first call.
+    An infinity, a NaN, or a number that overflows in the parts' format makes NaN of every element it enters. The
+    kernel, ``kernels/recompute.cu``, always runs and reads the product once, so that the host need not wait. The
+    product, float32 or complex64, is row-major, matrix after matrix; the operands have batches of one shape.
     """
     step = a.rows * leading_dimension
     batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
     parts = launch_batches(batch, 3)
-    return in_sequence([_mend(dtype, leading_dimension, a, b, part, device) for part in parts])
+    return in_sequence(
+        [_recomputer(dtype, leading_dimension, a, b, part, device) for part in parts]
+    )
 
 
-def _mend(
+def _recomputer(
     dtype: DType, leading: int, a: MatrixStack, b: MatrixStack, batch: LaunchBatch, device: int
-) -> Mender:
+) -> Recomputer:
     """Return the kernel for the batch of one launch."""
     definitions = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
     constants = [a.rows, b.cols, a.cols, leading]
     constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
     constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
     blocks = pick_blocks(-(-batch.count * a.rows * b.cols // _THREADS), device)
-    launch = Launch("mend", "mend.cu", definitions, device, blocks, (_THREADS,), 3, constants)
+    launch = Launch(
+        "recompute", "recompute.cu", definitions, device, blocks, (_THREADS,), 3, constants
+    )
     dtypes = (dtype, a.dtype, b.dtype)
     offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
 

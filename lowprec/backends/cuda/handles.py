@@ -1,7 +1,7 @@
-"""Handles of NVIDIA's libraries, one per thread and device.
+"""Handles of NVIDIA's libraries, one per thread and device, created at first use.
 
-Handles are made on first use and never destroyed, which would wait for the whole device; a thread that ends leaves its
-handles to the next one. Source: the cuBLAS documentation on thread safety.
+They are never destroyed, which would synchronise the device; the handles of a finished thread are reused. Source: the
+cuBLAS documentation on thread safety.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowprec.errors import DeviceMemoryError
 
 
 class _Lease(dict[int, int]):
-    """The handles of one thread by device, left to others when it ends."""
+    """The handles of one thread by device, free for other threads when it ends."""
 
     def __init__(self, free: dict[int, list[int]]) -> None:
         self._free = free
@@ -34,12 +34,12 @@ class _Local(threading.local):
 class HandlePool:
     """Handles of one library; ``create`` returns a new one on the current device.
 
-    Without a lock, which the end of a thread, a signal handler or a fork could find taken: each step is atomic.
+    There is no lock, since the end of a thread, a signal handler or a fork could find it taken: each step is atomic.
     """
 
     def __init__(self, create: Callable[[], int]) -> None:
         self._create = create
-        #: All handles, in the order in which they were made, with their devices.
+        #: All handles, in order of creation, with their devices.
         self.devices: dict[int, int] = {}
         self._free: dict[int, list[int]] = defaultdict(list)
         self._local = _Local(self._free)
@@ -56,19 +56,16 @@ class HandlePool:
         except IndexError:
             runtime.refuse_capture(stream, "a handle of this thread")
             with runtime.relaxed_capture():
-                found = self._new()
+                try:
+                    found = self._create()
+                except DeviceMemoryError:
+                    memory.release()
+                    found = self._create()
             self.devices[found] = device
         kept = handles.setdefault(device, found)
-        if kept != found:  # a signal handler has multiplied meanwhile
+        if kept != found:  # a signal handler has made one meanwhile
             self._free[device].append(found)
         return kept
-
-    def _new(self) -> int:
-        try:
-            return self._create()
-        except DeviceMemoryError:
-            memory.release()
-            return self._create()
 
 
 _cublas_lt = HandlePool(bindings.create_handle)
@@ -78,5 +75,5 @@ handle = _cublas_lt.handle
 
 
 def device_of(owner: int) -> int:
-    """Return the device of a cuBLASLt handle, without asking the driver."""
+    """Return the device of a cuBLASLt handle."""
     return _cublas_lt.devices[owner]

@@ -1,4 +1,4 @@
-"""One prepared ``cublasLtMatmul``: descriptors and algorithm, made once; a warm call is one call of the library."""
+"""One prepared ``cublasLtMatmul``: descriptors and algorithm are made once; a warm call is one call of the library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor,
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
-from lowprec.planning.calls import CublasLtCall
+from lowprec.planning.calls import CublasLtCall, LtMatrix
 
-#: Alignments beyond this make no difference.
+#: Larger alignments make no difference.
 ALIGNMENT_BYTES = 256
 
-#: Address and bytes of memory that a product may have for its workspace; where it is too little, it takes some.
-Room: TypeAlias = tuple[int, int]
-NO_ROOM: Room = (0, 0)
+#: Address and bytes of memory for the workspace of a product; a product that needs more allocates its own.
+Workspace: TypeAlias = tuple[int, int]
+NO_WORKSPACE: Workspace = (0, 0)
 
 #: Attributes of the operation that hold addresses.
 _POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
@@ -31,7 +31,7 @@ _OPERATIONS = {"N": 0, "T": 1}
 
 
 class Operands(NamedTuple):
-    """Addresses of what a call reads and writes, in cuBLASLt's order, and its factors.
+    """Addresses of the matrices and vectors of a call, in cuBLASLt's order, and its factors.
 
     ``bias``, ``scale_first`` and ``scale_second`` are 0 where there is none; alpha and beta are numbers.
     """
@@ -46,9 +46,14 @@ class Operands(NamedTuple):
     alpha: complex = 1.0
     beta: complex = 0.0
 
+    @property
+    def attributes(self) -> tuple[int, int, int]:
+        """Pointers that are attributes of the operation, 0 for none."""
+        return self.bias, self.scale_first, self.scale_second
+
 
 def alignment_of(*addresses: int) -> int:
-    """Return the largest power of two, up to 256, of which all addresses are multiples: of 512 and 48 it is 16."""
+    """Return the largest power of two, up to 256, that divides all addresses: of 512 and 48 it is 16."""
     bits = ALIGNMENT_BYTES
     for address in addresses:
         bits |= address
@@ -56,7 +61,7 @@ def alignment_of(*addresses: int) -> int:
 
 
 class Number(NamedTuple):
-    """Alpha or beta in memory of the host, and its address."""
+    """Alpha or beta in host memory, and its address."""
 
     value: complex
     address: int
@@ -64,15 +69,15 @@ class Number(NamedTuple):
 
 
 def number(value: complex, dtype: DType) -> Number:
-    """Return a factor for a call; kept, as the same few come back."""
+    """Return a factor for a call, cached."""
     # 0.0 and -0.0 are equal, and so are complex numbers that differ in the sign of a zero.
     differ = not value or type(value) is complex
-    return _kept_number(value, dtype, repr(value) if differ else "")
+    return _cached_number(value, dtype, repr(value) if differ else "")
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_number(value: complex, dtype: DType, text: str) -> Number:
-    """Return a factor for a call; ``text`` tells apart what is equal."""
+def _cached_number(value: complex, dtype: DType, text: str) -> Number:
+    """Return a factor for a call; ``text`` distinguishes equal values."""
     memory = np.empty(1, NUMPY_DTYPES[dtype])
     memory[0] = value if dtype.is_complex else value.real
     return Number(value, memory.ctypes.data, memory)
@@ -81,9 +86,9 @@ def _kept_number(value: complex, dtype: DType, text: str) -> Number:
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
-    ``operands`` are those of the first call; the search looks at their alignment and reads nothing. ``choose`` returns
-    the algorithm for this invocation, whose descriptors are made; None if there is none, an UnsupportedError then.
-    ``describe`` returns the product in words, for errors.
+    ``operands`` are those of the first call; the search uses their alignment and reads no element. ``choose`` returns
+    the algorithm for this invocation, or None, which raises UnsupportedError. ``describe`` returns the product as text,
+    for errors.
     """
 
     def __init__(
@@ -102,17 +107,13 @@ class Invocation:
         self._offsets = byte_offsets(call)
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.descriptors = _descriptors(call, operands)
-            #: Descriptors of the operation that no thread uses at the moment, with the pointers that are set in them.
-            self._idle = [(self.descriptors.operation, _pointers_of(operands))]
-            try:
-                algorithm = choose(self)
-                if algorithm is None:
-                    raise UnsupportedError(
-                        f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
-                    )
-            except BaseException:
-                self.descriptors.close()
-                raise
+            #: Descriptors of the operation that no thread is using, with the pointers that are set in them.
+            self._idle = [(self.descriptors.operation, operands.attributes)]
+            algorithm = choose(self)
+            if algorithm is None:
+                raise UnsupportedError(
+                    f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
+                )
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
@@ -125,30 +126,32 @@ class Invocation:
 
     @functools.cached_property
     def info(self) -> AlgorithmInfo:
-        """What cuBLASLt tells of the algorithm."""
+        """The properties of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: Operands, room: Room = NO_ROOM) -> None:
+    def run(
+        self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE
+    ) -> None:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
         alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
         a, b, c, d = operands[:4]
-        places = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
-        # Some pointers are part of the descriptor, which is read before matmul returns: until then it is this call's
-        # own. If the call fails, the descriptor goes, and what is set in it need not be known.
-        pointers = _pointers_of(operands)
+        pointers = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
+        # Bias and scales are part of the descriptor, which matmul reads before it returns: until then no other call
+        # uses it. If the call fails, the descriptor is destroyed.
+        attributes = operands.attributes
         try:
             operation, found = self._idle.pop()
         except IndexError:
             with bindings.translated(lambda: f"run {self._describe()}"):
-                operation, found = _operation(self.call, operands), pointers
-        if found != pointers:
+                operation, found = _operation(self.call, operands), attributes
+        if found != attributes:
             with bindings.translated(lambda: f"run {self._describe()}"):
-                for name, address in zip(_POINTERS, pointers, strict=True):
+                for name, address in zip(_POINTERS, attributes, strict=True):
                     if address:
                         bindings.set_attribute("matmul_desc", operation.pointer, name, address)
-        self.queue(handle, stream, alpha, beta, places, room, operation.pointer)
-        self._idle.append((operation, pointers))
+        self.queue(handle, stream, alpha, beta, pointers, workspace, operation.pointer)
+        self._idle.append((operation, attributes))
 
     def queue(
         self,
@@ -156,46 +159,43 @@ class Invocation:
         stream: int,
         alpha: Number,
         beta: Number,
-        places: Sequence[tuple[int, int, int, int]],
-        room: Room = NO_ROOM,
+        pointers: Sequence[tuple[int, int, int, int]],
+        workspace: Workspace = NO_WORKSPACE,
         operation: int = 0,
     ) -> None:
-        """Queue calls for these addresses of the first, the second, c and d.
+        """Queue calls for these addresses of the first and second operand, c and d.
 
-        ``operation`` is a descriptor of the caller's own; 0 where no pointers are part of it.
+        ``operation`` is a descriptor that only the caller uses; 0 where it has no pointers as attributes.
         """
         algorithm, needed_bytes, _ = self._chosen
-        workspace, nbytes = room
+        address, nbytes = workspace
         if nbytes < needed_bytes:
             with memory.temporary(needed_bytes, handles.device_of(handle), stream) as own:
-                room = (own, needed_bytes)
-                self.queue(handle, stream, alpha, beta, places, room, operation)
+                workspace = (own, needed_bytes)
+                self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
             return
-        of_all, first_layout, second_layout, c_layout, d_layout = self._pointers
+        shared, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul
         try:
-            for first, second, c, d in places:
+            for first, second, c, d in pointers:
                 matmul(
-                    handle, operation or of_all,
+                    handle, operation or shared,
                     alpha.address, first, first_layout, second, second_layout,
                     beta.address, c, c_layout, d, d_layout,
-                    algorithm, workspace, nbytes, stream,
+                    algorithm, address, nbytes, stream,
                 )  # fmt: skip
         except Exception as error:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
-        """Return up to ``count`` algorithms as cuBLASLt's heuristics rank them, the most promising first."""
+        """Return up to ``count`` algorithms as ranked by cuBLASLt's heuristics, the most promising first."""
         schemes = ["COMPUTE_TYPE"]
         if self.call.d.dtype is self.call.scale_dtype:
-            # Sums "in place" pass through D's own element type.
+            # Sums "in place" are rounded to D's own element type.
             schemes.append("INPLACE")
         wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
-        try:
-            with runtime.relaxed_capture():
-                return bindings.heuristics(handle, self.descriptors, wanted, count)
-        finally:
-            wanted.close()
+        with runtime.relaxed_capture():
+            return bindings.heuristics(handle, self.descriptors, wanted, count)
 
 
 def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
@@ -205,36 +205,28 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
-    attributes |= {name: x for name, x in zip(_POINTERS, _pointers_of(operands), strict=True) if x}
+    attributes |= {
+        x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address
+    }
     types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
     return bindings.create("matmul_desc", types, attributes)
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
-    """Return the descriptors of a call; those made so far are destroyed where one cannot be made."""
-    made: list[Descriptor] = []
-    try:
-        made.append(_operation(call, operands))
-        # Without an addend D stands for C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
-        c = None if call.c in (None, call.d) else call.c
-        for x in (call.first, call.second, call.d, *([c] if c else ())):
-            stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
-            made.append(bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride)))
-    except BaseException:
-        for descriptor in made:
-            descriptor.close()
-        raise
-    operation, first, second, d = made[:4]
-    return MatmulDescriptors(operation, first, second, made[-1], d)
+    def layout(x: LtMatrix) -> Descriptor:
+        stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
+        return bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride))
 
-
-def _pointers_of(operands: Operands) -> tuple[int, int, int]:
-    """Return the pointers that are attributes of the operation, 0 for none."""
-    return operands.bias, operands.scale_first, operands.scale_second
+    d = layout(call.d)
+    # Without an addend D is passed as C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
+    c = layout(call.c) if call.c not in (None, call.d) else d
+    return MatmulDescriptors(
+        _operation(call, operands), layout(call.first), layout(call.second), c, d
+    )
 
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
-    """Return where each call of cuBLASLt begins, in bytes of the first, the second, c (d where there is none) and d."""
+    """Return the start of each call of cuBLASLt, in bytes of the first, the second, c (d where there is none) and d."""
     c = call.c or call.d
     sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
     return tuple(

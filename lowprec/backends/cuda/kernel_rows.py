@@ -1,8 +1,8 @@
-"""What runs products on an NVIDIA GPU, as data.
+"""The kernel row of cuBLASLt.
 
-Costs are published rates of a GH200 at 8192 (FP32 51.4, TF32 403 TFLOP/s), FP32 on the same device being 1, and twice
-the TF32 rate for 16-bit data, as the data sheets of all capabilities have it. An element that is rounded is 4 bytes
-read and twice 2 bytes of a 16-bit type, and a byte moved some 13 FP32 flops (4 TB/s).
+Costs are relative to FP32 at published rates of a GH200 at 8192 (FP32 51.4, TF32 403 TFLOP/s), 16-bit data at twice the
+TF32 rate as in the data sheets. Rounding an element reads 4 bytes and moves 2 bytes twice; a byte costs 13 FP32 flops
+(4 TB/s).
 """
 
 from __future__ import annotations

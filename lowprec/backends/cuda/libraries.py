@@ -1,10 +1,7 @@
-"""The third-party modules that the backend stands on, loaded with the first array on a GPU.
+"""Third-party modules of the backend, loaded with the first array on a GPU; ``import lowprec`` needs none of them.
 
-Nothing here is imported before: ``import lowprec`` and products in host memory need none of it. What is missing is told
-apart, because each has its own remedy: the Python packages, the driver, a device, cuBLAS itself.
-
-Of cuda.core only what makes kernels is used. Its streams, events and memory resources are compiled against the driver,
-which no stand-in can replace below them, and its buffers free memory in finalisers, which here call nothing of CUDA.
+Of cuda.core only the compiler is used. Its streams, events and memory resources are compiled against the driver, so
+tests cannot replace it below them, and its buffers free memory in finalisers, which here call no function of CUDA.
 """
 
 from __future__ import annotations
@@ -22,10 +19,10 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by what they are for.
+    """Modules by purpose.
 
-    ``runtime`` has devices, memory, streams and events; ``core`` makes kernels; ``driver`` launches them, and tells
-    each thread's current context.
+    ``runtime`` has devices, memory, streams and events; ``core`` compiles kernels; ``driver`` launches them and has the
+    current context of each thread.
     """
 
     cublas_lt: Any
@@ -47,7 +44,7 @@ _loaded: Libraries | None = None
 
 
 def libraries() -> Libraries:
-    """Return the modules, known to work: a BackendError if one is missing, a DeviceError if driver or device is."""
+    """Return the modules; raises BackendError if one is missing, DeviceError without a usable driver or device."""
     return _loaded if _loaded is not None else _load()
 
 
@@ -60,14 +57,14 @@ _caches: list[functools._lru_cache_wrapper[Any]] = []
 
 
 def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
-    """Keep what a function returns for its arguments, until other modules stand in."""
+    """Cache the results of a function until :func:`use` replaces the modules."""
     found = functools.lru_cache(maxsize=1024)(function)
     _caches.append(found)
     return found
 
 
 def use(replacement: Libraries | None) -> Libraries | None:
-    """Stand other modules in for NVIDIA's, and return those that were in use; None loads them anew."""
+    """Replace NVIDIA's modules, and return those that were in use; None loads them again when they are needed."""
     global _loaded
     before, _loaded = _loaded, replacement
     for cache in _caches:
@@ -77,15 +74,12 @@ def use(replacement: Libraries | None) -> Libraries | None:
 
 def _load() -> Libraries:
     global _loaded
-    modules = []
-    for name in _MODULES:
-        try:
-            modules.append(importlib.import_module(name))
-        except ImportError as error:
-            raise BackendError(
-                f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
-            ) from error
-    found = Libraries(*modules)
+    try:
+        found = Libraries(*map(importlib.import_module, _MODULES))
+    except ImportError as error:
+        raise BackendError(
+            f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
+        ) from error
     _check_devices(found.runtime)
     _check_cublas(found.cublas_lt)
     _loaded = found
@@ -93,51 +87,47 @@ def _load() -> Libraries:
 
 
 def _check_devices(runtime: Any) -> None:
-    """Raise unless there is a device that this process can use, with what CUDA itself says."""
     status, count = runtime.cudaGetDeviceCount()
     if status != runtime.cudaError_t.cudaSuccess or not count:
         raise DeviceError(f"{_no_device(runtime, status)}, or keep the arrays in host memory")
 
 
 def _no_device(runtime: Any, status: Any) -> str:
-    """Return why there is no device, and what to do about it."""
+    """Return the reason why there is no device, and a remedy."""
     errors = runtime.cudaError_t
     if status in (errors.cudaSuccess, errors.cudaErrorNoDevice):
-        return (
-            "no usable NVIDIA GPU: none is visible; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
-        )
+        return "no usable NVIDIA GPU: none is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if status == errors.cudaErrorInsufficientDriver:
-        # Of a driver that is missing the version is 0.
+        # The version of a missing driver is 0.
         driver = _version(runtime.cudaDriverGetVersion())
         wanted = _version(runtime.cudaRuntimeGetVersion())
         if driver is None:
             return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
         return (
-            f"the NVIDIA driver is too old: it serves CUDA {driver}, and the packages that are installed are for CUDA "
-            f'{wanted}; update the driver, or install packages that it serves: pip install "lowprec[cuda12]"'
+            f"the NVIDIA driver is too old: it supports CUDA {driver}, and the installed packages are for CUDA "
+            f'{wanted}; update the driver, or install packages for it: pip install "lowprec[cuda12]"'
         )
     _, words = runtime.cudaGetErrorString(status)
     text = f"{status.name}: {words.decode() if isinstance(words, bytes) else words}"
     if status == errors.cudaErrorInitializationError:
         return (
-            f"CUDA cannot be initialised ({text}), as in a process that was forked from one which had used CUDA; start "
-            'processes by multiprocessing\'s "spawn", look at nvidia-smi'
+            f"CUDA cannot be initialised ({text}), as in a process forked from one that had used CUDA; start "
+            'processes by multiprocessing\'s "spawn", check nvidia-smi'
         )
-    return f"the NVIDIA GPUs cannot be used ({text}); look at nvidia-smi"
+    return f"the NVIDIA GPUs cannot be used ({text}); check nvidia-smi"
 
 
-def _version(answer: tuple[Any, Any]) -> str | None:
-    """Return a version that the runtime tells, as words; None where it tells none."""
-    status, number = answer
+def _version(result: tuple[Any, Any]) -> str | None:
+    status, number = result
     return f"{number // 1000}.{number % 1000 // 10}" if not int(status) and number else None
 
 
-#: Before it there are no FP8 types, and descriptors lack attributes that are set here.
+#: Earlier versions have no FP8 types, and their descriptors lack attributes that are set here.
 _OLDEST_CUBLAS = 120000
 
 
 def _check_cublas(cublas_lt: Any) -> None:
-    """Load cuBLASLt, which the bindings put off until the first call of a function."""
+    """Load cuBLASLt, which the bindings defer to the first call of a function."""
     try:
         version = int(cublas_lt.get_version())
     except Exception as error:

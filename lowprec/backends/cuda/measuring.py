@@ -1,9 +1,8 @@
-"""A contest of cuBLASLt's algorithms for one product, by the time that the device needs.
+"""Timing of cuBLASLt's algorithms for one product on the device.
 
-Two things would be measured instead. A short product waits for the host, which queues one in some microseconds: each
-measurement is queued behind a kernel that spins for twice the time that the host took before, and made again where that
-was too short. And a product whose operands were just used finds them in the L2 cache: each has other copies of them,
-together larger than the cache.
+A short product would wait for the host, which takes microseconds to queue it: each measurement is queued behind a
+kernel that spins for twice the host's time, and repeated if that was too short. Operands would be in the L2 cache: the
+runs rotate over copies that are together larger than the cache.
 """
 
 from __future__ import annotations
@@ -23,47 +22,44 @@ from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operan
 from lowprec.backends.cuda.timing import EventStopwatch
 from lowprec.errors import DeviceMemoryError, LowprecError
 
-#: Rounds of the contest of all candidates, and of the contest of the best with the first choice.
+#: Rounds of all candidates, and of the fastest against the first choice.
 _ROUNDS, _FINAL_ROUNDS = 5, 15
-#: One measurement lasts at least this long, so that the resolution of events (half a microsecond) does not matter.
+#: Shortest measurement, so that the resolution of events (half a microsecond) does not matter.
 _MEASUREMENT_MS = 0.2
 _MAX_REPEATS = 200
-#: What must be gained to give the first choice up.
+#: Relative gain for which the first choice is replaced.
 _MARGIN = 0.01
 
-#: Milliseconds of the host for one product, as long as none is measured; times by which spinning is longer than the
-#: host needs, one per attempt; and the longest spin of a measurement.
+#: First estimate of the host's time for one product; spinning time over the host's, per attempt; longest spin.
 _HOST_MS = 0.01
 _LONGER = (2, 4, 8)
 _MOST_SPIN_MS = 20.0
 #: Where the driver does not report the clock.
 _CLOCK_KHZ = 2_000_000
-#: Copies of the operands are together so many times as large as the L2 cache.
+#: Size of all copies of the operands over that of the L2 cache.
 _CACHES = 2
 
-
-#: Gets the number of measurements done, and that of all.
+#: Called with the number of measurements done, and that of all.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
 class Measured:
-    """One algorithm in the contest; ``rank`` is its place in the heuristics' order, from 0."""
+    """One measured algorithm; ``rank`` is its index in the heuristics' order."""
 
     rank: int
     algorithm: Algorithm
-    #: How often it runs per measurement.
-    repeats: int = 1
+    repeats: int = 1  # products per measurement
     times_ms: list[float] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
-        """Of the milliseconds of one product."""
+        """Median time of one product."""
         return statistics.median(self.times_ms)
 
 
 class Contest:
-    """Measures algorithms of one product by turns; ``turns`` has the operands of each run."""
+    """Measures algorithms of one product in turn; ``turns`` yields the operands of each run."""
 
     def __init__(
         self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]
@@ -80,9 +76,9 @@ class Contest:
     ) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first and the others by their time.
 
-        Where none runs, the first one's error is raised.
+        Raises the first one's error if none runs.
         """
-        self._spin(self._stream, 0)  # which compiles it: what cannot be is no candidate's failure
+        self._spin(self._stream, 0)  # compiles it here, so that its error is not a candidate's
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
         for rank, algorithm in enumerate(found):
@@ -112,7 +108,7 @@ class Contest:
         return tuple(candidates)
 
     def _wins(self, best: Measured, first: Measured) -> bool:
-        """Whether the best also wins a contest of two."""
+        """Whether the best is also faster in a second comparison with the first choice."""
         times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
         old, new = (statistics.median(x) for x in zip(*times, strict=True))
         return bool(new < old * (1 - _MARGIN))
@@ -127,7 +123,7 @@ class Contest:
         return elapsed_ms / candidate.repeats
 
     def _attempt(self, candidate: Measured, spin_ms: float) -> tuple[float, bool]:
-        """Return the milliseconds of all repeats, and whether the device waited for the host; the work is done then."""
+        """Wait for one measurement; return its milliseconds, and whether the device waited for the host."""
         self._invocation.use(candidate.algorithm)
         begin = perf_counter()
         self._spin(self._stream, int(spin_ms * self._clock_khz))
@@ -140,14 +136,11 @@ class Contest:
         return watch.elapsed_ms() or 0.0, waited_for_the_host
 
 
-# -- operands -------------------------------------------------------------------------------------
+class _Offsets(NamedTuple):
+    """A copy of an array in a set of copies."""
 
-
-class _Place(NamedTuple):
-    """Where a copy of an array lies in a set of copies: its pointer, its lowest byte from there, and its bytes."""
-
-    pointer: int
-    lowest: int
+    pointer: int  # from the start of the set
+    lowest: int  # of the first byte from the pointer
     nbytes: int
 
 
@@ -155,46 +148,46 @@ class _Place(NamedTuple):
 def rotated(
     invocation: Invocation, operands: Operands, device: int, stream: int
 ) -> Iterator[Iterator[Operands]]:
-    """Yield the operands of one product after another, as aligned as ``operands``, which nothing is written to.
+    """Yield an iterator over copies of ``operands`` with the same alignment; ``operands`` themselves are only read.
 
-    Where one product's arrays exceed the cache anyway, or memory is short, only D is another.
+    Where one product's arrays exceed the cache, or memory is short, only D is a copy.
     """
     read = ("first", "second", *(("c",) if operands.beta else ()))
-    places, nbytes = _places(invocation, operands, (*read, "d"))
+    layout, nbytes = _set_layout(invocation, operands, (*read, "d"))
     count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)
     block = None
     if count > 1:
         with contextlib.suppress(DeviceMemoryError):
             block = memory.temporary(count * nbytes, device, stream)
     if block is None:
-        (places, nbytes), count, read = _places(invocation, operands, ("d",)), 1, ()
+        (layout, nbytes), count, read = _set_layout(invocation, operands, ("d",)), 1, ()
         block = memory.temporary(nbytes, device, stream)
     with block as first:
         for name in read:
-            place, source = places[name], getattr(operands, name)
-            start = first + place.pointer + place.lowest
-            runtime.copy_async(start, source + place.lowest, place.nbytes, stream)
+            copy, source = layout[name], getattr(operands, name)
+            start = first + copy.pointer + copy.lowest
+            runtime.copy_async(start, source + copy.lowest, copy.nbytes, stream)
         done = 1
         while read and done < count:  # twice as many each time
             more = min(done, count - done)
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
         starts = itertools.cycle([first + i * nbytes for i in range(count)])
-        yield (_moved(operands, places, start) for start in starts)
+        yield (_moved(operands, layout, start) for start in starts)
 
 
-def _moved(operands: Operands, places: dict[str, _Place], start: int) -> Operands:
-    pointers = {name: start + place.pointer for name, place in places.items()}
+def _moved(operands: Operands, layout: dict[str, _Offsets], start: int) -> Operands:
+    pointers = {name: start + copy.pointer for name, copy in layout.items()}
     return operands._replace(**{"c": pointers["d"], **pointers} if not operands.beta else pointers)
 
 
-def _places(
+def _set_layout(
     invocation: Invocation, operands: Operands, names: tuple[str, ...]
-) -> tuple[dict[str, _Place], int]:
-    """Return the places of arrays in a set of copies, and the bytes of a set."""
+) -> tuple[dict[str, _Offsets], int]:
+    """Return the offsets of arrays in a set of copies, and the bytes of a set."""
     call = invocation.call
     matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
-    places, nbytes = {}, 0
+    layout, nbytes = {}, 0
     for name in names:
         x = matrices[name]
         # Calls may begin at negative offsets.
@@ -203,6 +196,6 @@ def _places(
         end += (x.cols - 1) * x.leading_dimension + x.rows
         lowest, end = min(starts) * x.dtype.itemsize, end * x.dtype.itemsize
         pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
-        places[name] = _Place(pointer, lowest, end - lowest)
+        layout[name] = _Offsets(pointer, lowest, end - lowest)
         nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return places, nbytes
+    return layout, nbytes

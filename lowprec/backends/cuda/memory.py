@@ -1,13 +1,10 @@
-"""Memory, streams and waiting on NVIDIA GPUs, for what lowprec brings itself: results for JAX, temporary buffers.
+"""Memory and streams of NVIDIA GPUs for results of JAX and temporary buffers: a provider of ``arrays.device_memory``.
 
-All of it comes from one pool per device, in the order of a stream: CUDA itself knows which stream may have what another
-gave back, and makes allocations part of a graph that is being captured. Temporary memory goes back in the order of its
-stream, by the call that took it. A result that another library has had may be in use on streams that nobody here knows:
-when it dies, it waits until the whole device was waited for, which is done once for many of them.
-
-This module is a provider of :mod:`lowprec.arrays.device_memory`. A finaliser calls no function of CUDA: it leaves a
-note for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*, *Stream
-synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
+Each device has one pool with stream-ordered allocation; allocations during a capture become part of the graph. The call
+that allocated temporary memory frees it in the order of its stream. A result may be in use on streams of other
+libraries: it is freed after a synchronisation of the device, shared by many of them. Finalisers call no function of
+CUDA; they leave a note for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*,
+*Stream synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
 """
 
 from __future__ import annotations
@@ -28,21 +25,22 @@ from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
-#: What a device's pool may keep unused, and as much again of results that died: the larger of bytes and share.
+#: Unused memory that a device's pool may keep, and the limit of results that wait to be freed: the larger of bytes and
+#: share.
 _LIMIT_BYTES = 128 << 20
 _LIMIT_SHARE = 16
 
-#: How many results that died may wait, however small they are.
+#: Results that may wait to be freed, whatever their size.
 _MAX_DEAD = 4096
 
-#: How many products of a stream may hold their operands; the next one waits for the first.
+#: Products of a stream that may hold their operands; the next one waits for the first.
 _MAX_KEPT = 64
 
 
 class Block:
-    """Memory of a device for the work of one stream, which goes back in its order at the end of a ``with`` block.
+    """Memory of a device for the work of one stream, freed in its order at the end of a ``with`` block.
 
-    What dies otherwise is noted in ``dead``. ``stream`` is None for memory of no pool, which is always given back so.
+    Blocks that are finalised otherwise, and those of no pool (``stream`` is None), are noted in ``dead``.
     """
 
     __slots__ = ("__weakref__", "_dead", "_stream", "address", "nbytes")
@@ -59,45 +57,42 @@ class Block:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._stream is None:
             return
-        # First of all, so that nothing is given back twice.
-        address, self.address = self.address, 0
+        address, self.address = self.address, 0  # first, so that it is never freed twice
         try:
             call("cudaFreeAsync", address, self._stream)
         except BackendError:
-            if not self._was_captured():
+            # Memory of a graph may be another allocation's once the capture has failed.
+            is_captured = False
+            with contextlib.suppress(BackendError):
+                is_captured = runtime.is_capturing(self._stream)
+            if not is_captured:
                 self.address = address
             if kind is None:
                 raise
 
-    def _was_captured(self) -> bool:
-        """Whether a graph owns the memory: its address may be another allocation's once the capture has failed."""
-        try:
-            return runtime.is_capturing(self._stream or 0)
-        except BackendError:
-            return False
-
     def __del__(self) -> None:
-        # Runs in any thread, inside any other call, and while the interpreter ends: appending is all it does.
+        # May run in any thread, inside any other call, and while the interpreter ends.
         if self.address:
             self._dead.append((self.address, self.nbytes))
 
 
 class _Pool:
-    """Memory and events of one device, and what its work needs alive. The device is current in all calls."""
+    """Memory and events of one device, and the objects that its work needs. The device is current in all calls."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
-        # A signal handler may come in the midst of a step, in the thread that holds the lock, and take a block too.
+        # A signal handler may allocate, too, in the thread that holds the lock.
         self.lock = threading.RLock()
-        #: What died: addresses and bytes as finalisers note them, and what was read of these notes.
+        #: Addresses and bytes of dead results, as noted by finalisers, and those read from the notes.
         self._noted: deque[tuple[int, int]] = deque()
         self._dead: list[int] = []
         self._dead_bytes = 0
         self.events: list[Any] = []
+        #: By stream: events, and the objects in use until then.
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
-        # What is in use, without an event that will tell how long: for good, unless one comes.
+        #: Objects in use that have no event yet.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
@@ -105,7 +100,7 @@ class _Pool:
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
-        """Return memory; a DeviceMemoryError if there is none left when all that lowprec does not use is given back."""
+        """Return memory; raises DeviceMemoryError if there is too little after all unused memory was freed."""
         pool = self._pool
         if pool is None or not is_temporary:
             if not runtime.is_capturing(stream):
@@ -116,19 +111,19 @@ class _Pool:
                     "is 0), so a product that needs temporary memory cannot be captured into a graph there"
                 )
             else:
-                pool = None  # what is allocated in order would be the graph's, and gone before the array is
+                pool = None  # stream-ordered memory would be the graph's, and freed before the array is
         block = Block(nbytes, stream if pool is not None else None, self._noted)
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
-            if runtime.is_capturing(stream):  # whoever waits for the device then ends the capture
+            if runtime.is_capturing(stream):  # waiting for the device would end the capture
                 raise
             release()
             block.address = runtime.allocate(nbytes, pool, stream)
         return block
 
     def _collect(self, limit: int) -> None:
-        """Give back what died, if that is more than a limit, once nobody uses it: after waiting for the device."""
+        """Wait for the device and free dead results, if they are larger than a limit."""
         if limit >= 0 and not self._noted:
             return
         with self.lock:
@@ -139,7 +134,7 @@ class _Pool:
                     self._dead_bytes += nbytes
             if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
                 return
-            # What dies from here on is not what is waited for.
+            # Results that die from here on may still be in use after the wait.
             (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
             try:
                 runtime.wait_for_device()
@@ -148,14 +143,15 @@ class _Pool:
                 self._dead_bytes += nbytes
                 raise
             while dead:
-                # What is wrong with a lost device the next call tells.
-                with contextlib.suppress(BackendError):
+                with contextlib.suppress(
+                    BackendError
+                ):  # the next call raises the error of a lost device
                     runtime.free(dead.pop())
 
-    # -- what is held -----------------------------------------------------------------------------
+    # -- objects in use ---------------------------------------------------------------------------
 
     def recorded(self, stream: int) -> Any:
-        """Return an event that stands for the work which a stream holds now."""
+        """Return an event recorded on a stream."""
         try:
             event = self.events.pop()
         except IndexError:
@@ -168,8 +164,8 @@ class _Pool:
         return event
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
-        """Hold what :attr:`held` holds already until the work of a stream is done."""
-        if runtime.is_capturing(stream):  # the graph reads them whenever it runs
+        """Hold objects that are in :attr:`held` until the queued work of a stream is done."""
+        if runtime.is_capturing(stream):  # the graph reads them at every launch
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
@@ -187,33 +183,32 @@ class _Pool:
         return any(list(self._kept.values()))
 
     def release_finished(self) -> bool:
-        """Let go of what the work that is done by now has needed; return whether more is held."""
+        """Release the objects of finished work; return whether more are held."""
         if not self._is_keeping():
             return False
-        done = []
-        # Inside the lock nothing is let go: that runs other libraries' code.
+        done = []  # released outside the lock, since that runs other libraries' code
         with self.lock, runtime.relaxed_capture():
             for queue in list(self._kept.values()):
                 while queue:
                     first = queue[0]
                     if not runtime.event_is_done(first[0]):
                         break
-                    # A signal handler may have let go of it meanwhile.
+                    # A signal handler may have released it meanwhile.
                     if queue and queue[0] is first and queue.popleft():
                         self.events.append(first[0])
                         done.append(first[1])
         return self._is_keeping()
 
     def wait(self) -> None:
-        """Wait for all work that needs something alive, and let go of it."""
+        """Wait for all work that uses held objects, and release them."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
                 runtime.wait_for_event(event)
         self.release_finished()
 
     def release(self) -> None:
-        """Give back all memory that nobody uses."""
-        failed = list(self.held)  # no event tells when the work of these calls is done
+        """Free all unused memory."""
+        failed = list(self.held)  # these have no event, as their calls failed
         self.wait()
         self._collect(-1)
         for key in failed:
@@ -224,12 +219,12 @@ class _Pool:
             call("cudaDeviceGraphMemTrim", self._device)
 
 
-#: By the runtime, which tests exchange, and the device.
+#: By the runtime, which tests replace, and the device.
 _pools: dict[tuple[Any, int], _Pool] = {}
 
 
 def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
-    """Return a device's pool; none is made while a stream is being captured."""
+    """Return a device's pool; none is made while the stream is being captured."""
     key = (libraries().runtime, device)
     found = _pools.get(key)
     if found is None:
@@ -240,13 +235,13 @@ def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
 
 
 def _each(do: Callable[[_Pool], Any]) -> list[Any]:
-    """Call a function with each pool, whose device is the current one then."""
-    found, answers = loaded(), []
+    """Call a function with each pool on its device."""
+    found, results = loaded(), []
     for (owner, device), pool in list(_pools.items()):
         if found is not None and owner is found.runtime:
             with runtime.on_device(device):
-                answers.append(do(pool))
-    return answers
+                results.append(do(pool))
+    return results
 
 
 def temporary(nbytes: int, device: int, stream: int) -> Block:
@@ -261,32 +256,31 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
 
 
 def own_stream(device: Device) -> int:
-    """Return lowprec's own stream of a device: always the same, and none that waits for the default stream."""
+    """Return lowprec's stream of a device, always the same one; it does not wait for the default stream."""
     pool = _pool(device.index)
     if pool.stream is None:
         with runtime.on_device(device.index), pool.lock:
             flags = libraries().runtime.cudaStreamNonBlocking
             made = pool.stream or int(call("cudaStreamCreateWithFlags", flags))
-            pool.stream = pool.stream or made  # a signal handler may have been here meanwhile
+            pool.stream = pool.stream or made  # a signal handler may have made one meanwhile
     return pool.stream
 
 
 def order(before: int, after: int, device: Device) -> None:
-    """Have later work of stream ``after`` wait for what stream ``before`` holds now. The host waits for nothing."""
+    """Make later work of stream ``after`` wait for the queued work of stream ``before``; the host does not wait."""
     if before == after:
         return
-    with runtime.on_device(device.index):  # 1 means the default stream of the current device
+    with runtime.on_device(device.index):  # 1 is the default stream of the current device
         pool = _pool(device.index, before)
         event = pool.recorded(before)
         try:
             call("cudaStreamWaitEvent", after, event, 0)
         finally:
-            # A wait means the mark that the event had when it was queued, so the event is free again.
-            pool.events.append(event)
+            pool.events.append(event)  # free: the wait is for the event as it was recorded
 
 
 def synchronize(stream: int, device: Device) -> None:
-    """Wait on the host for what a stream holds now."""
+    """Wait on the host for the queued work of a stream."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
 
@@ -295,7 +289,7 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
     """Raise a BackendError if work that joins these streams of a device would end a capture."""
     try:
         runtime.properties(device.index)
-    except LowprecError:  # reported by the product; to view an array needs no device
+    except LowprecError:  # reported by the product; viewing an array needs no device
         return
     with runtime.on_device(device.index):
         captured = {x != LEGACY_STREAM and runtime.is_capturing(x) for x in streams}
@@ -318,15 +312,14 @@ def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> 
 
 
 def hold(owners: Sequence[Any], device: Device) -> None:
-    """Hold objects that work is about to need: an interrupt may come between the work and :func:`keep`."""
+    """Hold objects before work that uses them: an interrupt may come between the work and :func:`keep`."""
     _pool(device.index).held[id(owners)] = owners
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
-    """Hold objects until the work that a stream of a device holds now is done.
+    """Hold objects until the queued work of a stream is done; a thread or a later call releases them.
 
-    A thread, or a later call, lets go of them. While the stream is being captured, they stay for good; if this raises,
-    until :func:`release`.
+    Objects of a captured stream are never released; those of a call that raises, by :func:`release`.
     """
     hold(owners, device)
     with runtime.on_device(device.index):
@@ -335,12 +328,12 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
 
 
 def release_finished() -> bool:
-    """Let go of everything that :func:`keep` holds for work which is done; return whether more is held."""
+    """Release the objects of finished work; return whether more are held."""
     return any(_each(_Pool.release_finished))
 
 
 def release() -> None:
-    """Give back all memory that nobody uses; blocks that are still alive stay good."""
+    """Free all unused memory."""
     _each(_Pool.release)
 
 
@@ -348,7 +341,7 @@ _waiter = Waiter(release_finished)
 
 
 def _renew_locks() -> None:
-    # The thread that may have held one is not there in a child.
+    # In a child of a fork, the thread that held one does not exist.
     for pool in _pools.values():
         pool.lock = threading.RLock()
 
@@ -359,7 +352,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Let go of other libraries' arrays while these libraries are whole."""
+    """Release other libraries' arrays while these libraries are intact."""
     _waiter.stop()
     with contextlib.suppress(LowprecError):
         _each(_Pool.wait)

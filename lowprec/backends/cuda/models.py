@@ -1,4 +1,4 @@
-"""What a GPU can do, as planning wants to know it: one that is there, or a model that one may have elsewhere."""
+"""Capabilities of GPUs for planning: of a device that is present, or of a model by published figures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LARGE_SINCE = (9, 0)
 
 @functools.lru_cache(maxsize=64)
 def present(found: DeviceProperties) -> Capabilities:
-    """Return what a GPU can do that the driver has described."""
+    """Return the capabilities of a GPU with these properties."""
     peaks: tuple[tuple[str, float], ...] = ()
     model = model_of(found.name)
     if model and found.clock_khz:
-        # A model comes with other clocks, and with fewer multiprocessors (PCIe cards), than its row has.
+        # Cards of a model differ in clocks and in multiprocessors (PCIe).
         here = found.multiprocessors * found.clock_khz / 1e3
         share = here / (model.multiprocessors * model.clock_mhz)
         peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
@@ -39,10 +39,7 @@ def present(found: DeviceProperties) -> Capabilities:
 
 
 def predicted(device: str) -> Capabilities:
-    """Return what a model can do by what is published of it; no library and no driver is needed.
-
-    Raises DeviceError if there is no such model.
-    """
+    """Return the capabilities of a model; raises DeviceError if it is unknown."""
     model, capability = parse_model(device), parse_capability(device)
     stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
     return Capabilities(

@@ -1,13 +1,11 @@
 """Operands packed for cuBLASLt: rounded, scaled, transposed, padded, complex numbers as real ones, all in one pass.
 
-Which kernel of ``kernels/pack.cu`` runs depends on the strides of the source: contiguous columns that are aligned (16
-bytes at a time), contiguous rows (by way of tiles), or anything else. It is decided once per packing, except for the
-alignment of the pointers, which only the call knows.
+The kernel of ``kernels/pack.cu`` is selected once per packing by the strides of the source: contiguous columns that are
+aligned (16 bytes at a time), contiguous rows (through tiles), or any; and per call by the alignment of the pointers.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -31,54 +29,48 @@ _VECTOR_BYTES = 16
 _TILED = 8
 #: Threads of a block that share a row, at least.
 _LEAST_ACROSS = 4
-#: A block of tiles: so many words each way, read and written by so many threads.
+#: Words of a tile each way, and the threads that read and write it.
 _TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
 _EXPONENT_BYTES = 4
-#: Columns of which one block seeks the largest magnitudes.
+#: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What is written: batch after batch, each of ``padded_rows`` lines of ``leading_dimension`` elements and part.
+    """A packing: each matrix and part becomes ``padded_rows`` lines of ``leading_dimension`` elements.
 
     Row r and column c of the source go to line r and element c, the padding is zero. Numbers are rounded to nearest,
-    ties to even; NaN stays NaN, infinities stay, what is too large becomes one. Planning asks only for element types
-    of which there is a kernel.
+    ties to even; NaN stays NaN, overflow gives infinity. There is a kernel for all element types of a plan.
     """
 
     source: MatrixStack
-    #: Of what is written.
-    dtype: DType
+    dtype: DType  # of the packed elements
     leading_dimension: int
     padded_rows: int
     #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
-    #: magnitude lies in [2^14, 2^15); e is written to the exponents, int32, one per row and batch, and is 0 for a row
-    #: of zeros.
+    #: magnitude is in [2^14, 2^15); e is written to the exponents, int32, one per row and batch; 0 for a row of zeros.
     scaled: bool = False
     #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds (re, -im)
     #: and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
     complex_as: ComplexAs = "no"
-    #: How many parts of each number are written: the number rounded, and then what the parts before leave, multiplied
-    #: by 2^part_exponent, rounded; where ``summed``, the last part is the sum of the two before it, rounded.
+    #: Number of parts of each number: the number rounded, then each remainder times 2^part_exponent, rounded; where
+    #: ``summed``, the last part is the sum of the two before it, rounded.
     parts: int = 1
     part_exponent: int = 0
     summed: bool = False
-    #: Whether float32 numbers are rounded to TF32, ties away from zero.
-    as_tf32: bool = False
-    #: Whether the parts of a line follow each other, line by line; else those of a matrix do, matrix by matrix.
-    side_by_side: bool = False
-    #: Whether the last part comes first.
-    descending: bool = False
+    as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
+    side_by_side: bool = False  # the parts of a line are adjacent; else those of a matrix
+    descending: bool = False  # the last part comes first
 
     @property
     def lines_per_row(self) -> int:
-        """Lines that a row of the source becomes."""
+        """Packed lines per row of the source."""
         return 2 if self.complex_as == "rotated" else 1
 
     @property
     def parts_per_number(self) -> int:
-        """Elements of a line that a number of the source becomes."""
+        """Packed elements per number of the source."""
         return 1 if self.complex_as == "no" else 2
 
 
@@ -104,7 +96,7 @@ def _shape(packing: Packing) -> _Shape:
         (extent, (stride,))
         for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
     ]
-    # What is written is regular throughout: without padding the source alone decides which dimensions are one.
+    # Without padding the target is contiguous, so the source alone decides which dimensions coalesce.
     if out_rows == rows and packing.parts == 1:
         dimensions = coalesce([*dimensions, (rows, (row_stride,))])
         if out_cols == cols and not packing.scaled and packing.complex_as != "rotated":
@@ -120,24 +112,23 @@ def _shape(packing: Packing) -> _Shape:
 
 @cached
 def prepare_packing(packing: Packing, device: int) -> Packer:
-    """Return the function that queues a packing on a stream of a device, which is the current one then.
+    """Return the function that queues a packing on a stream of ``device``, which must be current.
 
-    Kernels are compiled at its first call.
+    Kernels are compiled at the first call.
     """
     shape, source = _shape(packing), packing.source
     empty = not shape.out_rows * shape.out_cols
     batches = () if empty else launch_batches(shape.batch, 1)
     launches = [_PackingLaunch(packing, shape, batch, device) for batch in batches]
     steps: list[Packer] = [*launches]
-    if packing.scaled and (empty or any(x.maxima for x in launches)):
-        nbytes = source.rows * prod(source.batch_shape) * _EXPONENT_BYTES
-        steps.insert(0, functools.partial(_clear_exponents, nbytes))
+    nbytes = source.rows * prod(source.batch_shape) * _EXPONENT_BYTES
+    if packing.scaled and nbytes and (empty or any(x.maxima for x in launches)):
+
+        def clear_exponents(source: int, target: int, exponents: int, stream: int) -> None:
+            runtime.call("cudaMemsetAsync", exponents, 0, nbytes, stream)
+
+        steps.insert(0, clear_exponents)
     return in_sequence(steps)
-
-
-def _clear_exponents(nbytes: int, source: int, target: int, exponents: int, stream: int) -> None:
-    if nbytes:
-        runtime.call("cudaMemsetAsync", exponents, 0, nbytes, stream)
 
 
 class _PackingLaunch:
@@ -153,7 +144,7 @@ class _PackingLaunch:
         batch_stride = shape.out_cols * parts * lines
         part_step = shape.out_cols * (1 if beside else lines)
         first_part = part_step * (parts - 1) if packing.descending else 0
-        #: In what is written, in source elements: between lines, matrices and parts.
+        #: Between lines, matrices and parts of the target, in numbers of the source.
         self._steps = (line_stride, batch_stride, -part_step if packing.descending else part_step)
         self._offsets = (
             batch.offsets[0] * self._source_bytes,
@@ -161,7 +152,7 @@ class _PackingLaunch:
             batch.before * shape.rows * _EXPONENT_BYTES,
         )
         self._lines = lines * batch.count
-        #: Raises the exponents, which are zero before, ahead of the kernel that reads them.
+        #: Computes the exponents, which must be zero, before the kernel that reads them.
         self.maxima: Launch | None = None
         self._fast: Launch | None
         transposed = 0 < abs(shape.row_stride) < abs(shape.col_stride)
@@ -187,7 +178,7 @@ class _PackingLaunch:
     def _launch(
         self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
     ) -> Launch:
-        """Return a kernel with ``last`` after what all of them take."""
+        """Return a kernel with ``last`` after the arguments that all of them have."""
         packing, shape, batch = self._packing, self._shape, self._batch
         definitions: dict[str, str | int] = {
             "SOURCE": ELEMENT[packing.source.dtype],

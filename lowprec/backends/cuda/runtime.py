@@ -1,8 +1,7 @@
-"""CUDA's runtime, and what the driver has for contexts, with status codes turned into exceptions.
+"""The CUDA runtime, and the driver's contexts, with status codes turned into exceptions.
 
-Functions that need no more than that are called by their own names, ``call("cudaEventRecord", event, stream)``; here
-stands what is asked of several of them. Streams are integers, as everywhere in lowprec: 1 is the legacy default stream.
-Source: the CUDA Runtime API and Driver API references.
+Single functions are called by name, ``call("cudaEventRecord", event, stream)``. Streams are integers: 1 is the legacy
+default stream. Source: the CUDA Runtime API and Driver API references.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 def _fail(function: str, status: Any) -> NoReturn:
-    """Raise what a function returned instead of success."""
+    """Raise a status as a BackendError."""
     runtime, driver = libraries().runtime, libraries().driver
     if function.startswith("cuda"):
         _, text = runtime.cudaGetErrorString(status)
-        # An error that does not stick to the context is kept as the last one, and would be blamed on someone else.
-        runtime.cudaGetLastError()
+        runtime.cudaGetLastError()  # clears it, so that other libraries do not report it
     else:
         _, text = driver.cuGetErrorString(status)
     words = text.decode() if isinstance(text, bytes) else str(text)
     raise BackendError(f"{function} failed with {status.name}: {words}")
 
 
-def _put_back(function: str, before: Any) -> None:
-    """Put a setting of the thread back, if need be at the second try: work of others would run under it."""
+def _restore(function: str, before: Any) -> None:
+    """Restore a setting of the thread, with a second try, since other libraries' work would run under it."""
     try:
         call(function, before)
     except BackendError:
@@ -55,7 +53,7 @@ def _put_back(function: str, before: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What a GPU is; ``clock_khz`` is the highest rate of a multiprocessor, 0 where the driver does not tell."""
+    """Properties of a GPU; ``clock_khz`` is the highest rate of a multiprocessor, 0 if it is not reported."""
 
     index: int
     name: str
@@ -67,7 +65,7 @@ class DeviceProperties:
 
 @cached
 def properties(index: int) -> DeviceProperties:
-    """Return what a device is, looked up once; a DeviceError if there is no such device."""
+    """Return the properties of a device; raises DeviceError if there is no such device."""
     count = call("cudaGetDeviceCount")
     if not 0 <= index < count:
         raise DeviceError(f"there is no device cuda:{index}; this process sees {count}")
@@ -84,36 +82,36 @@ def properties(index: int) -> DeviceProperties:
 
 
 def attribute(name: str, index: int) -> int:
-    """Return a ``cudaDeviceAttr`` of a device, by its name."""
+    """Return a ``cudaDeviceAttr`` of a device."""
     wanted = getattr(libraries().runtime.cudaDeviceAttr, name)
     return int(call("cudaDeviceGetAttribute", wanted, index))
 
 
 def driver_version() -> str:
-    """Return the newest version of CUDA that the driver serves."""
+    """Return the newest version of CUDA that the driver supports."""
     version = int(call("cudaDriverGetVersion"))
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def current_device() -> int:
     """Return the device of this thread's context, -1 where the thread has none yet."""
-    # Every product asks, so it is asked without a detour. What else may be wrong, the next call tells.
+    # Called for every product, therefore directly; the next call raises other errors.
     status, device = libraries().driver.cuCtxGetDevice()
     return int(device) if status == 0 else -1
 
 
 @cached
 def _primary_context(index: int) -> Any:
-    """Look up a device's primary context, and make it if need be."""
+    """Return a device's primary context."""
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make the primary context of a device the current one of this thread for the length of a block.
+    """Make the primary context of a device the current one of this thread during a block.
 
-    All copies of CUDA's runtime in a process go by the driver's current context. A device is not put back by
-    ``cudaSetDevice``: that would make a context on it where the thread had none.
+    All copies of the CUDA runtime in a process use the driver's current context. ``cudaSetDevice`` would create a
+    context on the device that it restores.
     """
     if current_device() == index:
         yield
@@ -123,57 +121,55 @@ def on_device(index: int) -> Iterator[None]:
         call("cuCtxSetCurrent", _primary_context(index))
         yield
     finally:
-        _put_back("cuCtxSetCurrent", before)
+        _restore("cuCtxSetCurrent", before)
 
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allow calls that have nothing to do with the work which this or another thread is capturing into a graph."""
+    """Allow calls that are no part of a graph which this or another thread is capturing."""
     relaxed = libraries().runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
     mode = call("cudaThreadExchangeStreamCaptureMode", relaxed)
     try:
         yield
     finally:
-        _put_back("cudaThreadExchangeStreamCaptureMode", mode)
+        _restore("cudaThreadExchangeStreamCaptureMode", mode)
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
 def create_pool(device: int, keeps_bytes: int) -> Any:
-    """Return a new pool of a device's memory, which keeps so much that is unused; None where there are no pools."""
+    """Return a new pool that keeps this much unused memory; None if the device does not support pools."""
     runtime = libraries().runtime
     if not attribute("cudaDevAttrMemoryPoolsSupported", device):
         return None
-    wanted = runtime.cudaMemPoolProps()
+
+    def located(description: Any, index: int) -> Any:
+        description.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+        description.location.id = index
+        return description
+
+    wanted = located(runtime.cudaMemPoolProps(), device)
     wanted.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
-    wanted.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
-    wanted.location.id = device
     pool = call("cudaMemPoolCreate", wanted)
     threshold = runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
     call("cudaMemPoolSetAttribute", pool, threshold, libraries().driver.cuuint64_t(keeps_bytes))
-    peers = [i for i in range(call("cudaGetDeviceCount")) if i != device]
-    allowed = [_access(i) for i in peers if call("cudaDeviceCanAccessPeer", i, device)]
-    if allowed:  # memory of a pool is its own device's alone by default, unlike that of cudaMalloc
+    # Unlike that of cudaMalloc, memory of a pool is accessible from its own device only by default.
+    allowed = []
+    for peer in range(call("cudaGetDeviceCount")):
+        if peer != device and call("cudaDeviceCanAccessPeer", peer, device):
+            allowed.append(located(runtime.cudaMemAccessDesc(), peer))
+            allowed[-1].flags = runtime.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
+    if allowed:
         call("cudaMemPoolSetAccess", pool, allowed, len(allowed))
     return pool
-
-
-def _access(device: int) -> Any:
-    """Return the permission of a device to read and write a pool."""
-    runtime = libraries().runtime
-    wanted = runtime.cudaMemAccessDesc()
-    wanted.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
-    wanted.location.id = device
-    wanted.flags = runtime.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
-    return wanted
 
 
 def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    That of a pool is for work on a stream; while the stream is being captured, it is the graph's. Without a pool the
-    memory is no part of what is being captured.
+    Memory of a pool is for work on a stream, and the graph's if the stream is being captured; memory of no pool is
+    never a graph's.
     """
     runtime = libraries().runtime
     if pool is not None:
@@ -194,17 +190,17 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
 
 def free(address: int) -> None:
-    """Give memory back that no work uses any more; if it is of no pool, the device finishes all its work first."""
+    """Free memory that no work uses; memory of no pool after the device has finished all its work."""
     with relaxed_capture():
         call("cudaFree", address)
 
 
 def wait_for_device() -> None:
-    """Wait for all work of the current device, of whatever stream, without ending any capture.
+    """Wait for all work on all streams of the current device, without ending any capture.
 
-    ``cudaDeviceSynchronize`` ends every capture on the device, in any mode. ``cudaFree`` of memory of ``cudaMalloc``
-    synchronises all streams as well, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory
-    Allocator*, and ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
+    ``cudaDeviceSynchronize`` ends every capture on the device. ``cudaFree`` of memory of ``cudaMalloc`` synchronises
+    all streams, too, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory Allocator*, and
+    ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
     """
     try:
         address = allocate(1)
@@ -216,7 +212,7 @@ def wait_for_device() -> None:
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy bytes, wherever they lie, in the order of a stream."""
+    """Copy bytes, between host and device too, in the order of a stream."""
     kind = libraries().runtime.cudaMemcpyKind.cudaMemcpyDefault
     call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
 
@@ -225,7 +221,7 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether the work of a stream is being captured; for the legacy default stream, whether its work would end one."""
+    """Whether a stream is being captured; for the legacy default stream, whether its work would end a capture."""
     runtime = libraries().runtime
     status, found = runtime.cudaStreamIsCapturing(stream)
     if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
@@ -237,7 +233,7 @@ def is_capturing(stream: int) -> bool:
 
 
 def refuse_capture(stream: int, lacking: str) -> None:
-    """Raise a BackendError if a stream is being captured, where something must be made that a capture forbids."""
+    """Raise BackendError if a stream is being captured; ``lacking`` is forbidden during a capture."""
     if stream != LEGACY_STREAM and is_capturing(stream):
         raise BackendError(
             f"the product cannot be captured into a CUDA graph yet: it needs {lacking}, which cannot be made during a "
@@ -253,7 +249,7 @@ def create_event(*, timing: bool = False) -> Any:
 
 
 def wait_for_event(event: Any) -> None:
-    """Wait for the work before an event, which no other thread's capture forbids."""
+    """Wait for the work before an event, even while another thread is capturing."""
     with relaxed_capture():
         call("cudaEventSynchronize", event)
 

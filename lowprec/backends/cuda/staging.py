@@ -10,9 +10,9 @@ from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.epilogue import (
     Epilogue,
     EpilogueLauncher,
-    Mender,
+    Recomputer,
     prepare_epilogue,
-    prepare_mending,
+    prepare_recomputing,
 )
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
@@ -23,107 +23,104 @@ from lowprec.planning.layout import addend_layout
 from lowprec.planning.prepared import kept_modes
 
 _INT32_BYTES = 4
-#: Of what lies in one block.
+#: Of the arrays in a block.
 _ALIGNMENT_BYTES = 256
 
 
 class KeptPacking(NamedTuple):
-    """A prepared operand as it is packed: the memory, which begins with the numbers, and where the exponents are."""
+    """A prepared operand, packed: its memory, which begins with the elements, and the exponents, 0 without."""
 
     block: Any
     exponents: int
 
 
-class Staging:
-    """How the operands of a plan are packed and its product is written, described once for all calls.
+class _Operand(NamedTuple):
+    """An operand that is packed for each product."""
 
-    One block of temporary memory has room for all: the packed operands, their exponents, the product. The device is the
-    current one; there is no call where the inner dimension is 0, and the product with it.
+    packing: Packing
+    pack: Packer
+    start: int  # in the block
+    nbytes: int
+
+
+class Staging:
+    """The packing of a plan's operands and its epilogue, prepared once for all calls.
+
+    One block of temporary memory holds the packed operands, their exponents and the product. The device is the current
+    one; ``call`` is None where the inner dimension, and the product with it, is 0.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
         self._kept_modes = kept_modes(plan)
-        #: How ``b`` is packed, by what, its bytes and those of its exponents.
-        self._packing_b: tuple[Packing, Packer, int, int] | None = None
-        self._scales_b = False
-        self.bytes_beside_b = 0
-        #: Of the block.
-        self.nbytes = 0
-        #: Where it must be zero, and how far.
+        #: Of the block; ``b`` is at its end.
+        self.nbytes = self.bytes_without_b = 0
+        #: Starts and bytes of the ranges that are set to zero.
         self._zeros: list[tuple[int, int]] = []
-        #: Of ``a`` (0) or ``b`` (1), where in the block to, and where the exponents lie.
-        self._packings: list[tuple[int, Packer, int, int]] = []
-        self._operands: list[int | None] = [None, None]
+        self._operands: list[_Operand | None] = [None, None]
         self._exponents = [0, 0]
+        self._exponent_bytes = [_INT32_BYTES * layout.batch_count * n for n in (layout.m, layout.n)]
         self._product: int | None = None
         if call is None:
-            dtype = plan.accumulator
-            nbytes = layout.batch_count * layout.m * layout.n * dtype.itemsize
+            nbytes = layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize
             self._product = self._zero(nbytes)
         else:
             packs = (call.pack_a, call.pack_b)
             if any(pack is not None and pack.scaled for pack in packs):
-                for i, (pack, rows) in enumerate(zip(packs, (layout.m, layout.n), strict=True)):
-                    scaled = pack is not None and pack.scaled
-                    room = self._room if scaled else self._zero
-                    self._exponents[i] = room(_INT32_BYTES * layout.batch_count * rows)
+                for i, pack in enumerate(packs):
+                    allocate = self._allocate if pack is not None and pack.scaled else self._zero
+                    self._exponents[i] = allocate(self._exponent_bytes[i])
             if call.staged:
-                self._product = self._room(call.product_bytes)
+                self._product = self._allocate(call.product_bytes)
             for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
-                # Of the block without ``b``, which is its end.
-                self.bytes_beside_b = self.nbytes
+                self.bytes_without_b = self.nbytes
                 if pack is not None:
-                    self._operands[i] = start = self._room(pack.nbytes)
                     found = packing(plan, stack, pack, descending=i == 0)
-                    launch = prepare_packing(found, device)
-                    self._packings.append((i, launch, start, self._exponents[i]))
-                    if i:
-                        beside = _INT32_BYTES * layout.batch_count * layout.n if pack.scaled else 0
-                        self._packing_b = (found, launch, pack.nbytes, beside)
-                        self._scales_b = pack.scaled
+                    start, launch = self._allocate(pack.nbytes), prepare_packing(found, device)
+                    self._operands[i] = _Operand(found, launch, start, pack.nbytes)
         self._write: EpilogueLauncher | None = None
-        #: Of products of parts: what is not finite is computed again.
-        self._mend: Mender | None = None
+        #: Recomputes non-finite results of products of parts.
+        self._recompute: Recomputer | None = None
         if self._product is not None:
             spec = epilogue(plan, call)
             self._write = prepare_epilogue(spec, device)
             if max(plan.split) > 1:
                 product = (spec.product_dtype, spec.leading_dimension)
-                self._mend = prepare_mending(*product, layout.a, layout.b, device)
+                self._recompute = prepare_recomputing(*product, layout.a, layout.b, device)
 
-    def _room(self, nbytes: int) -> int:
-        """Return where in the block so many bytes lie."""
+    def _allocate(self, nbytes: int) -> int:
+        """Return the start in the block of an array of so many bytes."""
         start = self.nbytes
-        self.nbytes += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.nbytes += _aligned(nbytes)
         return start
 
     def _zero(self, nbytes: int) -> int:
-        start = self._room(nbytes)
+        start = self._allocate(nbytes)
         self._zeros.append((start, nbytes))
         return start
 
-    def kept(self, arguments: Arguments) -> KeptPacking | None:
-        """Return a prepared ``b`` as it is packed, made with the first product; None where each packs its own.
+    def packed_b(self, arguments: Arguments) -> KeptPacking | None:
+        """Return a prepared ``b`` packed with the first product; None where each product packs its own.
 
-        What a graph that is being captured makes would be the graph's, so nothing is made then. What is there it reads
-        whenever it runs, so that is held for good.
+        Nothing is made during a capture, since it would be the graph's. A packing that a graph reads is never released.
         """
-        view, how = arguments.b, self._packing_b
-        if type(view) is not PreparedView or how is None or view.mode not in self._kept_modes:
+        view, operand = arguments.b, self._operands[1]
+        if type(view) is not PreparedView or operand is None or view.mode not in self._kept_modes:
             return None
-        stream, (spec, pack, nbytes, exponents) = arguments.stream, how
-        key = (spec, exponents, view.address)
+        stream = arguments.stream
+        exponents = self._exponent_bytes[1] if operand.packing.scaled else 0
+        key = (operand.packing, exponents, view.address)
         captured = runtime.is_capturing(stream)
         if captured and key not in view.forms:
             return None
 
         def make() -> Form:
-            start = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start = _aligned(operand.nbytes)
             block = memory.allocate(start + exponents, view.device, stream)
-            pack(view.address, block.address, block.address + start, stream)
+            operand.pack(view.address, block.address, block.address + start, stream)
             memory.synchronize(stream, view.device)  # other streams may read it
-            return Form(KeptPacking(block, block.address + start), start + exponents)
+            address = block.address + start if exponents else 0
+            return Form(KeptPacking(block, address), start + exponents)
 
         found: KeptPacking = view.form(key, make)
         if captured:
@@ -131,45 +128,50 @@ class Staging:
         return found
 
     def fill(
-        self, block: int, arguments: Arguments, kept: KeptPacking | None = None
+        self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None
     ) -> tuple[int, int, int]:
-        """Queue the packing, and return where ``a`` and ``b`` lie then, and where the product goes."""
+        """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
             runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
-        a, b = operands = (arguments.a.address, arguments.b.address)
-        for i, pack, start, exponents in self._packings[: None if kept is None else -1]:
-            pack(operands[i], block + start, block + exponents, stream)
-        packed_a, packed_b = self._operands
-        if packed_a is not None:
-            a = block + packed_a
-        if kept is not None:
-            b = kept.block.address
-        elif packed_b is not None:
-            b = block + packed_b
-        return a, b, arguments.out.address if self._product is None else block + self._product
+        pointers = [arguments.a.address, arguments.b.address]
+        for i, operand in enumerate(self._operands):
+            if i and packed_b is not None:
+                pointers[i] = packed_b.block.address
+            elif operand is not None:
+                target = block + operand.start
+                operand.pack(pointers[i], target, block + self._exponents[i], stream)
+                pointers[i] = target
+        product = arguments.out.address if self._product is None else block + self._product
+        return pointers[0], pointers[1], product
 
     def apply_epilogue(
-        self, block: int, arguments: Arguments, alpha: complex, kept: KeptPacking | None
+        self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None
     ) -> None:
-        """Queue the writing of the result, where the product is staged; the operands' scales are in ``alpha``."""
+        """Queue the writing of the result, where the product is staged; ``alpha`` includes the operands' scales."""
         if self._write is None or self._product is None:
             return
-        if self._mend is not None:
+        if self._recompute is not None:
             a, b = arguments.a.address, arguments.b.address
-            self._mend(block + self._product, a, b, arguments.stream)
+            self._recompute(block + self._product, a, b, arguments.stream)
+        col_exponents = block + self._exponents[1]
+        if packed_b is not None and packed_b.exponents:
+            col_exponents = packed_b.exponents
         self._write(
             block + self._product, arguments.out.address,
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
             block + self._exponents[0],
-            block + self._exponents[1] if kept is None or not self._scales_b else kept.exponents,
-            alpha, arguments.beta, arguments.stream,
+            col_exponents, alpha, arguments.beta, arguments.stream,
         )  # fmt: skip
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:
-    """Return how an operand is packed, with its parts; those of ``a`` in descending order."""
+    """Return the packing of an operand with its parts; those of ``a`` are in descending order."""
     source = stack.transposed if pack.transposed else stack
     if not pack.batch_shape:
         source = replace(source, batch_shape=(), batch_strides=())
@@ -183,7 +185,7 @@ def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool)
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
-    """Return what follows the staged product of a plan."""
+    """Return the epilogue of a plan's staged product."""
     problem, layout = plan.problem, plan.layout
     c = None
     if problem.has_beta and problem.c is not None:

@@ -1,8 +1,7 @@
-"""The time of a product on a GPU: an event before it, one after it, and the time between them once it is asked for.
+"""The time of a product on a GPU, measured by two events.
 
-Recording an event queues a mark in the stream and waits for nothing. Events are reused, since creating one costs more
-than recording it. Source: the CUDA Runtime API reference, *Event Management*: recording an event again replaces what it
-stood for.
+Recording an event does not wait. Events are reused, since creating one costs more than recording it. Source: the CUDA
+Runtime API reference, *Event Management*.
 """
 
 from __future__ import annotations
@@ -13,32 +12,29 @@ from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
 
-#: Events that nobody uses at the moment, by the runtime, which tests exchange, and the device.
+#: Unused events by the runtime, which tests replace, and the device.
 _idle: dict[tuple[Any, int], list[Any]] = {}
 
 
 class EventStopwatch:
     """Two events around a product, the first of them recorded now, on the current device.
 
-    They are idle again once nobody is left to read the time. A product that is captured into a CUDA graph does not run,
-    so it has no events and no time.
+    They are reused once this object is destroyed. A product that is captured into a CUDA graph does not run, so it has
+    no events and no time.
     """
 
-    __slots__ = ("_device", "_events", "_idle", "_is_captured", "_stopped", "stream")
+    __slots__ = ("_device", "_events", "_idle", "stream")
 
     def __init__(self, device: int, stream: int) -> None:
         self._idle = _idle.setdefault((libraries().runtime, device), [])
         self._events: list[Any] = []
         self._device = device
-        self._is_captured = runtime.is_capturing(stream)
-        self._stopped = False
         self.stream = stream
-        self._mark()
+        if not runtime.is_capturing(stream):
+            self._record()
 
-    def _mark(self) -> None:
-        if self._is_captured:
-            return
-        # The caller's device need not be the array's, and 1 means the default stream of the current one.
+    def _record(self) -> None:
+        # The caller's device need not be the array's, and stream 1 is the default one of the current device.
         with runtime.on_device(self._device):
             try:
                 event = self._idle.pop()
@@ -48,12 +44,12 @@ class EventStopwatch:
             call("cudaEventRecord", event, self.stream)
 
     def stop(self) -> None:
-        """Record the second one."""
-        self._mark()
-        self._stopped = True
+        """Record the second event."""
+        if self._events:
+            self._record()
 
     def abandon(self) -> None:
-        """Leave the events to others."""
+        """Release the events."""
         events, self._events = self._events, []
         self._idle.extend(events)
 
@@ -65,7 +61,7 @@ class EventStopwatch:
 
     def elapsed_ms(self) -> float | None:
         """Wait for the product and return its time; None if there is none."""
-        if not self._stopped or not self._events:
+        if len(self._events) < 2:
             return None
         start, end = self._events
         runtime.wait_for_event(end)

@@ -1,9 +1,9 @@
-"""Gradients divided by a loss scale, with the look for Inf and NaN in the same pass: one kernel for all of a type."""
+"""Gradients divided by a loss scale and searched for Inf and NaN in one pass: one kernel per element type."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,12 @@ from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 
 _THREADS = 256
-#: Elements that a block takes at a time.
+#: Elements of a block at a time.
 _CHUNK = 1 << 14
 
 
 class Run(NamedTuple):
-    """Elements without gaps: where they are read, where they are written (there, or elsewhere), how many."""
+    """Contiguous elements: their address, that of the result, which may be the same, and their number."""
 
     source: int
     target: int
@@ -43,21 +43,19 @@ def unscale(
     stream: int,
     upload: Callable[[Any], Any],
 ) -> Any:
-    """Queue a kernel for each element type; return an array on the device, whose first number tells what was found.
+    """Queue a kernel for each element type; return a device array whose first number is 1 if Inf or NaN was found.
 
-    Elements, float32, float64 or bfloat16, are multiplied by ``inverse``. ``upload`` returns a CuPy array of these
-    int64 in the device's memory, copied in the order of the stream. The first number of the array that is returned
-    becomes 1 where an element was Inf or NaN; it must live until the kernels are done.
+    Elements, float32, float64 or bfloat16, are multiplied by ``inverse``. ``upload`` copies int64 numbers to a CuPy
+    array in the order of the stream. The array that is returned must be kept until the kernels are done.
     """
     numbers = [0]
     begins, totals = [], []
     for members in runs.values():
-        chunks = [-(-run.length // _CHUNK) for run in members]
-        firsts = itertools.accumulate(chunks[:-1], initial=0)
+        firsts = list(accumulate((-(-run.length // _CHUNK) for run in members), initial=0))
         begins.append(len(numbers))
-        totals.append(sum(chunks))
+        totals.append(firsts[-1])
         numbers += [len(members), totals[-1]]
-        for run, first in zip(members, firsts, strict=True):
+        for run, first in zip(members, firsts, strict=False):
             numbers += [*run, first]
     with runtime.on_device(device):
         table = upload(np.array(numbers, np.int64))

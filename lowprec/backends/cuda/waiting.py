@@ -1,10 +1,10 @@
-"""A thread that lets go of operands once the work which reads them is done, without another call of lowprec.
+"""A thread that releases operands once the work that reads them is done, without another call of lowprec.
 
-An operand that is held too long costs its library: JAX computes on a copy where it would have reused a donated array.
+A library pays for operands that are held too long: JAX copies where it would have reused a donated array.
 
-``cudaLaunchHostFunc`` is not safe for it: its function would need the interpreter's lock, whose holder may be waiting
-for the same stream, and may call no function of CUDA, as deleters of other libraries' arrays do. A thread of Python's
-polls events instead; ``cudaEventSynchronize`` would cost a core, and keep the event from being reused meanwhile.
+The thread polls events. ``cudaLaunchHostFunc`` is unsafe: its function would need the interpreter's lock, whose holder
+may be waiting for the same stream, and may call no function of CUDA, as deleters of other libraries' arrays do.
+``cudaEventSynchronize`` would occupy a core, and keep the event from being reused meanwhile.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-#: From the first look to the next, and the longest there is: each pause is twice that before.
+#: Between two calls; each pause is twice as long as the one before.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 
 
 class Waiter:
-    """Calls ``look`` on a thread of its own for as long as that returns that there is more to wait for.
+    """Calls ``look`` on its own thread for as long as that returns that more is pending.
 
-    The thread starts with the first :meth:`wake`; the child of a fork starts its own. Between two calls it holds
-    nothing, so the end of the interpreter may leave it behind.
+    The thread starts with the first :meth:`wake`; the child of a fork starts its own. Between two calls it holds no
+    lock, so that the interpreter can exit while it runs.
     """
 
     def __init__(self, look: Callable[[], bool]) -> None:
@@ -35,13 +35,13 @@ class Waiter:
             os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        # A signal handler may come in the midst of :meth:`wake` and call it, too; a SimpleQueue allows for that.
+        # A signal handler may interrupt :meth:`wake` and call it, too; a SimpleQueue allows that.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._looking = threading.Lock()
-        self._unstarted = [True]  # taken by whoever starts the thread
+        self._unstarted = [True]  # removed by the thread that starts the waiter
 
     def wake(self) -> None:
-        """Tell that there is something to wait for."""
+        """Start polling."""
         if self._is_stopped:
             return
         if self._wakes.empty():
@@ -56,7 +56,7 @@ class Waiter:
             _thread.start_new_thread(self._run, (self._wakes, self._looking))
         except IndexError:  # another thread was faster
             pass
-        except RuntimeError:  # there are too many threads, or the interpreter ends
+        except RuntimeError:  # there are too many threads, or the interpreter is exiting
             self._unstarted.append(True)
         except BaseException:  # a second thread, if this one runs already, does no harm
             self._unstarted.append(True)
@@ -72,15 +72,13 @@ class Waiter:
 
     def _has_more(self, looking: threading.Lock) -> bool:
         with looking:
-            if self._is_stopped:
-                return False
             try:
-                return self._look()
-            except Exception:  # noqa: BLE001 - nobody is here to be told; the next call meets the same error
+                return not self._is_stopped and self._look()
+            except Exception:  # noqa: BLE001 - the next call of lowprec raises the same error
                 return False
 
     def stop(self) -> None:
-        """Look no more; a look that has begun is waited for."""
+        """Stop polling, after the current call of ``look``."""
         self._is_stopped = True
         with self._looking:
             pass

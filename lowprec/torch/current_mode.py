@@ -1,8 +1,8 @@
-"""The mode in force, where PyTorch's compiler sees it change.
+"""The current mode as a variable that PyTorch's compiler can read.
 
-A graph is guarded by what was read while it was made. The compiler cannot read a ``ContextVar``, so each change of a
-scope is noted here, in the thread that made it, and each ``set_math_mode``. Under ``asyncio`` tasks share a thread and
-the note may be another task's: the operator asks the scopes again when it runs.
+A graph is guarded by the variables that were read during its compilation. The compiler cannot read a ``ContextVar``, so
+each change of a scope is stored here, for its thread, and each ``set_math_mode``. ``asyncio`` tasks share a thread, so
+the stored mode may be another task's: the operator resolves the mode again when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowprec.policy import entries
 
 
 class _Thread(threading.local):
-    """In each thread: the mode inside its scopes, empty outside of all."""
+    """Of each thread: the mode inside its scopes, empty outside of all."""
 
     mode: str = ""
 
@@ -27,12 +27,12 @@ thread = _Thread()
 default: str = "fp32"
 
 
-def mode() -> str:
-    """Return the mode in force; the compiler follows this function."""
+def current_mode() -> str:
+    """Return the current mode; PyTorch's compiler reads this function."""
     return thread.mode or default
 
 
-def _note(whole_process: bool = False) -> None:
+def _update(whole_process: bool = False) -> None:
     global default
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
@@ -41,5 +41,5 @@ def _note(whole_process: bool = False) -> None:
         thread.mode = policy.resolve().mode.value if inside else ""
 
 
-entries.on_change(_note)
-_note(whole_process=True)
+entries.on_change(_update)
+_update(whole_process=True)

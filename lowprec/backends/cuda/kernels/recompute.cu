@@ -1,5 +1,4 @@
-// Elements of a sum of products that came out NaN or infinite, computed again in the product's type from the operands as
-// the caller gave them.
+// Recomputes the non-finite elements of a sum of products, in the product's type, from the caller's operands.
 //
 // Given before this text: PRODUCT, A and B, element types of elements.cuh.
 //
@@ -19,7 +18,7 @@ template <class T> __device__ inline void add_product(Complex<T>& sum, Complex<T
     sum.im += x.re * y.im + x.im * y.re;
 }
 
-extern "C" __global__ void mend(
+extern "C" __global__ void recompute(
     Product* product, const A* a, const B* b, long long rows, long long cols, long long k, long long product_row_stride,
     long long a_row_stride, long long a_col_stride, long long b_row_stride, long long b_col_stride, long long count,
     long long extent1, long long extent2, long long product_stride0, long long product_stride1,
