@@ -151,7 +151,6 @@ def _product(
     out: str,
     k_chunk: int | None,
 ) -> da.Array:
-    """Return the product of two arrays with two axes or more."""
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)

@@ -7,7 +7,6 @@ split here. Complex operands are split on both, and multiplied in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,12 +120,14 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
     if fp16:
         (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), summed, strict=True))
         exponents = _outer_sum(of_a, of_b, shape)
-    dot: Callable[[Any, Any], Any] = lambda x, y: _fp32(x, y, shape)  # noqa: E731
-    if fp16 and on_gpu and not jnp.iscomplexobj(a):
-        # The values are exact in float16.
-        dot = lambda x, y: _dot(  # noqa: E731
-            x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
-        )
+    narrow = fp16 and on_gpu and not jnp.iscomplexobj(a)
+
+    def dot(x: Any, y: Any) -> Any:
+        if not narrow:
+            return _fp32(x, y, shape)
+        x, y = x.astype(jnp.float16), y.astype(jnp.float16)  # exact
+        return _dot(x, y, shape, "F16_F16_F32", "float32")
+
     parts_of_a, parts_of_b = split(a, found), split(b, found)
     total = None
     for product in make_schedule(found, (True, True), k=1):

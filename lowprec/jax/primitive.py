@@ -194,7 +194,6 @@ def _batched(
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
-    """Return the axes of an operand to which the mapped one is added."""
     return axes if mapped is None else tuple(axis + (axis >= mapped) for axis in axes)
 
 

@@ -186,18 +186,16 @@ def heuristics(
         if int(error.status) == _NOT_SUPPORTED:
             return ()
         raise
-    results = _results(found)
-    return tuple(
-        Algorithm(bytes(results[i]["algo"]), int(results[i]["workspace_size"]))
-        for i in range(int(returned[0]))
-        if results[i]["state"] == 0
-    )
+    return _supported(found, int(returned[0]))
 
 
-def _results(found: Any) -> Any:
-    """Return the structs of a ``MatmulHeuristicResult`` as a NumPy array."""
+def _supported(found: Any, count: int) -> tuple[Algorithm, ...]:
+    """Return the supported algorithms among the first structs of a ``MatmulHeuristicResult``."""
     dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
-    return np.frombuffer(ctypes.string_at(found.ptr, len(found) * dtype.itemsize), dtype)
+    results = np.frombuffer(ctypes.string_at(found.ptr, count * dtype.itemsize), dtype)
+    return tuple(
+        Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0
+    )
 
 
 def check_algorithm(
@@ -213,8 +211,7 @@ def check_algorithm(
         cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, found.ptr)
     except cublas_lt.cuBLASLtError:
         return None
-    result = _results(found)[0]
-    return None if result["state"] != 0 else Algorithm(algorithm, int(result["workspace_size"]))
+    return next((x._replace(data=algorithm) for x in _supported(found, 1)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,6 @@ class Launch:
         self._kernel = found
 
     def _new_arguments(self) -> _Arguments:
-        """Return new arguments with the constants set."""
         first, end = self._factors
         memory = array("q", [0] * end + list(self._constants))
         base, size = memory.buffer_info()[0], memory.itemsize
@@ -203,7 +202,6 @@ def _file_name(core: Any, arch: str, name: str, source: str) -> str:
 
 @functools.cache
 def _nvrtc_version() -> str:
-    """Return the compiler's version, empty if it is unknown."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()

@@ -70,7 +70,6 @@ def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
 
 
 def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
-    """Return the batch, the rows and the columns, coalesced."""
     out, c = spec.out, spec.c
     per_column = int(spec.bias is not None or spec.scaled)
     step = (spec.product_rows or out.rows) * spec.leading_dimension
@@ -196,7 +195,6 @@ def prepare_recomputing(
 def _recomputer(
     dtype: DType, leading: int, a: MatrixStack, b: MatrixStack, batch: LaunchBatch, device: int
 ) -> Recomputer:
-    """Return the kernel for the batch of one launch."""
     definitions = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
     constants = [a.rows, b.cols, a.cols, leading]
     constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]

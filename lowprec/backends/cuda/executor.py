@@ -239,7 +239,6 @@ class _LoweredPlan:
         index: int = 0,
         workspace: Workspace = NO_WORKSPACE,
     ) -> Invocation:
-        """Queue one product of the schedule."""
         stream = arguments.stream
         found = self._is_alone and self.multiply_alone(device, stream, pointers, index, workspace)
         if found:
@@ -381,7 +380,6 @@ def _scale_pointer(scale: ArrayView | float | None) -> int:
 
 
 def _alpha(arguments: Arguments) -> complex:
-    """Return alpha times the scales that are numbers."""
     alpha = arguments.alpha
     for scale in (arguments.scale_a, arguments.scale_b):
         if isinstance(scale, float):

@@ -93,7 +93,6 @@ def _check_devices(runtime: Any) -> None:
 
 
 def _no_device(runtime: Any, status: Any) -> str:
-    """Return the reason why there is no device, and a remedy."""
     errors = runtime.cudaError_t
     if status in (errors.cudaSuccess, errors.cudaErrorNoDevice):
         return "no usable NVIDIA GPU: none is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"

@@ -114,7 +114,6 @@ class Contest:
         return bool(new < old * (1 - _MARGIN))
 
     def _measure(self, candidate: Measured) -> float:
-        """Return the milliseconds of one product."""
         for longer in _LONGER:
             spin_ms = min(longer * self._host_ms * candidate.repeats, _MOST_SPIN_MS)
             elapsed_ms, waited_for_the_host = self._attempt(candidate, spin_ms)
@@ -173,12 +172,13 @@ def rotated(
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
         starts = itertools.cycle([first + i * nbytes for i in range(count)])
-        yield (_moved(operands, layout, start) for start in starts)
 
+        def moved(start: int) -> Operands:
+            pointers = {name: start + copy.pointer for name, copy in layout.items()}
+            c = operands.c if operands.beta else pointers["d"]
+            return operands._replace(**{"c": c, **pointers})
 
-def _moved(operands: Operands, layout: dict[str, _Offsets], start: int) -> Operands:
-    pointers = {name: start + copy.pointer for name, copy in layout.items()}
-    return operands._replace(**{"c": pointers["d"], **pointers} if not operands.beta else pointers)
+        yield map(moved, starts)
 
 
 def _set_layout(

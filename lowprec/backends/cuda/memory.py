@@ -235,7 +235,6 @@ def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
 
 
 def _each(do: Callable[[_Pool], Any]) -> list[Any]:
-    """Call a function with each pool on its device."""
     found, results = loaded(), []
     for (owner, device), pool in list(_pools.items()):
         if found is not None and owner is found.runtime:

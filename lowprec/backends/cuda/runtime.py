@@ -29,7 +29,6 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 def _fail(function: str, status: Any) -> NoReturn:
-    """Raise a status as a BackendError."""
     runtime, driver = libraries().runtime, libraries().driver
     if function.startswith("cuda"):
         _, text = runtime.cudaGetErrorString(status)
@@ -102,7 +101,6 @@ def current_device() -> int:
 
 @cached
 def _primary_context(index: int) -> Any:
-    """Return a device's primary context."""
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
