@@ -403,7 +403,8 @@ class _Transformed(torch.autograd.Function):
         save_operands(ctx, a, b, ctx.needs_input_grad[:2])
         ctx.save_for_forward(a, b)
         # With several levels PyTorch passes the inner one's tangents to the outer one as constants.
-        ctx.levels = _forward_levels()
+        stack = torch._C._functorch.get_interpreter_stack() or ()
+        ctx.levels = max(sum(x.key() == _JVP for x in stack), forward_ad._current_level + 1)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -424,8 +425,3 @@ class _Transformed(torch.autograd.Function):
         a, b = with_batch_first(in_dims[:2], a, b)
         mode, backward_mode, alpha, out_dtype = rest
         return _product(a, b, mode, backward_mode, alpha, out_dtype), 0
-
-
-def _forward_levels() -> int:
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return max(sum(x.key() == _JVP for x in stack), forward_ad._current_level + 1)

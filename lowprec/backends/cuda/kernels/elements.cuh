@@ -2,13 +2,13 @@
 //
 // Every conversion is written twice: in bit arithmetic, which compiles for any device and for the host, and in the
 // instructions of newer devices, which give the same bits. NaN becomes the one quiet NaN that those instructions give.
-// The source stands alone: a machine with only the run-time compiler has no CUDA headers.
+// No header is included: a machine with only the run-time compiler has no CUDA headers.
 
 typedef unsigned char Byte;
 struct Half { unsigned short bits; };
 struct Brain { unsigned short bits; };  // bfloat16
 
-// Aligned as its parts are: nobody promises more for an array of complex numbers.
+// Aligned as its parts: arrays of complex numbers need no larger alignment.
 template <class T> struct Complex { T re, im; };
 
 template <class T> struct Arithmetic { typedef float type; };

@@ -1,7 +1,7 @@
-// What follows a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
+// The epilogue of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
 //
-// Given before this text: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where
-// there are any; SCALED, whether exponents are given; RELU, GELU, the name of the activation, if there is one; VECTOR,
+// Macros: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where there are any;
+// SCALED, whether exponents are given; RELU, GELU, the name of the activation, if there is one; VECTOR,
 // whether rows of product and result are contiguous and aligned.
 //
 // The arithmetic is that of the product's type, in the order in which the CPU's is done, and is rounded once to the
@@ -12,10 +12,10 @@ typedef PRODUCT Product;
 typedef RESULT Result;
 
 static constexpr int smaller = sizeof(Product) < sizeof(Result) ? sizeof(Product) : sizeof(Result);
-// Elements of a row that a thread takes at a time.
+// Elements of a row per thread and iteration.
 static constexpr int taken = VECTOR && smaller < 16 ? 16 / smaller : 1;
 
-// -- arithmetic, the same words for real and complex numbers ---------------------------------------
+// -- arithmetic, by the same names for real and complex numbers ------------------------------------
 
 template <class T> __device__ inline T factor(double re, double, T) { return (T)re; }
 template <class T> __device__ inline Complex<T> factor(double re, double im, Complex<T>) { return {(T)re, (T)im}; }

@@ -1,13 +1,13 @@
 // Rewriting a strided stack of matrices as contiguous lines: other element type, padding, scaled rows, complex as real.
 //
-// Given before this text: SOURCE and TARGET, element types of elements.cuh; PAIRS, whether a source element becomes two
-// target elements (real and imaginary part); ROTATED, whether each row becomes two, (re, -im) and (im, re); SCALED,
-// whether rows are multiplied by 2^exponent; PARTS, how many parts of each number are written, and PART_FACTOR, by which
-// what the part before leaves is multiplied; SUMMED, whether the last of them is the sum of the two before; TF32, whether
-// float32 numbers are rounded to TF32; KERNEL_<name>.
+// Macros: SOURCE and TARGET, element types of elements.cuh; PAIRS, whether a source element becomes two target elements
+// (real and imaginary part); ROTATED, whether each row becomes two, (re, -im) and (im, re); SCALED, whether rows are
+// multiplied by 2^exponent; PARTS, the number of parts of each number, and PART_FACTOR, the factor of each remainder;
+// SUMMED, whether the last part is the sum of the two before; TF32, whether float32 numbers are rounded to TF32;
+// KERNEL_<name>.
 //
-// Extents of what is written (out_rows, out_cols) and distances in it (line_stride, batch_stride, part_step) count source
-// elements, with padding; padding is zero. `out` is where the first part begins; the others may lie before it.
+// Extents (out_rows, out_cols) and strides (line_stride, batch_stride, part_step) of the target count source elements,
+// with padding, which is zero. `out` is the address of the first part; the others may be before it.
 
 typedef SOURCE Source;
 typedef TARGET Target;
@@ -48,8 +48,8 @@ __device__ inline float rounded(float x)
 #endif
 }
 
-// A part of a number, before it is rounded: what the parts before leave, each difference being exact. Of what is not
-// finite, or becomes infinite, the second part is NaN or the opposite infinity: sums with both parts are NaN.
+// A part of a number before rounding: the exact remainder of the parts before. If the number, or its first part, is not
+// finite, the second part is NaN or the opposite infinity, so that sums with both parts are NaN.
 __device__ inline float part_of(float x, int part)
 {
 #if SUMMED
@@ -198,7 +198,7 @@ extern "C" __global__ void pack_elements(
 // -- scaled rows ---------------------------------------------------------------------------------
 
 #if SCALED
-// The bits of |x|, which are ordered as the numbers are; 0 for what is not finite.
+// The bits of |x|, in the order of the magnitudes; 0 for non-finite numbers.
 __device__ inline unsigned int finite_magnitude(Source x)
 {
     unsigned int re = same_bits<unsigned int>((float)real(x)) & 0x7fffffffu;
@@ -285,8 +285,8 @@ __device__ inline int settled(unsigned int stored)
 #endif
 
 #ifdef KERNEL_pack_maxima
-// The exponents of rows whose elements lie far apart, while those of a column lie together. Each block looks at 32
-// rows and `span` columns; the exponents are zero before.
+// The exponents of rows where columns are contiguous. Each block reads 32 rows and `span` columns; the exponents are
+// initialised to zero.
 extern "C" __global__ void pack_maxima(
     const Source* source, unsigned int* exponents, long long rows, long long cols, long long row_stride,
     long long col_stride, long long count, long long extent1, long long extent2, long long stride0, long long stride1,

@@ -1,8 +1,8 @@
 // Recomputes the non-finite elements of a sum of products, in the product's type, from the caller's operands.
 //
-// Given before this text: PRODUCT, A and B, element types of elements.cuh.
+// Macros: PRODUCT, A and B, element types of elements.cuh.
 //
-// Such elements are few, so that each thread takes the next one and sums alone; a sum that is NaN stays so, which ends it.
+// Such elements are few: one thread sums each of them, and stops at NaN.
 
 typedef PRODUCT Product;
 

@@ -1,5 +1,4 @@
-// Keeps a stream busy while the host queues what is measured then: otherwise short work waits for the host, and its time
-// is that of the host's calls.
+// Keeps a stream busy while the host queues work to be timed; otherwise the time of short work is that of the host.
 extern "C" __global__ void spin(long long cycles)
 {
     long long start = clock64();

@@ -1,6 +1,6 @@
 // Gradients divided by a loss scale, and whether one of them was Inf or NaN: all arrays of an element type in one pass.
 //
-// Given before this text: ELEMENT, an element type of elements.cuh; CHUNK, how many elements a block takes at a time.
+// Macros: ELEMENT, an element type of elements.cuh; CHUNK, the elements of a block at a time.
 
 // Elements without gaps, and how many chunks the runs before this one have.
 struct Run { const ELEMENT* source; ELEMENT* target; long long length, first; };
