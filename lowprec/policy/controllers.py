@@ -1,20 +1,18 @@
-"""The list of the libraries whose switches ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on."""
+"""The registry of the libraries whose switches ``fp32_guard`` and ``math_mode(..., frameworks=True)`` set."""
 
 from __future__ import annotations
 
 import sys
 
-from lowprec.policy.frameworks.cupy import CupyController
 from lowprec.policy.frameworks.jax import JaxController
-from lowprec.policy.frameworks.paddle import PaddleController
-from lowprec.policy.frameworks.tensorflow import TensorFlowController
+from lowprec.policy.frameworks.switch_functions import CUPY, PADDLE, TENSORFLOW
 from lowprec.policy.frameworks.torch import TorchController
 from lowprec.policy.protocol import Controller
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
 _by_name: dict[str, Controller] = {}
-#: The modules of all controllers that there ever were: where none of these is loaded, a block has nothing to set.
+#: The modules of all controllers ever registered: where none of these is loaded, a block has nothing to set.
 known_modules: set[str] = set()
 
 
@@ -69,7 +67,7 @@ def register_controller(controller: Controller) -> None:
 
 
 def unregister_controller(name: str) -> None:
-    """Take a controller away again; blocks that are open keep it; raises KeyError if there is none of this name."""
+    """Remove a controller; open blocks keep it; raises KeyError if there is none of this name."""
     del _by_name[name]
 
 
@@ -85,20 +83,13 @@ def controllers() -> tuple[Controller, ...]:
 
 
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
-    """Return the controllers of these libraries, as far as they are loaded; None for all."""
+    """Return the controllers of those of these libraries (None: all) that are loaded."""
     return [
-        controller
-        for controller in controllers()
-        if sys.modules.get(controller.module) is not None
-        and (names is None or controller.name in names)
+        c
+        for c in controllers()
+        if sys.modules.get(c.module) is not None and (names is None or c.name in names)
     ]
 
 
-for _builtin in (
-    TorchController(),
-    JaxController(),
-    TensorFlowController(),
-    CupyController(),
-    PaddleController(),
-):
+for _builtin in (TorchController(), JaxController(), TENSORFLOW, CUPY, PADDLE):
     register_controller(_builtin)

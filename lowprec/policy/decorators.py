@@ -1,4 +1,4 @@
-"""A scope around each call of a function, whatever kind of function it is."""
+"""A scope around each call of a function, a coroutine function or a generator function."""
 
 from __future__ import annotations
 
@@ -14,34 +14,6 @@ from typing import Any
 Scope = AbstractContextManager[Any]
 
 
-def decorated(
-    scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Return the function with the scope around each of its calls.
-
-    The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
-    and closed while the consumer does. A static method stays one, and so does a class method. ``plain`` wraps the
-    functions of none of these kinds.
-
-    Raises TypeError if it is no function.
-    """
-    if isinstance(function, staticmethod | classmethod):
-        return type(function)(decorated(scope, function.__func__))
-    if not callable(function):
-        raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
-    for is_kind, decorate in _KINDS:
-        if is_kind(function) or is_kind(_call_of(function)):
-            return functools.wraps(function)(decorate(scope, function))
-    return functools.wraps(function)((plain or _plain)(scope, function))
-
-
-def _call_of(function: Callable[..., Any]) -> Any:
-    """Return what Python calls in the place of an object: the kind of function that it is, is the object's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return type(function).__call__
-
-
 def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with scope:
@@ -50,8 +22,33 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def decorated(
+    scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain
+) -> Callable[..., Any]:
+    """Return the function with the scope around each of its calls.
+
+    The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
+    and closed while the consumer does. ``plain`` wraps functions of all other kinds.
+    """
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(decorated(scope, function.__func__))
+    if not callable(function):
+        raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
+    for is_kind, decorate in _KINDS:
+        if is_kind(function) or is_kind(_call_of(function)):
+            return functools.wraps(function)(decorate(scope, function))
+    return functools.wraps(function)(plain(scope, function))
+
+
+def _call_of(function: Callable[..., Any]) -> Any:
+    """Return the ``__call__`` of an object's class, which has the kind of the object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return type(function).__call__
+
+
 class Wrapped:
-    """A function with a scope around each call; a pickle holds both, or the name that leads to this object."""
+    """A function with a scope around each call; a pickle holds both, or the name of this object."""
 
     def __init__(self, scope: Scope, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -83,8 +80,8 @@ def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-# `yield from` inside the scope would leave it open for the consumer, so both kinds of generator are driven step by
-# step, and whatever the consumer sends or throws is handed on.
+# `yield from` inside the scope would leave it open for the consumer, so both kinds of generator run step by step, and
+# receive the values and exceptions of the consumer.
 def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         steps = function(*args, **kwargs)

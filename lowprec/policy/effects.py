@@ -1,38 +1,50 @@
-"""Whether a library's switch changes anything on this device: asked of the library itself, by one small product.
+"""Whether a library's switch has an effect on this device, found by one small product of that library.
 
-A switch may be set and do nothing: PyTorch's "medium" lowers products on CPUs with tile units, and on no others. Each
-library is asked once a process for each mode, where it has been set for that mode, and never for the guard.
+PyTorch's "medium", for example, lowers the precision only on CPUs with tile units. Each library is probed once per
+process and mode, after its switches are set for that mode, and never for the guard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller, HasEffect
+from lowprec.policy.protocol import Controller
 
-#: By library and mode: what the switch leaves alone; None where it has an effect.
+#: By library and mode: the products that stay in full FP32; None where the switch has an effect.
 _known: dict[tuple[str, MathMode], str | None] = {}
-_told: set[tuple[str, MathMode]] = set()
+_reported: set[tuple[str, MathMode]] = set()
+
+#: Rounds to 1 in TF32 and in bfloat16.
+_ABOVE_ONE = 1 + 2.0**-12
+#: Libraries multiply smaller matrices in full FP32 in every mode.
+_SIZE = 128
+
+
+def probe(full: Callable[[tuple[int, int], float], Any]) -> str:
+    """Return the products that stay in full FP32, "" for none; ``full`` creates float32 arrays on the CPU."""
+    x = full((_SIZE, _SIZE), _ABOVE_ONE)
+    return "" if float((x @ x)[0, 0]) == _SIZE else "float32 products on this CPU stay in full FP32"
 
 
 def without_effect(
     controller: Controller, mode: MathMode, inside: Mapping[str, Any] | None
 ) -> str | None:
-    """Return what a library's switches leave in full FP32; None if nothing is known of that.
+    """Return the products that a library leaves in full FP32; None if there are none or they are unknown.
 
-    ``inside`` has the switches as they were set for the mode, None where they belong to this thread alone. If another
-    thread has changed them meanwhile, the answer is not kept.
+    ``inside`` has the switches as set for the mode, None for switches of this thread alone. The answer is not kept if
+    another thread has changed them meanwhile.
     """
-    if mode in (MathMode.FP32, MathMode.FP32_PEDANTIC) or not isinstance(controller, HasEffect):
+    ask = getattr(controller, "without_effect", None)
+    if mode in (MathMode.FP32, MathMode.FP32_PEDANTIC) or ask is None:
         return None
     key = controller.name, mode
     if key not in _known:
-        left, _ = attempt(controller, partial(controller.without_effect, mode))
-        # None: it cannot be asked now (PyTorch is tracing, say).
+        left, _ = attempt(controller, partial(ask, mode))
+        # None: it is unknown now (PyTorch is tracing, for example).
         if left is None or (inside is not None and controller.save() != inside):
             return None
         _known[key] = left or None
@@ -40,17 +52,19 @@ def without_effect(
 
 
 def known(name: str, mode: MathMode) -> str | None:
-    """Return what :func:`without_effect` has found, without asking."""
+    """Return the result of an earlier :func:`without_effect`."""
     return _known.get((name, mode))
 
 
-def news(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:
-    """Return a phrase for each library, with its switches as set, that has no effect and was not reported yet."""
-    said = []
+def unreported(
+    found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode
+) -> list[str]:
+    """Return a phrase for each library whose switches, set to these values, have no effect; each library once."""
+    phrases = []
     for controller, inside in found:
         left = without_effect(controller, mode, inside)
         key = controller.name, mode
-        if left is not None and key not in _told:
-            _told.add(key)
-            said.append(f"{controller.name} ({left})")
-    return said
+        if left is not None and key not in _reported:
+            _reported.add(key)
+            phrases.append(f"{controller.name} ({left})")
+    return phrases

@@ -1,8 +1,8 @@
-"""How a block is entered and left, and the open blocks of each thread and task.
+"""Entering and leaving a block, and the open blocks of each thread and task.
 
-An exception inside a block, or one that a signal handler raises while the block is entered or left, puts back what the
-block has changed: :meth:`Entry.close` can be called again after an exception, and then does the rest. A second
-exception during that is not covered.
+An exception inside a block, or one that a signal handler raises while the block is entered or left, undoes the
+block's changes: :meth:`Entry.close` can be called again after an exception, and then does the rest. A second exception
+during that is not handled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Scope")
 
-#: A generator that another context has begun ends like this: the event loop closes an abandoned one in a task of its
-#: own, and a finalizer may run anywhere. An error would hide the exception that is on its way.
-_ELSEWHERE = (
-    "was left in a thread or task in which it was not entered; other libraries' switches are given back, and "
+#: A warning, not an error: the event loop closes an abandoned generator in another task, a finalizer may run in any
+#: thread, and an error would hide the exception that is being raised.
+_OTHER_CONTEXT = (
+    "was left in a thread or task in which it was not entered; other libraries' switches are restored, and "
     "lowprec's own scope stays open where it was entered"
 )
 
 
 class Entry(Block):
-    """One entry of a scope, and what it has changed."""
+    """One entry of a scope, and its changes."""
 
     __slots__ = ("is_open", "scope", "statement")
 
@@ -43,7 +43,7 @@ class Entry(Block):
         self.thread = get_ident()
         self.scope = scope
         self.is_open = False
-        #: To the function that a ``with`` statement calls at its end.
+        #: The function that a ``with`` statement calls at its end.
         self.statement: ref[Callable[..., None]] | None = None
 
     def open(self, scope: Any) -> None:
@@ -60,16 +60,16 @@ class Entry(Block):
             self.close()
 
 
-#: Made by the last look-up of ``__exit__``, for the ``__enter__`` that follows in that thread.
+#: Created by the last look-up of ``__exit__``, for the ``__enter__`` that follows in that thread.
 _prepared: Entry | None = None
 
 
 class _Exit:
     """``__exit__`` of a scope, which a ``with`` statement looks up right before it calls ``__enter__``.
 
-    A signal handler may raise before the first line of :func:`_leave`, where no ``try`` reaches, or inside. That ends
-    the ``with`` statement with the block still open; but the statement drops what it has looked up, a ``partial`` that
-    no traceback refers to, and that closes the entry.
+    A signal handler may raise in :func:`_leave`, or before its first line, outside of any ``try``. That ends the
+    ``with`` statement with the block still open; but the statement drops the ``partial`` that it has looked up, to
+    which no traceback refers, and that closes the entry.
     """
 
     def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
@@ -84,7 +84,7 @@ class _Exit:
 def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
     # If it is not open, it was not looked up by a ``with`` statement: guard.__exit__()
     found = entry if entry.is_open else scope._last_entry()
-    for sentence in [_ELSEWHERE] if found is None else found.close():
+    for sentence in [_OTHER_CONTEXT] if found is None else found.close():
         warnings.warn(f"{scope!r} {sentence}", LowprecWarning, stacklevel=2)
 
 
@@ -125,16 +125,15 @@ class PolicyEntry(Entry):
 
     __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
 
-    #: None outside of all scopes. Contexts are copied, so that it never changes.
-    outer: PolicyEntry | None
-    #: Of the innermost ``math_mode``.
-    mode: MathMode | None
-    #: Whether one of the blocks is a guard.
-    guarded: bool
-    #: Of the innermost ``emulate``.
-    emulates: Architecture | None
-    #: The entry of which this is a copy, since one further out was left first.
-    origin: PolicyEntry | None
+    outer: (
+        PolicyEntry | None
+    )  # None outside of all scopes; never changes, since contexts are copied
+    mode: MathMode | None  # of the innermost ``math_mode``
+    guarded: bool  # whether one of the blocks is a guard
+    emulates: Architecture | None  # of the innermost ``emulate``
+    origin: (
+        PolicyEntry | None
+    )  # the entry that this is a copy of, since one further out was left first
 
     def _place(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
         scope = self.scope
@@ -159,7 +158,7 @@ class PolicyEntry(Entry):
         return found[0] if found else None
 
     def open(self, scope: PolicyScope) -> None:
-        """Note the entry in this context, and set other libraries' switches."""
+        """Record the entry in this context, and set other libraries' switches."""
         self.scope = scope
         self._place(innermost.get())
         self.is_open = True
@@ -170,8 +169,8 @@ class PolicyEntry(Entry):
             scope._set_libraries(self)
 
     def close(self) -> list[str]:
-        """Leave the scope here, also if a copy of this context has left it, and give back other libraries' switches."""
-        said = []
+        """Leave the scope here, also if a copy of this context has left it, and restore other libraries' switches."""
+        remarks = []
         here = innermost.get()
         if here is self:
             innermost.set(self.outer or _no_scope)
@@ -184,15 +183,15 @@ class PolicyEntry(Entry):
                     rest = copied
             innermost.set(rest)
         else:
-            said.append(_ELSEWHERE)
+            remarks.append(_OTHER_CONTEXT)
         if self in held:
-            said += release(self)
+            remarks += release(self)
             held.pop(self, None)
         if _listeners:
             notify()
         self.is_open = False
         self.statement = None
-        return said
+        return remarks
 
 
 _no_scope = PolicyEntry(None)
@@ -202,15 +201,15 @@ _no_scope.guarded = False
 #: The libraries of a scope that sets none.
 NO_LIBRARY: frozenset[str] = frozenset()
 
-#: Of this context; one without a scope where no block is open.
+#: The innermost entry of this context; one without a scope where no block is open.
 innermost: ContextVar[PolicyEntry] = ContextVar("lowprec_entry", default=_no_scope)
 
 #: The entries of all threads that hold other libraries' switches, in the order in which they came.
 held: dict[PolicyEntry, None] = {}
 
 _listeners: list[Callable[[bool], None]] = []
-#: Add a function to call after every change of the scopes in a thread, with True after one of the process's default:
-#: ``lowprec.torch`` and ``lowprec.jax``, whose compilers depend on the mode.
+#: Add a function to call after every change of the scopes in a thread, or (with True) of the process's default, as
+#: ``lowprec.torch`` and ``lowprec.jax`` do, whose compilers depend on the mode.
 on_change = _listeners.append
 
 

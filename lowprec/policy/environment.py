@@ -1,40 +1,25 @@
-"""What the environment says, read here and, variable by variable, in ``policy.variables``, and nowhere else.
+"""The environment, read only here and in ``policy.variables``.
 
 Variables that decide a mode are read once per process, at the first use of a mode (a product, a plan,
-``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too: a variable changed in mid-process
-would act on one of the two libraries only. ``import lowprec`` reads nothing, so a bad value breaks the program that
-multiplies, not every program that imports. An empty or blank value counts as unset.
+``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too: a variable changed later would act on one
+of the two libraries only. ``import lowprec`` reads nothing, so an illegal value breaks a program that multiplies, not
+every program that imports. An empty or blank value counts as unset.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowprec.errors import EnvironmentVariableError, quoted
 from lowprec.modes import MathMode
-from lowprec.policy import entries
-from lowprec.policy.variables import (
-    AMP_LISTS,
-    AUTOTUNE,
-    CACHE_DIR,
-    FORCE_MATH_MODE,
-    GUARD,
-    ISAS,
-    LIBRARIES,
-    MATH_MODE,
-    MAX_CPU_ISA,
-    MKL_THREADS,
-    NUMBA_OFF,
-    TF32_OVERRIDE,
-    Variable,
-)
-from lowprec.policy.variables import (
-    VARIABLES as VARIABLES,
-)
+from lowprec.policy import entries, variables
+from lowprec.policy.variables import VARIABLES as VARIABLES
+from lowprec.policy.variables import Variable
 
 
 # eq=False: a snapshot is part of the key of every cached decision, so it is hashed by identity.
@@ -47,22 +32,22 @@ class EnvironmentSnapshot:
     fp32_guard: bool  # whether ``LOWPREC_FP32_GUARD`` is 1
     tf32_off: bool  # whether ``NVIDIA_TF32_OVERRIDE`` is 0
     max_cpu_isa: str | None  # from ``LOWPREC_MAX_CPU_ISA``
-    texts: Mapping[str, str | None]  # what each variable held when it was read
+    texts: Mapping[str, str | None]  # of each variable, when it was read
 
 
-#: The snapshot, once it is taken. `setdefault` is one step, without a lock that a forked child or a signal handler
-#: could find taken.
+#: The snapshot, once it is taken. `setdefault` is one step, without a lock that could be held when a process is forked
+#: or a signal handler runs.
 _taken: dict[None, EnvironmentSnapshot] = {}
 
 
 def _take() -> EnvironmentSnapshot:
     texts = {v.name: v.text() for v in VARIABLES if v.read_once}
     return EnvironmentSnapshot(
-        MATH_MODE.value(texts[MATH_MODE.name]),
-        FORCE_MATH_MODE.value(texts[FORCE_MATH_MODE.name]),
-        bool(GUARD.value(texts[GUARD.name])),
-        bool(TF32_OVERRIDE.value(texts[TF32_OVERRIDE.name])),
-        MAX_CPU_ISA.value(texts[MAX_CPU_ISA.name]),
+        variables.MATH_MODE.value(texts["LOWPREC_MATH_MODE"]),
+        variables.FORCE_MATH_MODE.value(texts["LOWPREC_FORCE_MATH_MODE"]),
+        bool(variables.GUARD.value(texts["LOWPREC_FP32_GUARD"])),
+        bool(variables.TF32_OVERRIDE.value(texts["NVIDIA_TF32_OVERRIDE"])),
+        variables.MAX_CPU_ISA.value(texts["LOWPREC_MAX_CPU_ISA"]),
         MappingProxyType(texts),
     )
 
@@ -83,44 +68,41 @@ def refresh() -> None:
     """
     _taken.clear()
     entries.notify(True)
-    _taken.clear()  # a listener has looked, which is no use of a mode
+    _taken.clear()  # a listener has resolved a mode, which does not count as a use
 
 
 class VariableRow(NamedTuple):
-    """What ``info()`` tells about one variable; name, meaning and legal are those of :class:`Variable`."""
+    """One variable in ``info()``; name, meaning and legal are those of :class:`Variable`."""
 
     name: str
-    value: str | None  # the text in the environment now
-    effective: str  # what holds in this process, in words
+    value: str | None  # the current text
+    effect: str  # a description of the value in force
     meaning: str
     legal: str
-    problem: str | None  # a warning: a value that is refused, reserved, or changed too late
+    problem: str | None  # a warning: a value that is illegal, reserved, or changed too late
 
 
 def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:
     now = variable.text()
     used = taken.texts[variable.name] if taken is not None and variable.read_once else now
-    effective, problem = variable.default, None
+    effect, problem = variable.default, None
     try:
         if used is not None:
-            effective, problem = variable.show(variable.parse(used)), variable.remark(used)
+            effect, problem = variable.show(variable.parse(used)), variable.remark(used)
     except EnvironmentVariableError as error:
-        effective, problem = "refused", str(error)
+        effect, problem = "refused", str(error)
     if used != now:
+        was, is_now = ("unset" if text is None else quoted(text) for text in (used, now))
         problem = (
-            f"{variable.name} was {_shown(used)} when lowprec read it and is {_shown(now)} now; "
+            f"{variable.name} was {was} when lowprec read it and is {is_now} now; "
             "the first value holds until the process ends"
         )
-    return VariableRow(variable.name, now, effective, variable.meaning, variable.legal, problem)
-
-
-def _shown(text: str | None) -> str:
-    return "unset" if text is None else quoted(text)
+    return VariableRow(variable.name, now, effect, variable.meaning, variable.legal, problem)
 
 
 def numba_is_off() -> bool:
     """Whether ``NUMBA_DISABLE_JIT`` switches numba's compiler off, as numba reads it."""
-    return NUMBA_OFF.text() not in (None, "0")
+    return variables.NUMBA_OFF.text() not in (None, "0")
 
 
 def hidden_cpu_flags() -> frozenset[str]:
@@ -129,36 +111,40 @@ def hidden_cpu_flags() -> frozenset[str]:
     The variable decides which kernels there are, so its first value holds for as long as the snapshot's.
     """
     taken = _taken.get(None)
-    limit = MAX_CPU_ISA.value(MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
+    limit = (
+        variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text())
+        if taken is None
+        else taken.max_cpu_isa
+    )
     if limit is None:
         return frozenset()
-    names = list(ISAS)
-    return frozenset().union(*(ISAS[name] for name in names[names.index(limit) + 1 :]))
+    names = list(variables.ISAS)
+    return frozenset().union(*(variables.ISAS[name] for name in names[names.index(limit) + 1 :]))
 
 
 def autotune() -> bool | None:
-    """Return what ``LOWPREC_AUTOTUNE`` says, None where it is not set; raise if it is neither 0 nor 1."""
-    return AUTOTUNE.value(AUTOTUNE.text())
+    """Return the value of ``LOWPREC_AUTOTUNE``, None where it is not set; raise if it is neither 0 nor 1."""
+    return variables.AUTOTUNE.value(variables.AUTOTUNE.text())
 
 
 def cache_directory() -> str | None:
-    """Return what ``LOWPREC_CACHE_DIR`` holds, None where it is not set."""
-    return CACHE_DIR.value(CACHE_DIR.text())
+    """Return the folder in ``LOWPREC_CACHE_DIR``, None where it is not set."""
+    return variables.CACHE_DIR.value(variables.CACHE_DIR.text())
 
 
 def amp_list(which: str, action: str) -> tuple[str, ...]:
-    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and its like; raise if one is no name.
+    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and similar variables; raise if one is not a name.
 
     ``which`` is "allow", "deny" or "infer", ``action`` is "ADD" or "REMOVE".
     """
-    variable = AMP_LISTS[which, action]
+    variable = variables.AMP_LISTS[which, action]
     return variable.value(variable.text()) or ()
 
 
 def thread_limit() -> int | None:
     """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
-    text = MKL_THREADS.text() or ""
-    # int() refuses some digits of other scripts, and thousands of digits; nine are more threads than there are.
+    text = variables.MKL_THREADS.text() or ""
+    # int() refuses some digits of other scripts, and thousands of digits; nine are enough.
     digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
     return int(digits[:9]) if digits else None
 
@@ -173,16 +159,29 @@ def problems() -> tuple[str, ...]:
     return tuple(r.problem for r in rows() if r.problem is not None)
 
 
-# -- for a program that lowprec starts ------------------------------------------------------------
+# -- for libraries and programs that lowprec starts ------------------------------------------------
 
-#: Tells the start-up hook of ``lowprec run`` what to do: a mode, or :data:`RUN_GUARD`. Not in the table: it is set by
-#: the launcher and by nobody else.
+
+@contextmanager
+def c_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the C libraries that are loaded in a ``with`` block; ``os.environ`` does not change."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name, value in values.items():
+            os.putenv(name, value)
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, old)
+
+
+#: The order of ``lowprec run`` for its start-up hook: a mode, or :data:`RUN_GUARD`. Not in the table, since only the
+#: launcher sets it.
 RUN_VARIABLE = "LOWPREC_RUN"
 RUN_GUARD = "fp32_guard"
-#: Tell it to take PyTorch's products through lowprec, and to record those of lowprec: the launcher's process id, which
-#: on POSIX is the program's.
-RUN_INTERCEPT = "LOWPREC_RUN_INTERCEPT"
-RUN_PROFILE = "LOWPREC_RUN_PROFILE"
 
 
 def child_environment(
@@ -201,17 +200,14 @@ def child_environment(
     """
     found = dict(os.environ)
     if guard:
-        found |= {
-            RUN_VARIABLE: RUN_GUARD,
-            GUARD.name: "1",
-            LIBRARIES["MLX_ENABLE_TF32"].name: "0",
-        }
+        found |= {RUN_VARIABLE: RUN_GUARD, "LOWPREC_FP32_GUARD": "1", "MLX_ENABLE_TF32": "0"}
     elif mode is not None:
-        variable = FORCE_MATH_MODE if force else MATH_MODE
+        variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
-    for name, asked in ((RUN_INTERCEPT, intercept), (RUN_PROFILE, profile)):
-        if asked:
-            found[name] = str(os.getpid())
+    # The launcher's process id, which on POSIX is the program's.
+    for name, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)):
+        if is_set:
+            found[f"{RUN_VARIABLE}_{name}"] = str(os.getpid())
     paths = found.get("PYTHONPATH")
     others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
     found["PYTHONPATH"] = os.pathsep.join([startup, *others])

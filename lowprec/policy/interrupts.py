@@ -1,4 +1,4 @@
-"""Whose exception it is: a library's own, or that of a signal handler, which may raise any class at any call."""
+"""The origin of an exception: a library, or a signal handler, which may raise any class at any call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def raised_in(error: BaseException, *modules: str) -> bool:
     """Whether an exception was raised in a module whose name begins with one of these.
 
-    A function of C counts for the module that calls it.
+    A C function counts as part of the module that calls it.
 
     Examples
     --------
@@ -34,8 +34,8 @@ def raised_in(error: BaseException, *modules: str) -> bool:
     return bool(name.startswith(modules))
 
 
-def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of a call of a controller's, or the exception that it or its library raised.
+def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Call a controller's method; return the result, and the text of an exception of it or its library.
 
     An exception from any other module is a signal handler's, and is raised.
     """
@@ -44,9 +44,6 @@ def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, Ex
     except Exception as error:
         if not raised_in(error, "lowprec", controller.module, type(controller).__module__):
             raise
-        return None, error
-
-
-def in_words(error: BaseException | None) -> str:
-    """Return why a library could not be set or read."""
-    return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, UnsupportedError):
+            return None, str(error)
+        return None, f"{type(error).__name__}: {error}"

@@ -1,14 +1,14 @@
-"""What a controller is: the object that knows the switches of one library.
+"""The interface of a controller, which reads and sets the switches of one library.
 
-When it is asked, and in which order over threads and tasks, is the business of ``policy.switches``. A controller
-imports nothing; it looks at what stands in ``sys.modules``, each time anew.
+``policy.switches`` decides when it is called, over threads and tasks. A controller imports nothing; it looks its
+library up in ``sys.modules`` at each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import unique
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from lowprec.modes import MathMode
 from lowprec.util.enums import StrEnum
@@ -23,7 +23,7 @@ class Tier(StrEnum):
 
 
 class Controller(Protocol):
-    """How the switches of one library are read, set and put back.
+    """How the switches of one library are read, set and restored.
 
     :meth:`save`, :meth:`set_mode` and :meth:`restore` are called under one lock, so they must not wait for another
     thread, and must not enter a guard. Calls come in pairs, ``set_mode`` before ``restore``, and the pairs are nested;
@@ -32,6 +32,10 @@ class Controller(Protocol):
     An exception that is raised in the controller's module, or in one whose name begins as :attr:`module`, does not
     reach the caller of the guard: the library is reported as not protected, with the text of the exception. Any other
     is a signal handler's, and is raised. After it ``restore`` may be called twice.
+
+    Two methods are optional. ``without_effect(mode)`` returns the products that stay in full FP32 on this device when
+    the switches are set for the mode: "" for none, None if that is unknown now. ``set_default(mode)``, for
+    ``Tier.THREAD``, sets the default of all threads of the process.
     """
 
     @property
@@ -40,7 +44,7 @@ class Controller(Protocol):
 
     @property
     def module(self) -> str:
-        """The module that stands in ``sys.modules`` if the library is loaded."""
+        """The module that is in ``sys.modules`` if the library is loaded."""
 
     @property
     def tier(self) -> Tier:
@@ -48,39 +52,23 @@ class Controller(Protocol):
 
     @property
     def switches(self) -> Mapping[str, str]:
-        """The name of each switch, and what it acts on, in words; for the documentation."""
+        """A description of each switch, by its name, for the documentation."""
 
     @property
     def modes(self) -> tuple[MathMode, ...]:
         """The modes that the library has a switch for; ``fp32`` at least."""
 
     def save(self) -> Mapping[str, Any]:
-        """Return the switches as they are, by name; the values are compared, and handed to :meth:`restore`."""
+        """Return the value of each switch; values are compared, and passed to :meth:`restore`."""
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
-        """Set every switch for this mode, one of :attr:`modes`, and return them as :meth:`save` does.
+        """Set every switch for one of :attr:`modes`, and return them as :meth:`save` does.
 
-        After an exception comes :meth:`restore`.
+        After an exception :meth:`restore` is called.
         """
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what :meth:`save` returned, values that the user set inside the block among them."""
+        """Write values of :meth:`save`, with those that the user set inside the block."""
 
     def describe(self) -> Mapping[str, Any]:
         """Return the switches as the library's user reads them, for ``info()``, without changing any."""
-
-
-@runtime_checkable
-class HasDefault(Protocol):
-    """A controller whose switches belong to the thread, and have a default for all threads of the process."""
-
-    def set_default(self, mode: MathMode) -> object:
-        """Set the default for this mode."""
-
-
-@runtime_checkable
-class HasEffect(Protocol):
-    """A controller that can tell whether its switches change anything on this device."""
-
-    def without_effect(self, mode: MathMode) -> str | None:
-        """Return what the switches, set for this mode, leave alone; "" for nothing, None if that cannot be told now."""

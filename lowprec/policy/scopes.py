@@ -1,7 +1,7 @@
 """The open ``with`` blocks of each thread and task, as one ``ContextVar``.
 
-A block holds two things: lowprec's own policy, noted in the context that entered it, and other libraries' switches,
-which ``policy.switches`` looks after.
+A block holds two things: lowprec's own policy, recorded in the context that entered it, and other libraries' switches,
+which ``policy.switches`` sets and restores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lowprec.errors import LowprecWarning, UnsupportedError, quoted
 from lowprec.modes import MathMode
-from lowprec.policy import environment
+from lowprec.policy import effects, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
 from lowprec.policy.entries import NO_LIBRARY, PolicyEntry, Scope, held, innermost
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What ``frameworks=`` takes: every loaded library, none, or those of these names.
+#: The argument ``frameworks=``: every loaded library, none, or those of these names.
 Frameworks = bool | Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryStatus:
-    """What a block does for one library."""
+    """The effect of a block on one library."""
 
     library: str  # its name, as in ``frameworks=[...]``
     #: ``"protected"`` (the guard), ``"set"`` (a math mode), ``"not protected"``, ``"not set"`` or ``"not loaded"``.
@@ -45,10 +45,7 @@ class LibraryStatus:
 
 
 def selection(frameworks: Frameworks) -> frozenset[str] | None:
-    """Return the names of the libraries that are meant; None for all.
-
-    Raises TypeError if it is neither a flag nor a collection of names, UnsupportedError if there is no controller of
-    one of these names.
+    """Return the names of the selected libraries; None for all.
 
     Examples
     --------
@@ -66,7 +63,7 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
     unknown = sorted(str(name) for name in names.difference(known))
     if unknown:
         raise UnsupportedError(
-            f"frameworks: nothing is known of {', '.join(unknown)}; choose among {', '.join(known)}, or add a library "
+            f"frameworks: no controller for {', '.join(unknown)}; choose among {', '.join(known)}, or add a library "
             "with lowprec.register_controller"
         )
     return names
@@ -75,9 +72,9 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 class PolicyScope(Scope):
     """A change of policy that lasts as long as a ``with`` block or a decorated function.
 
-    Each entry is noted in the context (thread and task) that made it. So one instance may be entered twice, and be
+    Each entry is recorded in the context (thread and task) that made it. So one instance may be entered twice, and be
     shared by threads and tasks. A ``with`` statement leaves its own entry, and a bare call of ``__exit__`` the
-    innermost one of the instance, in whichever order.
+    innermost one of the instance, in any order.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -98,7 +95,7 @@ class PolicyScope(Scope):
         return cast(F, decorated(self, function))
 
     def wrap(self, function: F) -> F:
-        """Return the function with this scope around each of its calls, in whichever thread these happen.
+        """Return the function with this scope around each of its calls, in any thread.
 
         A thread starts without the scopes of the thread that started it, so a scope around ``pool.map`` would not
         reach the workers.
@@ -106,7 +103,7 @@ class PolicyScope(Scope):
         Parameters
         ----------
         function : callable
-            What the workers call.
+            The function that the workers call.
 
         Returns
         -------
@@ -131,9 +128,9 @@ class PolicyScope(Scope):
         return self._libraries is None or sorted(self._libraries) or False
 
     def _last_entry(self) -> PolicyEntry | None:
-        # Called in a context that does not know of it, __exit__ means one that another context has entered.
-        elsewhere = [entry for entry in list(held) if entry.scope is self]
-        return innermost.get().of(self) or (elsewhere[-1] if elsewhere else None)
+        # Without an entry in this context, __exit__ leaves the last one of another context.
+        others = [entry for entry in list(held) if entry.scope is self]
+        return innermost.get().of(self) or (others[-1] if others else None)
 
     def _set_libraries(self, entry: PolicyEntry) -> None:
         if sys.modules.keys().isdisjoint(known_modules):
@@ -147,11 +144,9 @@ class PolicyScope(Scope):
             hold(entry, found, MathMode.FP32, True)
         else:
             hold(entry, found, mode, False, guarded_libraries())
-            from lowprec.policy import effects
-
             layers = entry.layers
             set_here = [(c, layers[c.name].inside) for c in found if c.name in layers]
-            self._warn("changes nothing in", effects.news(set_here, mode))
+            self._warn("changes nothing in", effects.unreported(set_here, mode))
         self._warn(
             "does not protect" if mode is None else "does not reach",
             [f"{name} ({why})" for name, why in sorted(entry.failures.items()) if why != FLOOR],
@@ -161,10 +156,8 @@ class PolicyScope(Scope):
         if libraries:
             warnings.warn(f"{self!r} {verb} {'; '.join(libraries)}", LowprecWarning, stacklevel=5)
 
-    # -- telling ----------------------------------------------------------------------------------
-
     def report(self) -> tuple[LibraryStatus, ...]:
-        """Return what this block does for each library, as seen from here.
+        """Return the effect of this block on each library, as seen from this thread and task.
 
         Returns
         -------
@@ -182,38 +175,37 @@ class PolicyScope(Scope):
         done = "protected" if self._guards else "set"
         rows = []
         for controller in controllers():
-            reached, reason = self._state_of(controller, entry)
-            status = done if reached else f"not {done}"
             if sys.modules.get(controller.module) is None:
                 status, reason = "not loaded", f"{controller.module} has not been imported"
+            elif (unset := self._why_not(controller, entry)) is not None:
+                status, reason = f"not {done}", unset
+            else:
+                left = self._mode and effects.known(controller.name, self._mode)
+                reach = f"its switches belong to the {controller.tier}"
+                status, reason = done, f"{reach}; {left}" if left else reach
             rows.append(LibraryStatus(controller.name, status, reason))
         return tuple(rows)
 
-    def _state_of(self, controller: Controller, entry: PolicyEntry | None) -> tuple[bool, str]:
+    def _why_not(self, controller: Controller, entry: PolicyEntry | None) -> str | None:
+        """Return why the switches of a loaded library are not set here."""
         name = controller.name
         if self._libraries is not None and name not in self._libraries:
-            return False, "left out by frameworks="
+            return "left out by frameworks="
         if entry is None:
-            return False, "the block is not entered in this thread or task"
+            return "the block is not entered in this thread or task"
         if name in entry.failures:
-            return False, entry.failures[name]
+            return entry.failures[name]
         if name not in entry.layers:
-            return False, "imported inside the block; the next entry finds it"
+            return "imported inside the block; the next entry finds it"
         if not entry.is_open:
-            return False, "the block was left in another context"
+            return "the block was left in another context"
         if controller.tier == Tier.THREAD and entry.thread != get_ident():
-            return False, "its switch belongs to the thread that entered the block; use wrap() here"
-        reason = f"its switches belong to the {controller.tier}"
-        if self._mode is not None:
-            from lowprec.policy import effects
-
-            left = effects.known(name, self._mode)
-            reason += f"; {left}" if left else ""
-        return True, reason
+            return "its switch belongs to the thread that entered the block; use wrap() here"
+        return None
 
 
 def guarded_libraries() -> Callable[[str], bool] | None:
-    """Return what says of a library whether a guard here covers it, None where there is no guard."""
+    """Return a predicate of the names of libraries that a guard here covers, None where there is no guard."""
     if environment.snapshot().fp32_guard:
         return lambda name: True
     here = innermost.get()

@@ -1,13 +1,13 @@
-"""When other libraries' switches are changed and put back, over threads, tasks, nesting, exceptions and interrupts.
+"""Setting and restoring other libraries' switches, over threads, tasks, nesting, exceptions and interrupts.
 
-Each controller has a stack of layers: one for the process, or one per thread, as the switches reach. A layer is what
-was saved when a block raised (or lowered) the switches, and the open blocks that rely on it. A block that finds the
-switches as the top layer left them joins that layer, any other one puts a new layer on top. A layer goes when its
-last block has left and nothing lies above it; so blocks may end in any order, and what the user had set comes back
-exactly once. One lock guards all stacks.
+Each controller has a stack of layers: one for the process, or one per thread, as the switches reach. A layer holds
+the values saved when a block set the switches, and the open blocks that rely on it. A block that finds the switches as
+the top layer set them joins that layer, any other block adds a new layer. A layer is removed when it is the top one
+and its last block has ended. So blocks may end in any order, and the user's values are restored exactly once. One lock
+guards all stacks.
 
-A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to put
-back are settled before the first is: :func:`release`, called again, does the rest.
+A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to
+restore are determined before the first is written: :func:`release`, called again, does the rest.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt, in_words
+from lowprec.policy.interrupts import attempt
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.util import forking
 
-#: Why a block did not set a library's switches that a guard holds.
+#: The reason of a block that does not set switches held by a guard.
 FLOOR = "nothing lowers it while an fp32_guard is open"
 
-#: What the layers and the failures of a block are that has asked for nothing.
+#: The layers and the failures of a block that sets no switches.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block:
-    """What one open block relies on of other libraries' switches."""
+    """One open block, and the layers that it relies on."""
 
     __slots__ = ("failures", "layers", "thread")
 
@@ -46,9 +46,9 @@ class Block:
 
 
 class _Layer:
-    """What a block found, what it made of that, and the blocks that rely on it."""
+    """The switches as a block found and set them, and the blocks that rely on it."""
 
-    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "saved", "target", "told")
+    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "remarks", "saved", "target")
 
     def __init__(
         self, controller: Controller, mode: MathMode, is_floor: bool, saved: Mapping[str, Any]
@@ -61,42 +61,43 @@ class _Layer:
         self.inside: Mapping[str, Any] | None = None
         #: In the order in which they came.
         self.blocks: dict[Block, None] = {}
-        #: What is to be put back; None until that is known.
+        #: The values to restore; None until they are known.
         self.target: Mapping[str, Any] | None = None
-        #: What the user is to be told of it.
-        self.told: list[str] = []
+        #: Sentences for the user.
+        self.remarks: list[str] = []
 
-    def put_back(self) -> None:
-        """Put the switches back; done again after an interrupt, it writes the same values."""
-        controller, target = self.controller, self.target
-        if target is None:
-            target = self.saved
-            # Where there is none, an interrupt or a failure has left only some of them set.
-            if self.inside is not None:
-                now = controller.save()
-                if now != self.inside:
-                    target = self._with_changes(now, self.inside)
-            self.target = target
-        controller.restore(target)
+    def restore(self) -> None:
+        """Restore the switches; repeated after an interrupt, it writes the same values."""
+        controller = self.controller
+        if self.target is None:
+            changed: dict[str, Any] = {}
+            # Where `inside` is None, an interrupt or a failure has left only some of them set.
+            if self.inside is not None and (now := controller.save()) != self.inside:
+                # A switch that was added or removed inside the block is no change of the user's.
+                changed = {
+                    name: now[name]
+                    for name in self.saved
+                    if name in now and now[name] != self.inside.get(name)
+                }
+            if changed:
+                self.remarks = [kept(controller.name, changed, "inside the block")]
+            self.target = {**self.saved, **changed}
+        controller.restore(self.target)
 
-    def _with_changes(self, now: Mapping[str, Any], inside: Mapping[str, Any]) -> Mapping[str, Any]:
-        # A switch that came into being inside the block, or went, is no change of the user's.
-        changed = [name for name in self.saved if name in now and now[name] != inside.get(name)]
-        if changed:
-            values = ", ".join(f"{name} = {now[name]!r}" for name in changed)
-            verbs = ("was", "is") if len(changed) == 1 else ("were", "are")
-            self.told = [
-                f"{self.controller.name}: {values} {verbs[0]} set inside the block, and {verbs[1]} kept"
-            ]
-        return {**self.saved, **{name: now[name] for name in changed}}
+
+def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
+    """Return a sentence about switches that the user has changed."""
+    values = ", ".join(f"{name} = {value!r}" for name, value in changed.items())
+    verbs = ("was", "is") if len(changed) == 1 else ("were", "are")
+    return f"{library}: {values} {verbs[0]} set {where}, and {verbs[1]} kept"
 
 
 # Re-entrant, since a finalizer or a signal handler may enter or leave a guard in the very thread that holds it.
 _lock = threading.RLock()
-# A child that is forked while another thread changes switches would find them half changed, and the lock taken.
+# A child that is forked while another thread changes switches would find some of them changed, and the lock taken.
 forking.hold(_lock)
-#: Taken while the holder of the other lock is in the midst of a change. A lock and no flag, because it is taken and
-#: given back by C code, between which no interrupt comes.
+#: Held while the holder of the other lock changes switches. A lock, not a flag, because C code acquires and releases
+#: it, and no interrupt comes in between.
 _changing = threading.Lock()
 
 Stacks = dict[Controller, list[_Layer]]
@@ -126,13 +127,11 @@ def hold(
     is_floor: bool,
     is_guarded: Callable[[str], bool] | None = None,
 ) -> None:
-    """Set the switches of these libraries for this mode, and note in the block what :func:`release` needs.
+    """Set the switches of these loaded libraries for this mode, and record in the new block the input of `release`.
 
-    After an exception, which is always an interrupt, the block must be released.
-
-    ``block`` is a new one, the libraries ``found`` are loaded. ``is_floor`` is True for the guard, whose mode is fp32:
-    no block without it lowers the switches while this one is open. ``is_guarded`` gets the name of a library, and says
-    whether a guard of the caller's covers it.
+    After an exception, which is always an interrupt, the block must be released. ``is_floor`` is True for the guard,
+    whose mode is fp32: no block without it lowers the switches while this one is open. ``is_guarded`` returns whether
+    a guard of the caller's covers a library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
@@ -151,9 +150,9 @@ def hold(
                 join = partial(_join, block, layers, controller, mode, is_floor)
                 why_not, error = attempt(controller, join)
                 if error is not None:
-                    why_not = in_words(error)
+                    why_not = error
                     if name in layers:
-                        layers[name].blocks.pop(block, None)
+                        layers[name].blocks.pop(block, None)  # before `layers` loses it, for `release`
                         del layers[name]
                 if why_not is not None:
                     failures[name] = why_not
@@ -163,10 +162,10 @@ def hold(
 def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
 ) -> str | None:
-    """Have the block rely on a layer of this library's switches, or return why it does not."""
+    """Add the block to a layer of this library's switches, or return why it is not added."""
     stack = _stack_of(controller)
     _settle(stack)
-    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
+    if not is_floor and any(layer.is_floor and layer.blocks for layer in stack):
         return FLOOR
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"
@@ -191,46 +190,47 @@ def _join(
 
 
 def release(block: Block) -> list[str]:
-    """Give back what a block relies on; return sentences about what did not go as planned.
+    """End a block's use of its layers; return sentences about problems.
 
-    A second time it does nothing, or what an interrupt has left undone the first time. In the midst of a change, in
-    a finalizer or signal handler, it only notes that the block has left: the change ends with putting back.
+    A second call does nothing, or the part that an interrupt has prevented. During a change, in a finalizer or signal
+    handler, it only removes the block from its layers: the change ends with restoring.
     """
-    said: list[str] = []
+    remarks: list[str] = []
     with _lock:
         for layer in block.layers.values():
             layer.blocks.pop(block, None)
         if not _changing.locked():
             with _changing:
-                said += _settle_all()
+                remarks += _settle_all()
     if block.thread != get_ident():
-        said += [
-            f"{name}'s switch belongs to the thread in which the block was entered; there it stays as the block set "
-            "it until the next block begins there"
+        remarks += [
+            f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value there "
+            "until the next block begins there"
             for name, layer in block.layers.items()
             if layer.controller.tier == Tier.THREAD
         ]
-    return said
+    return remarks
 
 
 def _settle_all() -> list[str]:
-    said: list[str] = []
+    remarks: list[str] = []
     for stacks in (_process_stacks, _thread.stacks):
         for stack in stacks.values():
             if stack:
-                said += _settle(stack)
-    return said
+                remarks += _settle(stack)
+    return remarks
 
 
 def _settle(stack: list[_Layer]) -> list[str]:
-    """Take away the layers on top on which no block relies any more."""
-    said: list[str] = []
+    """Remove the top layers without blocks, and restore their switches."""
+    remarks: list[str] = []
     while stack and not stack[-1].blocks:
         layer = stack[-1]
-        _, error = attempt(layer.controller, layer.put_back)
+        _, error = attempt(layer.controller, layer.restore)
         if error is not None:
-            name = layer.controller.name
-            layer.told = [f"the switches of {name} could not be put back: {in_words(error)}"]
-        said += layer.told
+            layer.remarks = [
+                f"the switches of {layer.controller.name} could not be restored: {error}"
+            ]
+        remarks += layer.remarks
         stack.pop()
-    return said
+    return remarks

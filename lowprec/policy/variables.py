@@ -1,6 +1,6 @@
-"""The environment variables as one table: what each means, may hold, and stands for.
+"""The table of environment variables: meaning, legal values, parser.
 
-The table makes the documentation, the rows of ``info()`` and the texts of the errors. ``policy.environment`` reads it.
+The documentation, the rows of ``info()`` and the error messages come from it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ class Variable(Generic[T]):
     """One environment variable."""
 
     name: str
-    meaning: str  # what it does, in one sentence
-    legal: str  # the values that it may hold, in words
-    default: str  # what holds where it is not set, in words
+    meaning: str  # one sentence
+    legal: str  # a description of the legal values
+    default: str  # a description of the value where the variable is not set
     #: From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
     parse: Callable[[str], T]
-    show: Callable[[T], str] = str  # from the value in force to words
-    remark: Callable[[str], str | None] = lambda _: (
-        None
-    )  # from a legal text to a warning, or to None
+    show: Callable[[T], str] = str  # from the value in force to its description
+    remark: Callable[[str], str | None] = lambda text: None  # from a legal text to a warning
     #: Whether the first use of a mode fixes the value for the rest of the process.
     read_once: bool = False
 
     def text(self) -> str | None:
-        """Return the text in the environment now, None where it is unset or blank."""
+        """Return the current text, None where it is unset or blank."""
         return os.environ.get(self.name, "").strip() or None
 
     def value(self, text: str | None) -> T | None:
-        """Return the value that this text stands for; raise :class:`EnvironmentVariableError` if it is not legal."""
+        """Return the value of this text; raise :class:`EnvironmentVariableError` if it is not legal."""
         return None if text is None else self.parse(text)
 
 
@@ -54,19 +52,17 @@ def _mode_variable(name: str, meaning: str, default: str) -> Variable[MathMode]:
 
 
 MATH_MODE = _mode_variable(
-    "LOWPREC_MATH_MODE",
-    "The math mode where the program chooses none.",
-    MathMode.FP32.value,
+    "LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value
 )
 FORCE_MATH_MODE = _mode_variable(
     "LOWPREC_FORCE_MATH_MODE",
-    "The math mode whatever the program chooses; only fp32_guard stands above it.",
+    "The math mode instead of the program's choice; only fp32_guard takes precedence.",
     "nothing is forced",
 )
 
 
 def _one_of(name: str, legal: Collection[str]) -> Callable[[str], str]:
-    """Return the reader of a variable that holds one of these words."""
+    """Return the parser of a variable that holds one of these words."""
 
     def parse(text: str) -> str:
         if text not in legal:
@@ -99,12 +95,6 @@ GUARD = _switch_variable(
 )
 
 
-def _tf32_remark(text: str) -> str | None:
-    if text == "0":
-        return None
-    return f"NVIDIA_TF32_OVERRIDE={text}: NVIDIA reserves every value but 0, and lowprec does not act on it"
-
-
 TF32_OVERRIDE = Variable(
     "NVIDIA_TF32_OVERRIDE",
     "0 turns every mode that is based on TF32 into fp32, in cuBLAS as in lowprec, on the GPU as on the CPU.",
@@ -112,42 +102,15 @@ TF32_OVERRIDE = Variable(
     "TF32 is allowed",
     lambda text: text == "0",
     lambda off: "TF32 is off" if off else "lowprec does not act on this value",
-    _tf32_remark,
+    lambda text: (
+        None
+        if text == "0"
+        else f"NVIDIA_TF32_OVERRIDE={text}: NVIDIA reserves every value but 0, and lowprec does not act on it"
+    ),
     read_once=True,
 )
 
 
-def _library_variable(name: str, meaning: str, legal: str, default: str) -> Variable[str]:
-    return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
-
-
-def _thread_variable(name: str, readers: str) -> Variable[str]:
-    meaning = f"How many threads {readers} may use"
-    legal = "a number of threads, as the library understands it"
-    return _library_variable(name, meaning, legal, "the library's own choice")
-
-
-#: Variables that other libraries read: name, meaning, legal values, default.
-LIBRARIES = {
-    name: _library_variable(name, *rest)
-    for name, *rest in (
-        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 has PyTorch start with TF32 allowed in products on CUDA",
-         "0 or 1", "PyTorch starts with full FP32"),
-        ("JAX_DEFAULT_MATMUL_PRECISION", "The precision of products with which JAX starts",
-         "a word or the name of an algorithm, as JAX knows them", "JAX's own choice for the device"),
-        ("CUPY_TF32", "1 has CuPy use TF32 in products of float32", "0 or 1", "CuPy uses full FP32"),
-        ("MLX_ENABLE_TF32", "0 keeps MLX from TF32, for which it has no other switch",
-         "0 or 1", "MLX may use TF32"),
-        ("CUBLAS_EMULATE_SINGLE_PRECISION",
-         "1 lets cuBLAS compute FP32 by bfloat16 parts, on compute capability 10.0 and 10.3",
-         "0 or 1", "cuBLAS computes in FP32"),
-        ("CUBLAS_EMULATE_DOUBLE_PRECISION",
-         "1 lets cuBLAS compute FP64 by integers, from compute capability 8.0 on",
-         "0 or 1", "cuBLAS computes in FP64"),
-        ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or wherever it can",
-         "performant or eager", "performant"),
-    )
-}  # fmt: skip
 AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
     "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
@@ -158,7 +121,7 @@ AUTOTUNE = _switch_variable(
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
     "The folder in which lowprec keeps compiled kernels and measured choices.",
-    "a folder; it is made where there is none",
+    "a folder; it is created where it does not exist",
     "the system's folder for a user's caches",
     str,
 )
@@ -173,13 +136,13 @@ def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
         for x in found:
             if not x.replace(".", "_").isidentifier():
                 raise EnvironmentVariableError(
-                    f"environment variable {name}: {quoted(x)} is no name of a function; or unset the variable"
+                    f"environment variable {name}: {quoted(x)} is not the name of a function; or unset the variable"
                 )
         return found
 
     return Variable(
         name,
-        f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is made.",
+        f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is created.",
         "names of functions, between commas",
         "none",
         parse,
@@ -193,7 +156,6 @@ AMP_LISTS = {
     for which in ("allow", "deny", "infer")
     for action in ("ADD", "REMOVE")
 }
-MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
     "Any number but 0 switches off numba's compiler, and with it lowprec's own kernels.",
@@ -202,8 +164,7 @@ NUMBA_OFF = Variable(
     str,
 )
 
-
-#: Instruction sets of x86-64 and the flags that each brings; a limit hides those of what comes after it.
+#: Instruction sets of x86-64 and the flags that each adds; a limit hides those of later rows.
 ISAS: dict[str, frozenset[str]] = {
     "baseline": frozenset(),
     "avx2": frozenset({"avx", "f16c", "fma", "avx2", "fma4", "xop", "vaes", "vpclmulqdq"}),
@@ -223,12 +184,41 @@ MAX_CPU_ISA = Variable(
     "The highest instruction set of an x86-64 processor that lowprec's kernels, its OpenBLAS and numba's compiler may "
     "use, as if the processor had no other: for tests and comparisons. NumPy's BLAS does not read it.",
     f"one of {', '.join(ISAS)}",
-    "all that the processor has",
+    "all instruction sets of the processor",
     _one_of("LOWPREC_MAX_CPU_ISA", ISAS),
     lambda isa: f"nothing above {isa} is used",
     read_once=True,
 )
 
+
+def _library_variable(name: str, meaning: str, legal: str, default: str) -> Variable[str]:
+    return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+
+
+def _thread_variable(name: str, readers: str) -> Variable[str]:
+    meaning = f"How many threads {readers} may use"
+    legal = "a number of threads, as the library understands it"
+    return _library_variable(name, meaning, legal, "the library's own choice")
+
+
+_PRECISION = (
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 has PyTorch start with TF32 allowed in products on CUDA",
+     "0 or 1", "PyTorch starts with full FP32"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", "The precision of products with which JAX starts",
+     "a word or the name of an algorithm, as JAX knows them", "JAX's own choice for the device"),
+    ("CUPY_TF32", "1 has CuPy use TF32 in products of float32", "0 or 1", "CuPy uses full FP32"),
+    ("MLX_ENABLE_TF32", "0 keeps MLX from TF32, for which it has no other switch",
+     "0 or 1", "MLX may use TF32"),
+    ("CUBLAS_EMULATE_SINGLE_PRECISION",
+     "1 lets cuBLAS compute FP32 by bfloat16 parts, on compute capability 10.0 and 10.3",
+     "0 or 1", "cuBLAS computes in FP32"),
+    ("CUBLAS_EMULATE_DOUBLE_PRECISION",
+     "1 lets cuBLAS compute FP64 by integers, from compute capability 8.0 on",
+     "0 or 1", "cuBLAS computes in FP64"),
+    ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or wherever it can",
+     "performant or eager", "performant"),
+)  # fmt: skip
+MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 
 #: Every variable, in the order of the documentation.
 VARIABLES: tuple[Variable[Any], ...] = (
@@ -240,7 +230,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CACHE_DIR,
     MAX_CPU_ISA,
     *AMP_LISTS.values(),
-    *LIBRARIES.values(),
+    *(_library_variable(*row) for row in _PRECISION),
     _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
     MKL_THREADS,
     _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),

@@ -30,7 +30,6 @@ ENVIRONMENT_READER = "policy/environment.py"
 OTHER_READERS = {
     "policy/variables.py",
     "cli/commands/run/startup/sitecustomize.py",
-    "policy/c_environment.py",
 }
 
 MAX_FILE_LINES = 450

@@ -154,7 +154,7 @@ def test_frameworks_chooses(load: Load) -> None:
 
 def test_frameworks_that_make_no_sense(load: Load) -> None:
     load("one")
-    with pytest.raises(UnsupportedError, match="nothing is known of two; choose among one, or"):
+    with pytest.raises(UnsupportedError, match="no controller for two; choose among one, or"):
         fp32_guard(frameworks=["one", "two"])
     with pytest.raises(TypeError, match="True, False or a list of names"):
         fp32_guard(frameworks="one")
@@ -223,7 +223,7 @@ def test_a_library_that_cannot_be_put_back_is_told(load: Load) -> None:
     bad, good = load("bad"), load("good")
     bad.fails["restore"] = OSError("gone")
     with (
-        pytest.warns(LowprecWarning, match="bad could not be put back: OSError: gone"),
+        pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"),
         fp32_guard(),
     ):
         pass
@@ -547,7 +547,7 @@ def test_a_controller_can_be_taken_away(load: Load) -> None:
 @pytest.fixture
 def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
-    from lowprec.policy.frameworks.cupy import CupyController
+    from lowprec.policy.frameworks.switch_functions import CUPY
 
     state = SimpleNamespace(value=7, has_driver=True, written=[])
 
@@ -571,7 +571,7 @@ def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_compute_type=get_compute_type, set_compute_type=set_compute_type
     )
     monkeypatch.setitem(sys.modules, "cupy", module)
-    registry.register_controller(CupyController())
+    registry.register_controller(CUPY)
     state.module = module
     return state
 
@@ -624,20 +624,23 @@ def test_a_variable_and_a_switch(
     said: str | None,
 ) -> None:
     cupy.value = value
-    assert switch_report.disagreements() == ()
+    assert switch_report.disagreements(switch_report.switch_rows()) == ()
     monkeypatch.setenv(variable, text)
-    told = switch_report.disagreements()
+    told = switch_report.disagreements(switch_report.switch_rows())
     assert len(told) == (said is not None)
     assert said is None or said in told[0]
     assert cupy.written == []
 
 
 def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert switch_report.disagreements() == ()
+    assert switch_report.disagreements(switch_report.switch_rows()) == ()
     monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
-    assert "start the process with MLX_ENABLE_TF32=0" in switch_report.disagreements()[0]
+    assert (
+        "start the process with MLX_ENABLE_TF32=0"
+        in switch_report.disagreements(switch_report.switch_rows())[0]
+    )
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    assert switch_report.disagreements() == ()
+    assert switch_report.disagreements(switch_report.switch_rows()) == ()
 
 
 def test_every_switch_is_shown_and_none_that_cannot_be_read(load: Load) -> None:

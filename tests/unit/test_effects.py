@@ -54,7 +54,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setitem(sys.modules, "library", ModuleType("library"))
     monkeypatch.setattr(effects, "_known", {})
-    monkeypatch.setattr(effects, "_told", set())
+    monkeypatch.setattr(effects, "_reported", set())
     made = Library()
     register_controller(made)
     yield made

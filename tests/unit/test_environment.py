@@ -66,7 +66,7 @@ def test_nothing_set() -> None:
     assert (taken.fp32_guard, taken.tf32_off) == (False, False)
     assert environment.problems() == ()
     assert all(r.value is None for r in environment.rows())
-    assert row_of("LOWPREC_MATH_MODE").effective == "fp32"
+    assert row_of("LOWPREC_MATH_MODE").effect == "fp32"
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
@@ -90,7 +90,7 @@ def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPat
     taken = environment.snapshot()
     assert taken.math_mode is mode
     assert taken.force_math_mode is MathMode.FP32_PEDANTIC
-    assert row_of("LOWPREC_MATH_MODE").effective == mode.value
+    assert row_of("LOWPREC_MATH_MODE").effect == mode.value
 
 
 @pytest.mark.parametrize("name", MODE_VARIABLES)
@@ -108,7 +108,7 @@ def test_a_bad_mode_names_variable_value_and_legal_values(
 def test_a_bad_value_is_a_row_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     row = row_of("LOWPREC_MATH_MODE")
-    assert (row.value, row.effective) == ("fp23", "refused")
+    assert (row.value, row.effect) == ("fp23", "refused")
     (problem,) = environment.problems()
     assert problem == row.problem
     assert "'fp23' is not a math mode" in problem
@@ -143,9 +143,7 @@ def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert environment.snapshot() is first
     (problem,) = environment.problems()
     assert f"{name} was unset when lowprec read it" in problem
-    assert row_of(name).effective == next(
-        v.default for v in environment.VARIABLES if v.name == name
-    )
+    assert row_of(name).effect == next(v.default for v in environment.VARIABLES if v.name == name)
     environment.refresh()
     assert environment.problems() == ()
     assert environment.snapshot() is not first
@@ -156,7 +154,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOWPREC_FP32_GUARD", text)
     assert environment.snapshot().fp32_guard is on
     effect = "no product is below full FP32" if on else "no guard"
-    assert row_of("LOWPREC_FP32_GUARD").effective == effect
+    assert row_of("LOWPREC_FP32_GUARD").effect == effect
 
 
 def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +225,8 @@ def test_rows_do_not_take_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.snapshot()
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    assert row_of("OMP_NUM_THREADS").effective == "4,2"
-    assert row_of("MKL_NUM_THREADS").effective == "the library's own choice"
+    assert row_of("OMP_NUM_THREADS").effect == "4,2"
+    assert row_of("MKL_NUM_THREADS").effect == "the library's own choice"
     assert environment.problems() == ()
 
 
@@ -240,7 +238,7 @@ def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.Monk
         monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
     assert environment.autotune() is value
     effect = {None: "before are used", False: "library's own", True: "at first use"}[value]
-    assert effect in row_of("LOWPREC_AUTOTUNE").effective
+    assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 
 def test_autotune_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +252,7 @@ def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatc
     assert environment.cache_directory() is None
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
     assert environment.cache_directory() == "somewhere"
-    assert row_of("LOWPREC_CACHE_DIR").effective == "somewhere"
+    assert row_of("LOWPREC_CACHE_DIR").effect == "somewhere"
 
 
 def test_a_bad_value_does_not_break_the_import() -> None:

@@ -34,7 +34,7 @@ from lowprec.backends.cpu.panels import (
     rows_for_shape,
 )
 from lowprec.planning import MatrixStack
-from lowprec.policy import c_environment
+from lowprec.policy import environment
 from lowprec.policy.interrupts import raised_in
 from lowprec.util import forking
 
@@ -390,7 +390,7 @@ def _load(path: str) -> OpenBlas | None:
     if best is not None:
         variables["OPENBLAS_CORETYPE"] = best
     _ours.add(path)
-    with c_environment.seen_by_c(variables):
+    with environment.c_variables(variables):
         library = ctypes.CDLL(path)
     return OpenBlas(library, path)
 

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.frameworks.switch import attribute
+from lowprec.policy.effects import probe
+from lowprec.policy.frameworks.switch_functions import attribute
 from lowprec.policy.protocol import Tier
 
-_JAX_SWITCH = "default_matmul_precision"
+_SWITCH = "default_matmul_precision"
 
 
 class JaxController:
     """JAX's default precision in a thread.
 
-    What a thread has not chosen comes from the process's default, so what is saved is the thread's own choice, which
-    may be that it has none. JAX's context manager does not tell it, and keeps what it found to itself: an interrupt
-    inside its ``__enter__`` loses that.
+    A thread without its own choice uses the process's default, so the saved value is the thread's own choice, or
+    JAX's mark for none. JAX's context manager does not expose this value, and an interrupt in its ``__enter__`` would
+    lose it.
     """
 
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
-    switches: Mapping[str, str] = MappingProxyType(
-        {_JAX_SWITCH: "products and convolutions that are traced in this thread"}
-    )
-    # JAX's words, not the names of algorithms: those are errors on devices that lack them. What a word becomes is
-    # up to the device.
+    switches: Mapping[str, str] = {
+        _SWITCH: "products and convolutions that are traced in this thread"
+    }
+    # JAX's words, not the names of algorithms, which are errors on devices that lack them. The device decides what a
+    # word means.
     _words: Mapping[MathMode, str] = {
         MathMode.FP32: "highest",
         MathMode.FP32_PEDANTIC: "highest",
@@ -52,33 +53,35 @@ class JaxController:
         return state
 
     def save(self) -> dict[str, Any]:
-        """Return what this thread has chosen, JAX's own mark if that is nothing."""
-        return {_JAX_SWITCH: self._state().get_local()}
+        """Return this thread's own choice, or JAX's mark for none."""
+        return {_SWITCH: self._state().get_local()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         """Choose for this thread."""
         state, word = self._state(), self._words[mode]
         state.set_local(word)
         if state.value != word:
-            raise BackendError(
-                f"JAX kept {_JAX_SWITCH} = {state.value!r} when it was set to {word!r}"
-            )
-        return {_JAX_SWITCH: word}
+            raise BackendError(f"JAX kept {_SWITCH} = {state.value!r} when it was set to {word!r}")
+        return {_SWITCH: word}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Write what the thread had chosen."""
-        self._state().set_local(saved[_JAX_SWITCH])
+        """Write the thread's own choice back."""
+        self._state().set_local(saved[_SWITCH])
 
     def describe(self) -> dict[str, Any]:
         """Return the precision in force in this thread."""
-        return {_JAX_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
-
-    def without_effect(self, mode: MathMode) -> str | None:
-        """Return what JAX multiplies in full FP32 although the switch is set for this mode."""
-        from lowprec.policy.frameworks.probe import jax_leaves
-
-        return jax_leaves(sys.modules["jax"])
+        return {_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
 
     def set_default(self, mode: MathMode) -> None:
-        """Set the precision of every thread that has chosen none, for the rest of the process."""
+        """Set the precision of every thread without its own choice, for the rest of the process."""
         attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])
+
+    def without_effect(self, mode: MathMode) -> str | None:
+        """Return the products that stay in full FP32 in this mode; JAX is not initialised for it."""
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        initialised = getattr(bridge, "backends_are_initialized", None)
+        jax: Any = sys.modules["jax"]
+        if initialised is None or not initialised() or jax.default_backend() != "cpu":
+            return None
+        with jax.ensure_compile_time_eval():
+            return probe(partial(jax.numpy.full, dtype="float32"))

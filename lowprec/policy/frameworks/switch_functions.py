@@ -1,0 +1,135 @@
+"""Libraries whose switches are functions: one that reads and one that writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from lowprec.errors import BackendError, UnsupportedError
+from lowprec.modes import MathMode
+from lowprec.policy.protocol import Tier
+
+
+def attribute(path: str, library: str) -> Any:
+    """Return the object with this dotted path in a loaded module."""
+    name, attributes = path.split(".", 1)
+    try:
+        return attrgetter(attributes)(sys.modules[name])
+    except AttributeError:
+        version = getattr(sys.modules[name], "__version__", None) or "of an unknown version"
+        raise UnsupportedError(
+            f"{library} {version} has no {path}: it is still being imported, or its switches are not those that "
+            "lowprec knows"
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchController:
+    """A controller of switches that are getters and setters of the process."""
+
+    name: str
+    label: str
+    #: Per switch: a description, the getter and the setter.
+    functions: Mapping[str, tuple[str, str, str]]
+    #: Per mode: the value of every switch.
+    values: Mapping[MathMode, Any]
+    #: The first arguments of every getter and setter.
+    arguments: tuple[str, ...] = ()
+    tier = Tier.PROCESS
+
+    @property
+    def module(self) -> str:
+        """The library's module."""
+        return self.name
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """The description of each switch."""
+        return {name: description for name, (description, _, _) in self.functions.items()}
+
+    @property
+    def modes(self) -> tuple[MathMode, ...]:
+        """The modes that the library has a value for."""
+        return tuple(self.values)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        for name, (_, _, setter) in self.functions.items():
+            attribute(setter, self.label)(*self.arguments, values[name])
+
+    def save(self) -> dict[str, Any]:
+        """Return the current value of each switch."""
+        return {
+            name: attribute(getter, self.label)(*self.arguments)
+            for name, (_, getter, _) in self.functions.items()
+        }
+
+    def set_mode(self, mode: MathMode) -> dict[str, Any]:
+        """Set every switch, and check that it holds the new value."""
+        value = self.values[mode]
+        self._write(dict.fromkeys(self.functions, value))
+        found = self.save()
+        for name, kept in found.items():
+            if kept != value:
+                raise BackendError(
+                    f"{self.label} kept {name} = {kept!r} when it was set to {value!r}"
+                )
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Write the saved values."""
+        self._write(saved)
+
+    describe = save
+
+
+_ALLOW_TF32 = {MathMode.FP32: False, MathMode.FP32_PEDANTIC: False, MathMode.TF32: True}
+
+TENSORFLOW = SwitchController(
+    "tensorflow",
+    "TensorFlow",
+    {
+        "config.experimental.tensor_float_32_execution": (
+            "products and convolutions on CUDA",
+            "tensorflow.config.experimental.tensor_float_32_execution_enabled",
+            "tensorflow.config.experimental.enable_tensor_float_32_execution",
+        )
+    },
+    _ALLOW_TF32,
+)
+
+#: CuPy takes the value for TF32 only where a device of compute capability 8.0 or later is present.
+CUPY = SwitchController(
+    "cupy",
+    "CuPy",
+    {
+        "_core.compute_type('f')": (
+            "float32 and complex64 products",
+            "cupy._core.get_compute_type",
+            "cupy._core.set_compute_type",
+        )
+    },
+    # CuPy's COMPUTE_TYPE_DEFAULT, _PEDANTIC and _TF32. Its _BF16 allows bfloat16 and does not promise it.
+    {MathMode.FP32: 1, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 7},
+    arguments=("f",),
+)
+
+PADDLE = SwitchController(
+    "paddle",
+    "Paddle",
+    {
+        "base.core.cublas_switch": (
+            "products on CUDA",
+            "paddle.base.core.get_cublas_switch",
+            "paddle.base.core.set_cublas_switch",
+        ),
+        "base.core.cudnn_switch": (
+            "convolutions on CUDA",
+            "paddle.base.core.get_cudnn_switch",
+            "paddle.base.core.set_cudnn_switch",
+        ),
+    },
+    _ALLOW_TF32,
+)
