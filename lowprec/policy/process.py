@@ -25,7 +25,8 @@ _guarded: dict[Controller, Mapping[str, Any]] = {}
 
 
 def _controller_of(name: str) -> Controller:
-    return next(c for c in controllers() if c.name == name)
+    (controller,) = [c for c in controllers() if c.name == name]
+    return controller
 
 
 def set_library(name: str, order: str) -> str | None:

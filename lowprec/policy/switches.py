@@ -152,7 +152,9 @@ def hold(
                 if error is not None:
                     why_not = error
                     if name in layers:
-                        layers[name].blocks.pop(block, None)  # before `layers` loses it, for `release`
+                        layers[name].blocks.pop(
+                            block, None
+                        )  # before `layers` loses it, for `release`
                         del layers[name]
                 if why_not is not None:
                     failures[name] = why_not
@@ -165,7 +167,7 @@ def _join(
     """Add the block to a layer of this library's switches, or return why it is not added."""
     stack = _stack_of(controller)
     _settle(stack)
-    if not is_floor and any(layer.is_floor and layer.blocks for layer in stack):
+    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"

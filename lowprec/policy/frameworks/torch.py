@@ -1,9 +1,8 @@
-"""PyTorch's switches: the old word for all products, and the newer ones for each backend and operation.
+"""PyTorch's switches: the old ones for all products, and the newer ones for each backend and operation.
 
-PyTorch keeps both, refuses to read the old ones where they do not agree with the newer ones, and has each of the
-newer ones pass on its backend's, or that of all backends, while it holds ``"none"``. So that everything comes back
-as it was, what is saved here is what each switch holds itself. Where that cannot be read, a switch is raised to full
-FP32 for a moment and put back; that is the direction in which the guard is going anyway.
+PyTorch refuses to read an old switch that disagrees with the newer ones, and a newer switch that holds ``"none"``
+reads as that of its backend, or of all backends. The saved values are those that each switch holds itself, so that all
+are restored exactly. Where one cannot be read, switches are set to full FP32 for a moment, as the guard does next.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from lowprec.arrays.torch_interception import probes_of
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
+from lowprec.policy import environment
+from lowprec.policy.effects import probe
 from lowprec.policy.interrupts import raised_in
 from lowprec.policy.protocol import Tier
 
@@ -27,28 +29,28 @@ Pair = tuple[str, str]
 
 _OLD = "get_float32_matmul_precision()"
 _OLD_CUDNN = "backends.cudnn.allow_tf32"
-#: The newer switches, by the names that PyTorch's own getter takes, and by those of the user.
-_LEAVES: dict[Pair, str] = {
-    ("cuda", "matmul"): "backends.cuda.matmul.fp32_precision",
-    ("cuda", "conv"): "backends.cudnn.conv.fp32_precision",
-    ("cuda", "rnn"): "backends.cudnn.rnn.fp32_precision",
-    ("mkldnn", "matmul"): "backends.mkldnn.matmul.fp32_precision",
-    ("mkldnn", "conv"): "backends.mkldnn.conv.fp32_precision",
-    ("mkldnn", "rnn"): "backends.mkldnn.rnn.fp32_precision",
+#: The newer switches, by the arguments of PyTorch's getter: the user's name, and a description.
+_LEAVES: dict[Pair, tuple[str, str]] = {
+    ("cuda", "matmul"): ("backends.cuda.matmul.fp32_precision", "products on CUDA"),
+    ("cuda", "conv"): ("backends.cudnn.conv.fp32_precision", "convolutions on CUDA"),
+    ("cuda", "rnn"): ("backends.cudnn.rnn.fp32_precision", "recurrent networks on CUDA"),
+    ("mkldnn", "matmul"): ("backends.mkldnn.matmul.fp32_precision", "products on the CPU (oneDNN)"),
+    ("mkldnn", "conv"): ("backends.mkldnn.conv.fp32_precision", "convolutions on the CPU"),
+    ("mkldnn", "rnn"): ("backends.mkldnn.rnn.fp32_precision", "recurrent networks on the CPU"),
 }
 _PAIRS = tuple(_LEAVES)
 _MATMULS: tuple[Pair, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
 _CUDNN: tuple[Pair, ...] = (("cuda", "conv"), ("cuda", "rnn"))
 _ALL: Pair = ("generic", "all")
 _BACKENDS: tuple[Pair, ...] = (("cuda", "all"), ("mkldnn", "all"))
-_NAMES = (_OLD, _OLD_CUDNN, *_LEAVES.values())
+_NAMES = (_OLD, _OLD_CUDNN, *(name for name, _ in _LEAVES.values()))
 # The pairs as the two arguments of PyTorch's functions, so that `map` can call these: a guard is entered often.
 _FIRST, _SECOND = zip(*_PAIRS, strict=True)
 _EVERY_FIRST, _EVERY_SECOND = zip(*_PAIRS, _ALL, *_BACKENDS, strict=True)
 _PASSED_ON = ["none"] * (1 + len(_BACKENDS))
 
-# Per mode: the old word, and what the newer switches of CUDA and of oneDNN hold then. CUDA has no bfloat16
-# for float32 operands, and PyTorch's own "medium" means TF32 there.
+# Per mode: the old switch, and the newer switches of CUDA and of oneDNN. CUDA has no bfloat16 for float32 operands,
+# and PyTorch's "medium" means TF32 there.
 _WORDS: dict[MathMode, tuple[str, str, str]] = {
     MathMode.FP32: ("highest", "ieee", "ieee"),
     MathMode.FP32_PEDANTIC: ("highest", "ieee", "ieee"),
@@ -59,7 +61,7 @@ _VALUES = {
     mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS]
     for mode, (_, cuda, onednn) in _WORDS.items()
 }
-#: What `save` finds then.
+#: Per mode: the result of `save`.
 _SET = {
     mode: dict(zip(_NAMES, (old, cuda == "tf32", *_VALUES[mode]), strict=True))
     for mode, (old, cuda, _) in _WORDS.items()
@@ -96,8 +98,7 @@ def _functions(torch: ModuleType) -> _Functions:
             f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec knows "
             f"(2.9 and later): {error}"
         ) from None
-    # Some versions announce, once per process, that the old switches will go. Under a filter that makes errors of
-    # warnings, the guard would otherwise fail.
+    # Some versions warn, once per process, that the old switches are deprecated, which a filter may turn into an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _read(found.get_old)
@@ -112,18 +113,11 @@ class TorchController:
     module = "torch"
     tier = Tier.PROCESS
     modes = tuple(_WORDS)
-    switches: Mapping[str, str] = MappingProxyType(
-        {
-            _OLD: "products, all devices",
-            _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
-            _LEAVES["cuda", "matmul"]: "products on CUDA",
-            _LEAVES["cuda", "conv"]: "convolutions on CUDA",
-            _LEAVES["cuda", "rnn"]: "recurrent networks on CUDA",
-            _LEAVES["mkldnn", "matmul"]: "products on the CPU (oneDNN)",
-            _LEAVES["mkldnn", "conv"]: "convolutions on the CPU",
-            _LEAVES["mkldnn", "rnn"]: "recurrent networks on the CPU",
-        }
-    )
+    switches: Mapping[str, str] = {
+        _OLD: "products, all devices",
+        _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
+        **dict(_LEAVES.values()),
+    }
 
     def __init__(self) -> None:
         self._found: tuple[ModuleType, _Functions] | None = None
@@ -135,20 +129,20 @@ class TorchController:
         return self._found[1]
 
     def save(self) -> dict[str, Any]:
-        """Return what each switch holds itself."""
+        """Return the value that each switch holds itself."""
         do = self._functions()
         leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
         parents = leaves[len(_PAIRS) :]
         del leaves[len(_PAIRS) :]
         if parents != _PASSED_ON:
             leaves = _own(do, leaves)
-        old = _read(do.get_old)
+        old, cudnn = _read(do.get_old), _read(do.get_cudnn)
+        # Every value of the old switch for products agrees with full FP32, that of cuDNN only if it is False.
         if old is None:
-            old = _while_full(do, leaves, _MATMULS, do.get_old)
-        cudnn = _read(do.get_cudnn)
+            old = _while_set(do, _held(leaves, _MATMULS), "ieee", do.get_old)
         if cudnn is None:
-            # With full FP32 in the newer switches, only True is a contradiction.
-            cudnn = _while_full(do, leaves, _CUDNN, partial(_read, do.get_cudnn)) is not False
+            read = partial(_read, do.get_cudnn)
+            cudnn = _while_set(do, _held(leaves, _CUDNN), "ieee", read) is not False
         return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
@@ -164,7 +158,7 @@ class TorchController:
         return _SET[mode]
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what each switch held, the old ones first: they write some of the newer ones."""
+        """Write each switch's value, the old ones first: they write some of the newer ones."""
         do = self._functions()
         old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
         do.put_old(old)
@@ -178,13 +172,27 @@ class TorchController:
         for name, value in found.items():
             if value is None:
                 found[name] = "refused by PyTorch: the old and the newer switches do not agree"
-        return {**found, **{name: do.get(*pair) for pair, name in _LEAVES.items()}}
+        return {**found, **{name: do.get(*pair) for pair, (name, _) in _LEAVES.items()}}
 
     def without_effect(self, mode: MathMode) -> str | None:
-        """Return what PyTorch multiplies in full FP32 although the switches are set for this mode."""
-        from lowprec.policy.frameworks.probe import torch_leaves
+        """Return the products that stay in full FP32 in this mode."""
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            return _without_effect_on_gpu(torch)
+        if torch.cuda.device_count() or any(is_active() for is_active in probes_of(torch)[:4]):
+            return None  # the GPU is what counts, or a tracer would record the product
+        return probe(partial(torch.full, dtype=torch.float32, device="cpu"))
 
-        return torch_leaves(sys.modules["torch"])
+
+def _without_effect_on_gpu(torch: Any) -> str | None:
+    # Without a product, which would wait for the stream: every GPU since Ampere has TF32.
+    if torch.version.hip:
+        return None
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "this GPU has no TF32: float32 products stay in full FP32"
+    if environment.snapshot().tf32_off:
+        return "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32"
+    return ""
 
 
 def _read(getter: Callable[[], T]) -> T | None:
@@ -197,12 +205,14 @@ def _read(getter: Callable[[], T]) -> T | None:
         return None
 
 
-def _while_set(
-    do: _Functions, pairs: Sequence[Pair], held: Sequence[str], value: str, read: Callable[[], T]
-) -> T:
-    """Read while these of the newer switches have this value for a moment; then they hold again what they held."""
-    first, second = zip(*pairs, strict=True)
-    back = map(do.put, first, second, held)
+def _held(leaves: Sequence[str], pairs: Sequence[Pair]) -> dict[Pair, str]:
+    return {pair: leaves[_PAIRS.index(pair)] for pair in pairs}
+
+
+def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Callable[[], T]) -> T:
+    """Read while these of the newer switches have this value, then write the values that they held."""
+    first, second = zip(*held, strict=True)
+    back = map(do.put, first, second, held.values())
     try:
         list(map(do.put, first, second, repeat(value)))
         return read()
@@ -210,15 +220,8 @@ def _while_set(
         list(back)  # one call of C, so that no signal handler runs before its end
 
 
-def _while_full(
-    do: _Functions, leaves: list[str], pairs: tuple[Pair, ...], read: Callable[[], T]
-) -> T:
-    """Read while these switches are at full FP32, with which every value of the old ones agrees."""
-    return _while_set(do, pairs, [leaves[_PAIRS.index(pair)] for pair in pairs], "ieee", read)
-
-
 def _own(do: _Functions, leaves: list[str]) -> list[str]:
-    """Return what the newer switches hold themselves: "none" where one passes on another's value."""
+    """Return the newer switches' own values: "none" where one reads as another."""
     passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
 
     def below_backends() -> set[Pair]:
@@ -227,15 +230,15 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
             found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
         return found
 
-    # Below a backend's switch that is taken away, the one of all backends would show, with the same value perhaps.
-    passes_on |= _while_set(do, [_ALL], [do.get(*_ALL)], "none", below_backends)
+    # With "none" in a backend's switch, the one of all backends would be read, perhaps with the same value.
+    passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
     return [
         "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
     ]
 
 
 def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
-    """Return the switches that change with this one: those that hold nothing themselves."""
+    """Return the switches that read as this one."""
     held = do.get(*parent)
     if held == "none":
         return set()
@@ -244,6 +247,6 @@ def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pa
         return [do.get(*child) for child in children]
 
     before = values()
-    # Both are full FP32 for whoever multiplies in this moment.
-    after = _while_set(do, [parent], [held], "none" if held == "ieee" else "ieee", values)
+    # Products of other threads are in full FP32 with both.
+    after = _while_set(do, {parent: held}, "none" if held == "ieee" else "ieee", values)
     return {c for c, b, a in zip(children, before, after, strict=True) if b != a}
