@@ -1,11 +1,11 @@
-"""Which math mode is in force: the environment, the process default, the scopes and the guard."""
+"""The math mode in force: the environment, the process default, the scopes and the guard."""
 
 from __future__ import annotations
 
 from lowprec.policy.controllers import register_controller
-from lowprec.policy.guard import fp32_guard
 from lowprec.policy.state import (
     finish,
+    fp32_guard,
     get_math_mode,
     math_mode,
     overriding_mode,

@@ -1,4 +1,4 @@
-"""Whose tensor cores the CPU imitates."""
+"""The scope in which the CPU emulates a GPU's tensor cores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class emulate(PolicyScope):
     """Let the CPU sum as a GPU's tensor cores do, bit by bit, inside a ``with`` block or a decorated function.
 
     It acts on products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 and
-    complex64 ones in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and what is made of them). Which
-    mode is in force is decided as ever; only the way in which the products of a mode are summed changes, and
-    :func:`lowprec.plan` shows it. float32 in mode ``fp32``, float64, int8, numbers that the architecture's tensor cores
-    do not multiply (bfloat16 on Volta), and arrays on a GPU are multiplied as without it.
+    complex64 ones in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their splittings). The mode
+    in force does not change, only the summation does, and :func:`lowprec.plan` shows it. float32 in mode ``fp32``,
+    float64, int8, numbers that the architecture's tensor cores do not multiply (bfloat16 on Volta), and arrays on a GPU
+    are multiplied as without it.
 
-    An element is one chain of instructions along the inner dimension, from its beginning to its end: what cuBLAS makes
-    of a product (its tiles, the order of its instructions, split-K) is not imitated.
+    An element is one chain of instructions along the inner dimension, from its beginning to its end: the tiles, the
+    order of instructions and the split-K of cuBLAS are not emulated.
 
     The block holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into other
     threads. The innermost one counts.
@@ -25,7 +25,7 @@ class emulate(PolicyScope):
     Parameters
     ----------
     architecture : {"volta", "ampere", "ada", "hopper", "blackwell"}
-        In upper or lower case.
+        The architecture, in upper or lower case.
 
     Raises
     ------
@@ -63,11 +63,5 @@ class emulate(PolicyScope):
 
 
 def emulated() -> Architecture | None:
-    """Return whose tensor cores the CPU imitates in this thread and task.
-
-    Examples
-    --------
-    >>> emulated() is None
-    True
-    """
+    """Return the architecture that the CPU emulates in this thread and task."""
     return innermost.get().emulates

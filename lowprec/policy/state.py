@@ -1,7 +1,6 @@
-"""Which math mode is in force: the process default, the scopes, and the order of precedence.
+"""The math mode in force: the process default, the scopes and the guard, and the order of precedence.
 
-The order is written in :func:`resolve` and nowhere else. The state is two things: one process default, and the open
-``with`` blocks of this thread and task, which are in ``policy.scopes``.
+The order is defined in :func:`resolve`. The open ``with`` blocks are in ``policy.entries``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from lowprec.errors import ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
 from lowprec.policy import entries, environment
 from lowprec.policy.entries import innermost
@@ -19,41 +17,41 @@ from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
 
-#: What the guard lets pass. ``fp32_emulated`` is not among them: a bound as good as fp32's is a promise about the
-#: error, while the guard promises the arithmetic.
+#: The modes that the guard keeps. ``fp32_emulated`` is not one: its bound is as good as fp32's, but the guard
+#: promises the arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
 
 
-# -- the three ways to choose ---------------------------------------------------------------------
+# -- scopes and the default ----------------------------------------------------------------------
 
 
 class math_mode(PolicyScope):
     """Multiply in this mode inside a ``with`` block or a decorated function.
 
-    The mode holds for ``lowprec`` in this thread and task, and in tasks that are started inside; other threads do
-    not see it. It acts on float32 and complex64 operands only. A ``math_mode=`` argument and an inner block stand
-    above it, and so do ``fp32_guard`` and ``LOWPREC_FORCE_MATH_MODE``.
+    The mode holds for ``lowprec`` in this thread and task, and in tasks that are started inside, not in other
+    threads. It acts on float32 and complex64 operands only. A ``math_mode=`` argument, an inner block, ``fp32_guard``
+    and ``LOWPREC_FORCE_MATH_MODE`` take precedence.
 
-    Other libraries do not see it either, unless ``frameworks`` says so: then the switches of those that are loaded
-    are set for the block and put back after it. Most of these switches belong to the process, so that every thread
-    sees them. An open ``fp32_guard`` is a floor for them too. A library that has no switch for the mode is left as it
-    is, with a :class:`LowprecWarning`; :meth:`report` tells.
+    Other libraries are set by ``frameworks``: the switches of those that are loaded are set for the block and restored
+    after it. Most of these switches belong to the process, so they act in every thread. An open ``fp32_guard`` is a
+    floor for them too. A library without a switch for the mode keeps its setting, with a :class:`LowprecWarning`; see
+    :meth:`report`.
 
     Parameters
     ----------
     name : str or MathMode
         A mode or an alias, checked here; it takes effect where the block is entered.
     frameworks : bool or list of str
-        Whether to set other libraries' switches, or those of which, such as ``["torch", "jax"]``.
+        Whether to set other libraries' switches, or the libraries to set, such as ``["torch", "jax"]``.
 
     Raises
     ------
     ModeError
         If there is no such mode, or this version cannot run it.
     UnsupportedError
-        If ``frameworks`` names a library of which nothing is known.
+        If ``frameworks`` names a library without a controller.
 
     Examples
     --------
@@ -81,10 +79,68 @@ class math_mode(PolicyScope):
         return f"math_mode({str(self._mode)!r}{f', frameworks={chosen}' if chosen else ''})"
 
 
+class fp32_guard(PolicyScope):
+    """Keep float32 products at full FP32 or above, inside a ``with`` block or a decorated function.
+
+    For lowprec the guard is a floor: no ``math_mode=`` or ``rtol=`` argument, scope, process default or environment
+    variable lowers the precision. More precise modes and storage (``fp32_pedantic``, float64) stay.
+
+    Other libraries that are in ``sys.modules`` at the entry are set to full FP32 by their own switches, and their
+    earlier values are restored at the exit. PyTorch, JAX, TensorFlow, CuPy and Paddle are known;
+    ``register_controller`` adds others. None is imported. A library whose switches cannot be set is reported with a
+    :class:`LowprecWarning`, and the others are set nevertheless. A switch that is changed inside keeps the new value,
+    with a warning.
+
+    lowprec's part holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into
+    other threads. JAX's switch belongs to the thread, those of the other libraries to the process: while any guard is
+    open, every thread computes in full FP32 with them. A guard may be entered again, nested, and shared by threads
+    and tasks. Work that is deferred until after the block (a callback, a backward pass) runs without it.
+
+    Parameters
+    ----------
+    frameworks : bool or list of str, optional
+        The other libraries to set, such as ``["torch", "jax"]``: all that are loaded by default or if True, none if
+        False.
+
+    Raises
+    ------
+    TypeError
+        If ``frameworks`` is something else.
+    UnsupportedError
+        If ``frameworks`` names a library without a controller.
+
+    Examples
+    --------
+    >>> with math_mode("bf16"), fp32_guard():
+    ...     get_math_mode()
+    <MathMode.FP32: 'fp32'>
+
+    As a decorator it serves functions, coroutine functions and both kinds of generator:
+
+    >>> @fp32_guard()
+    ... def solve():
+    ...     return get_math_mode()
+    >>> with math_mode("bf16"):
+    ...     solve()
+    <MathMode.FP32: 'fp32'>
+    """
+
+    __slots__ = ()
+    _guards = True
+
+    def __init__(self, *, frameworks: Frameworks | None = None) -> None:
+        self._mode = None
+        self._libraries = selection(True if frameworks is None else frameworks)
+
+    def __repr__(self) -> str:
+        chosen = self._frameworks
+        return "fp32_guard()" if chosen is True else f"fp32_guard(frameworks={chosen})"
+
+
 def set_math_mode(name: str | MathMode | None) -> None:
     """Set the default mode of this process, for all its threads.
 
-    It stands below ``with math_mode(...)`` and every argument, and above ``LOWPREC_MATH_MODE``.
+    ``with math_mode(...)`` and every argument take precedence over it, and it does over ``LOWPREC_MATH_MODE``.
 
     Parameters
     ----------
@@ -114,7 +170,7 @@ def get_math_mode() -> MathMode:
     Raises
     ------
     EnvironmentVariableError
-        If one of lowprec's environment variables holds a value that it may not hold.
+        If one of lowprec's environment variables holds an illegal value.
 
     Examples
     --------
@@ -156,18 +212,14 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     try:
         return _resolve(argument, here.guarded, here.mode, _process_mode, taken, here.emulates)
     except TypeError:
-        if argument is None or isinstance(argument, str):
-            raise
-        # The cache hashes the argument before it is checked.
-        raise ModeError(
-            f"math_mode must be a name or a MathMode, got {type(argument).__name__}"
-        ) from None
+        parse_mode(argument or "fp32")  # raises ModeError if the argument cannot be hashed
+        raise
 
 
 def overriding_mode() -> ResolvedMode | None:
     """Return the mode that the guard or ``LOWPREC_FORCE_MATH_MODE`` decides, None if neither acts.
 
-    For a caller that chooses the mode itself, as ``rtol=`` does; its choice goes through :func:`finish`.
+    For a caller that chooses the mode itself, as ``rtol=`` does, and passes its choice to :func:`finish`.
     """
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
@@ -176,12 +228,12 @@ def overriding_mode() -> ResolvedMode | None:
 
 
 def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
-    """Return a mode that was chosen already after what stands above it: overruled, raised or without TF32."""
+    """Return the mode in force for a mode chosen by the caller, after the overrides and the guard."""
     here = innermost.get()
     return _impose(mode, source, here.guarded, environment.snapshot(), here.emulates)
 
 
-# All that the result depends on is an argument. Bounded, since a name has many spellings ("TF32", " tf32").
+# Bounded, since a name has many spellings ("TF32", " tf32").
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     argument: str | MathMode | None,
@@ -197,9 +249,10 @@ def _resolve(
         (ModeSource.PROCESS, process),
         (ModeSource.ENVIRONMENT, taken.math_mode),
     )
-    made = [request for request in requests if request[1] is not None]
-    source, asked = made[0] if made else (ModeSource.DEFAULT, None)
-    return _impose(asked, source, guarded, taken, emulates)
+    for source, asked in requests:
+        if asked is not None:
+            return _impose(asked, source, guarded, taken, emulates)
+    return _impose(None, ModeSource.DEFAULT, guarded, taken, emulates)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,7 +263,7 @@ def _impose(
     taken: EnvironmentSnapshot,
     emulates: Architecture | None,
 ) -> ResolvedMode:
-    """Apply what stands above a request (None: nothing was asked for), lowest first."""
+    """Apply the forced mode, the guard and NVIDIA's variable to a requested mode (None for no request)."""
     mode, reasons = asked or MathMode.FP32, []
     if taken.force_math_mode is not None:
         if asked not in (None, taken.force_math_mode):
@@ -221,20 +274,18 @@ def _impose(
     decided = mode
     if guarded or taken.fp32_guard:
         guard = ModeSource.GUARD if guarded else ModeSource.GUARD_VARIABLE
-        mode, source, reason = _floor(mode, source, guard)
-        reasons.append(reason)
+        if mode not in FULL_FP32:
+            reasons.append(f"{guard} raises {mode} ({source}) to {MathMode.FP32}.")
+            mode, source = MathMode.FP32, guard
+        elif mode is MathMode.FP32:
+            reasons.append(f"{guard} keeps the precision at {mode} or above.")
+            source = guard
+        else:
+            reasons.append(
+                f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}."
+            )
     if taken.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32
     others = [m for m in (asked, decided) if m not in (None, mode)]
     return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons), emulates)
-
-
-def _floor(
-    mode: MathMode, source: ModeSource, guard: ModeSource
-) -> tuple[MathMode, ModeSource, str]:
-    if mode not in FULL_FP32:
-        return MathMode.FP32, guard, f"{guard} raises {mode} ({source}) to {MathMode.FP32}."
-    if mode is MathMode.FP32:
-        return mode, guard, f"{guard} keeps the precision at {MathMode.FP32} or above."
-    return mode, source, f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}."
