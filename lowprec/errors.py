@@ -1,7 +1,6 @@
-"""Exception classes, and how their messages show what came.
+"""Exception classes, and the text of values in their messages.
 
-Every error derives from :class:`LowprecError` and from the built-in exception that fits, so that both
-``except lowprec.LowprecError`` and ``except ValueError`` read as one expects.
+Every error derives from :class:`LowprecError` and from the built-in exception that fits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LONGEST = 80
 
 
 def quoted(value: object) -> str:
-    """Return what a caller passed as text for a message: cut where it is long, by its type where it has no text.
+    """Return the text of a caller's value for a message: shortened, or the type where ``repr`` fails.
 
     Examples
     --------
@@ -41,8 +40,7 @@ def quoted(value: object) -> str:
 class LowprecError(Exception):
     """Base class of every error that lowprec raises.
 
-    ``argument`` names the argument of the caller's that the error is about, where that is one array; the message then
-    begins with it.
+    ``argument`` is the name of the array argument that the error is about, if any; the message begins with it.
     """
 
     argument: str | None = None
@@ -57,7 +55,7 @@ class ArrayError(LowprecError, TypeError):
 
 
 class ElsewhereError(ArrayError):
-    """An array has no memory to read now, and its library's own road to the product, ``"module:function"``."""
+    """An array without memory to read now; ``road`` is its library's own product, ``"module:function"``."""
 
     def __init__(self, message: str, road: str) -> None:
         super().__init__(message)
@@ -69,7 +67,7 @@ class DTypeError(LowprecError, TypeError):
 
 
 class ShapeError(LowprecError, ValueError):
-    """Shapes that do not fit together, or an ``out`` that overlaps an operand in a way that has no meaning."""
+    """Shapes that do not fit together, or an ``out`` that overlaps an operand."""
 
 
 class DeviceError(LowprecError, ValueError):
@@ -81,7 +79,7 @@ class ModeError(LowprecError, ValueError):
 
 
 class EnvironmentVariableError(LowprecError, ValueError):
-    """An environment variable holds a value that it may not hold."""
+    """An environment variable holds an illegal value."""
 
 
 class UnsupportedError(LowprecError, NotImplementedError):

@@ -1,7 +1,6 @@
-"""What decides how products run here: devices, libraries, the mode in force, the environment.
+"""``info``: devices, libraries, the mode in force and the environment, as plain values.
 
-Plain values, as threadpoolctl gives them, so that they can be printed, compared and put into a bug report. Nothing is
-imported for it: of the libraries, those in ``sys.modules`` are asked and the others' metadata is read.
+Nothing is imported for it: loaded libraries are inspected in ``sys.modules``, and of others the metadata is read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
 from lowprec.policy.switch_report import disagreements, switch_rows
 
-#: Libraries that matter here: module, distributions that may bring it, what it is for.
+#: Module, distributions that may contain it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
@@ -36,24 +35,23 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def info() -> dict[str, Any]:
-    """Return what decides how products run in this process.
+    """Return the devices, libraries, modes and settings that products use in this process.
 
-    A bad value of an environment variable is reported under ``warnings``; it does not raise here. The mode in force
-    is looked up, which counts as its first use: variables that are read once are read now.
+    An illegal value of an environment variable is reported under ``warnings``; it does not raise here. The mode in
+    force is resolved, which counts as its first use: variables that are read once are read now.
 
     Returns
     -------
     dict
         Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
         with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use,
-        threads that a product may take) and, on x86-64, ``instruction_sets``, where ``used`` is None if the
-        libraries choose for themselves, and ``units`` for 16 and 8 bits that are used; of a GPU
-        ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
-        ``workspace_bytes``.
-        ``gpu``: whether GPUs are used, why not, and the versions behind them. ``libraries`` with version and status
-        (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor that an
-        OpenBLAS's kernels are for. ``mode``: what is in force, who decided, the reasons. ``available_modes``.
-        ``environment``: each variable with its value, its effect and what it may hold. ``frameworks``: each switch
+        threads of a product) and, on x86-64, ``instruction_sets``, where ``used`` is None if the libraries choose for
+        themselves, and the ``units`` for 16 and 8 bits that are used; of a GPU ``compute_capability``,
+        ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and ``workspace_bytes``.
+        ``gpu``: whether GPUs are used, why not, and versions. ``libraries`` with version and status
+        (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor of an
+        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``available_modes``.
+        ``environment``: each variable with its value, its effect and its legal values. ``frameworks``: each switch
         for float32 products of each loaded library, as it is now in this thread, with ``library``, ``switch``,
         ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read). ``warnings``: sentences.
 
@@ -65,9 +63,10 @@ def info() -> dict[str, Any]:
     ('fp32', 'cpu')
     """
     cpu = backend_of(CPU).info()
-    mode = _mode()
+    mode = _mode()  # first: it reads the variables that are read once
     gpu, gpus = _gpus()
-    switches, unused = switch_rows(), ""
+    switches, absence, unused = switch_rows(), disk.absence(), ""
+    without_cache = {"LOWPREC_CACHE_DIR"} if absence else set()
     if gpu["driver"] is not None and not gpu["used"]:
         unused = f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
     return {
@@ -80,13 +79,16 @@ def info() -> dict[str, Any]:
         "blas": cpu["blas"],
         "mode": mode,
         "available_modes": [str(m) for m in available_modes()],
-        "environment": [_variable(row) for row in environment.rows()],
+        "environment": [
+            (row._replace(effect="no cache") if row.name in without_cache else row)._asdict()
+            for row in environment.rows()
+        ],
         "frameworks": [dataclasses.asdict(row) for row in switches],
         "warnings": [
             *environment.problems(),
             *disagreements(switches),
             *cpu["warnings"],
-            *filter(None, [unused, disk.absence()]),
+            *filter(None, [unused, absence]),
         ],
     }
 
@@ -95,10 +97,7 @@ def info() -> dict[str, Any]:
 
 
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return whether GPUs are used (why not, by which versions), and those that are.
-
-    The CUDA libraries are loaded for it only where there is a driver.
-    """
+    """Return whether GPUs are used, and those that are; CUDA libraries are loaded only where there is a driver."""
     driver = _driver()
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
     module = "lowprec.backends.cuda.backend"
@@ -121,7 +120,7 @@ def _opens_driver() -> bool:
 
 
 def _driver() -> str | None:
-    """Return the first line of the NVIDIA driver's own words, None where there is no driver."""
+    """Return the first line of the NVIDIA driver's description, None where there is no driver."""
     try:
         return _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
     except OSError:
@@ -134,7 +133,7 @@ def _driver() -> str | None:
 def _library(
     name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]
 ) -> dict[str, Any]:
-    """Return a library's row; what is no Python module counts as loaded where a backend has opened it."""
+    """Return a library's row; ``opened`` has the libraries that a backend opens without Python's import."""
     module = sys.modules.get(name)
     version = getattr(module, "__version__", None) or _installed_version(distributions)
     detail = opened.get(name)
@@ -145,8 +144,7 @@ def _library(
 
 
 def _installed_version(distributions: tuple[str, ...]) -> str | None:
-    # Here, because it costs more to import than the rest of lowprec.
-    from importlib import metadata
+    from importlib import metadata  # costs more to import than the rest of lowprec
 
     for distribution in distributions:
         try:
@@ -164,19 +162,10 @@ def _mode() -> dict[str, Any]:
         resolved = resolve()
     except EnvironmentVariableError as error:
         return {"name": None, "source": None, "requested": None, "reasons": [], "error": str(error)}
-    requested = None if resolved.requested is None else str(resolved.requested)
     return {
-        "name": str(resolved.mode), "source": str(resolved.source), "requested": requested,
-        "reasons": list(resolved.reasons), "error": None,
-    }  # fmt: skip
-
-
-def _variable(row: environment.VariableRow) -> dict[str, Any]:
-    found = row._asdict()
-    effect = found.pop("effective")
-    absent = row.name == "LOWPREC_CACHE_DIR" and disk.absence()
-    return {
-        "name": row.name,
-        "value": row.value,
-        "effect": "no cache" if absent else effect,
-    } | found
+        "name": str(resolved.mode),
+        "source": str(resolved.source),
+        "requested": resolved.requested and str(resolved.requested),
+        "reasons": list(resolved.reasons),
+        "error": None,
+    }

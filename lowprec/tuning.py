@@ -1,4 +1,4 @@
-"""``autotune``: which of a library's algorithms is fastest for a product, measured and kept."""
+"""``autotune``: the fastest of a library's algorithms for a product, measured and stored."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lowprec.planning.rendering import title
 from lowprec.policy import environment
 from lowprec.util.tables import Table, plain_text
 
-#: cuBLASLt seldom has more that differ.
+#: cuBLASLt seldom has more different ones.
 MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class AutotuneResult:
-    """What :func:`autotune` found; ``print`` shows it as a table."""
+    """The result of :func:`autotune`; ``print`` shows it as a table."""
 
     product: str  #: Element types and shapes.
     device: str
-    #: The algorithms that were measured, the one that runs from now on first; each with its ``rank`` in the library's
-    #: own order, ``median_ms`` of one product, and ``algorithm`` in words. Empty where there is nothing to choose.
+    #: The algorithms that were measured, the selected one first; each with its ``rank`` in the library's own order,
+    #: ``median_ms`` of one product, and a description, ``algorithm``. Empty where there is only one.
     timed: tuple[AlgorithmTiming, ...]
 
     @property
@@ -40,22 +40,19 @@ class AutotuneResult:
 
     @property
     def speedup(self) -> float:
-        """Time of the library's own first choice over that of the algorithm that runs from now on; 1 for no change."""
+        """Time of the library's own first choice over that of the selected algorithm; 1 for no change."""
         return self._first_choice.median_ms / self.timed[0].median_ms if self.timed else 1.0
 
     def __str__(self) -> str:
         title = f"{self.product} on {self.device}"
         if not self.timed:
-            return f"{title}: nothing to choose, the device has one way to run it"
+            return f"{title}: nothing to choose, the device has one algorithm"
         first = self._first_choice.median_ms
         rows = [
-            (
-                str(entry.rank),
-                f"{entry.median_ms / first:.3f}",
-                f"{entry.algorithm}{'  (taken)' if entry is self.timed[0] else ''}",
-            )
+            (str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm)
             for entry in self.timed
         ]
+        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (taken)")
         return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
 
@@ -80,19 +77,19 @@ def autotune(
 ) -> AutotuneResult:
     """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
 
-    The choice is kept on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
+    The choice is stored on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
     ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from
-    the library's own first choice only where that was slower in two contests.
-    Nothing of the caller's is written: results go to temporary memory. On a CPU there is nothing to choose.
+    the library's own first choice only where that was slower in two comparisons. Results go to temporary memory, not
+    to ``out``. On a CPU there is nothing to choose.
 
     Parameters
     ----------
     a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
     candidates : int
-        How many algorithms to try, from 1 to 256.
+        Number of algorithms to try, from 1 to 256.
     progress : callable, optional
-        Gets the number of measurements done and that of all, after each.
+        Called after each measurement with the number of measurements done and in total.
 
     Returns
     -------
@@ -105,7 +102,7 @@ def autotune(
     UnsupportedError
         If ``candidates`` is out of range.
     EnvironmentVariableError
-        If ``LOWPREC_AUTOTUNE`` holds a value that it may not hold.
+        If ``LOWPREC_AUTOTUNE`` holds an illegal value.
     TypeError
         If ``candidates`` is no integer.
 
@@ -117,7 +114,7 @@ def autotune(
     >>> lowprec.autotune(a, a).speedup
     1.0
     """
-    environment.autotune()  # a bad value is an error here as it is where a product uses it
+    environment.autotune()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(
             f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"

@@ -1,8 +1,8 @@
 """The command line: ``lowprec info``, ``plan``, ``matmul``, ``check`` and the other modules of ``commands``.
 
-Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, a bad
-environment variable) is one line on standard error and exit code 2, without a traceback. An exception that is no such
-mistake is a defect of the program and keeps its traceback.
+Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, an
+illegal environment variable) is one line on standard error and exit code 2, without a traceback. Any other exception is
+a defect of the program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import io
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
-from lowprec.cli import signals
 from lowprec.cli.errors import USAGE
 from lowprec.cli.files import is_standard_output
 from lowprec.cli.output import flush, note
@@ -27,6 +28,10 @@ __all__ = ["main"]
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
+class _Terminated(BaseException):
+    """A signal, whose number is the argument, that ends the process."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, the words after ``lowprec`` (by default those of this process), and return its exit code.
 
@@ -34,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     -------
     int
         0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
-        141 if the reader of the output went away. SIGTERM and SIGHUP end the process by the signal, once what was
-        being written is tidied away. ``lowprec run`` ends with the exit code of the program, and does not
-        return where this process can become the program.
+        141 if the reader of the output closed it. SIGTERM and SIGHUP end the process by the signal, once partial files
+        are removed. ``lowprec run`` ends with the exit code of the program, and does not return where this process can
+        become the program.
 
     Examples
     --------
@@ -45,26 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A file's name may hold what the stream's encoding does not.
+            # The stream's encoding may lack characters of a file's name.
             stream.reconfigure(errors="backslashreplace")
     try:
-        with signals.raised(), _warnings_in_a_line():
+        with _signals_raised(), _warnings_in_a_line():
             return _run(argv)
-    except signals.Terminated as stop:
-        signal.raise_signal(stop.args[0])  # whoever started this process sees why it ended
+    except _Terminated as stop:
+        signal.raise_signal(stop.args[0])  # the parent process sees the reason
         return 128 + int(stop.args[0])
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Run one command; everything that it may end with is an exit code, but for a defect and a signal."""
+    """Run one command and return its exit code; only defects and signals are raised."""
     try:
         try:
             options = build_parser().parse_args(argv)
             written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
-            # Results go beside a file that is written to standard output. A closed standard error is None.
-            other = io.StringIO() if sys.stderr is None else sys.stderr
-            aside = any(map(is_standard_output, written))
-            with contextlib.redirect_stdout(other) if aside else contextlib.nullcontext():
+            # Where a file is written to standard output, results go to standard error (None where it is closed).
+            messages = sys.stderr or io.StringIO()
+            is_taken = any(map(is_standard_output, written))
+            with contextlib.redirect_stdout(messages) if is_taken else contextlib.nullcontext():
                 code = int(options.run(options))
         except SystemExit as stop:  # argparse, after --help and --version
             code = int(stop.code or 0)
@@ -82,8 +87,33 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 @contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise `_Terminated` in the block at the first signal that would end the process; later ones are ignored.
+
+    A signal that already has a handler, or is ignored (nohup), is left alone.
+    """
+    taken: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in taken:  # the removal of partial files must not be interrupted
+            signal.signal(each, signal.SIG_IGN)
+        raise _Terminated(number)
+
+    if threading.current_thread() is threading.main_thread():
+        known = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))  # not on Windows
+        taken += [n for n in known if n and signal.getsignal(n) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Show a warning of the block as the command's own messages: without the line of code that it comes from."""
+    """Show warnings of the block as the command's own messages, without a line of code."""
     usual = warnings.formatwarning
 
     def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

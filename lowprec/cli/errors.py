@@ -1,4 +1,4 @@
-"""The one exception that means: tell the user in one line, without a traceback."""
+"""The exception that is reported in one line, without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as files beside what is printed: a table of comma-separated values, a plot."""
+"""Results as files: a table of comma-separated values, a plot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lowprec.cli.files import check_output, write_output
 
 _SUFFIXES = (".png", ".svg")
 
-#: Modes and element types often lie upon each other: one is hollow, the other inside it.
+#: Markers of two sizes, since points often coincide.
 _MARKERS = "osx^+vD*p"
 _COLOURS = ("#4c4c4c", "#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def check_exports(options: argparse.Namespace) -> None:
-    """Refuse what could not be written, before the time for measuring is spent."""
+    """Raise for files that cannot be written, before measuring."""
     for path in filter(None, (options.csv, options.plot)):
         check_output(path)
     if options.plot is None:
@@ -37,7 +37,7 @@ def check_exports(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
-    """Write the files that were asked for."""
+    """Write the files of the options."""
     if options.csv is not None:
         rows = [_flat(case, row) for case in found for row in case.rows]
         text = io.StringIO(newline="")
@@ -48,10 +48,9 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
     if options.plot is not None:
         matplotlib: Any = importlib.import_module("matplotlib")
         suffix = Path(options.plot).suffix.lower().removeprefix(".")
-        # The same figures give the same file.
-        metadata = {"Date": None} if suffix == "svg" else None
+        metadata = {"Date": None} if suffix == "svg" else None  # equal figures give equal files
         with matplotlib.rc_context({"svg.hashsalt": "lowprec", "font.size": 9}):
-            drawn = io.BytesIO()  # in pipes nothing can go back
+            drawn = io.BytesIO()  # a pipe cannot seek
             errors_by_speed(found).savefig(
                 drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
             )
@@ -59,13 +58,12 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
 
 
 def _flat(found: Comparison, row: Row) -> dict[str, Any]:
-    """Return a row with the case that it belongs to."""
     a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (found.a, found.b))
     return {"case": found.name, "a": a, "b": b, **row.to_dict()}
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Return how the n-th of several series looks."""
+    """Return the style of the n-th series."""
     return {
         "marker": _MARKERS[number % len(_MARKERS)],
         "color": _COLOURS[number % len(_COLOURS)],
@@ -84,7 +82,7 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
     for panel, comparison in zip(panels, found, strict=True):
         for row in comparison.rows:
             style, errors = _style(names.index(row.name)), row.errors
-            # An exact product has no place on this scale, one that overflowed has none on any.
+            # An exact or an overflowed product has no point on a logarithmic scale.
             if not 0 < errors.normalised < math.inf:
                 continue
             ends = [errors.normalised, errors.bound]

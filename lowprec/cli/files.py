@@ -1,6 +1,6 @@
-"""Operands from ``.npy`` files, and results into them.
+"""Reading and writing ``.npy`` files.
 
-Reading never unpickles: a pickle in a file from elsewhere can run any code. Writing is all or nothing.
+Reading never unpickles: a pickle can run any code. A file is written completely or not at all.
 
 The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so the reader
 passes their dtype. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
@@ -33,15 +33,12 @@ from lowprec.util.atomic import write_file
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
     """Return the array of an ``.npy`` file, in native byte order.
 
-    Raw elements (bfloat16 and float8 as NumPy writes them) are taken as of type ``dtype``, others are converted to it,
-    rounding to nearest. ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and
-    dtype only.
-
-    Raises CommandError if the file cannot be read, is not an ``.npy`` file of numbers, or does not fit ``dtype``.
+    Raw elements (bfloat16 and float8 as NumPy writes them) are viewed as ``dtype``, others are rounded to it.
+    ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and dtype only.
     """
     source = "/dev/stdin" if path == "-" else path
     try:
-        # NumPy warns of files that Python 2 wrote, and reads them.
+        # NumPy reads files of Python 2, with a warning.
         with warnings.catch_warnings(), Path(source).open("rb") as file:
             warnings.simplefilter("ignore")
             array: Array
@@ -70,28 +67,29 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
 
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
-    # What ml_dtypes adds as a kind of void, NumPy writes as one.
+    # NumPy writes the types of ml_dtypes whose kind is void as raw elements.
     fitting = [
         d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
     ]
     if not fitting:
-        raise CommandError(f"{path} holds raw elements of {size} bytes, which no dtype explains")
+        raise CommandError(f"{path} holds raw elements of {size} bytes, which fits no dtype")
     if dtype is None or dtype.label not in fitting:
         given = f"; --dtype {dtype} does not fit" if dtype is not None else ""
+        plural = "s" if size > 1 else ""
         raise CommandError(
-            f"{path} holds raw elements of {size} byte{'s' * (size > 1)}, as NumPy stores "
-            f"{' and '.join(fitting)}{given}; say which with --dtype {fitting[0]}"
+            f"{path} holds raw elements of {size} byte{plural}, as NumPy stores "
+            f"{' and '.join(fitting)}{given}; choose the type with --dtype {fitting[0]}"
         )
     return array.view(NUMPY_DTYPES[dtype])
 
 
 def _converted(path: str, array: Array, dtype: DType | None) -> Array:
-    """Return the array as another element type; refuse what would lose an imaginary part or wrap around."""
+    """Return the array as another element type; raise where imaginary parts or integers would be lost."""
     reason = ""
     if array.dtype.kind not in "biufc":
         reason = ", which is not a number"
     elif dtype is None:
-        reason = ", which is not multiplied; convert it, for example by --dtype float32"
+        reason = ", which has no product; convert it, for example by --dtype float32"
     elif array.dtype.kind == "c" and not dtype.is_complex:
         reason = f"; --dtype {dtype} would drop the imaginary part"
     if reason or dtype is None:
@@ -107,13 +105,12 @@ def _converted(path: str, array: Array, dtype: DType | None) -> Array:
 
 
 def _is_written_into(path: str) -> bool:
-    """Whether what is written is added to what is there (a pipe, a device, an open file) and replaces nothing."""
-    there = Path(path)
-    return path == "-" or path.startswith(("/dev/", "/proc/")) or there.is_fifo()
+    """Whether a path is a pipe, a device or an open file, to which data is appended."""
+    return path == "-" or path.startswith(("/dev/", "/proc/")) or Path(path).is_fifo()
 
 
 def is_standard_output(path: str | None) -> bool:
-    """Whether a file that is written is what standard output goes to."""
+    """Whether a path is the file of standard output."""
     if not path or not _is_written_into(path):
         return False
     try:
@@ -123,7 +120,7 @@ def is_standard_output(path: str | None) -> bool:
 
 
 def check_output(path: str) -> None:
-    """Refuse an output that could not be written, before the time for computing it is spent."""
+    """Raise for an output that cannot be written, before it is computed."""
     target, reason = Path(path), ""
     try:
         if _is_written_into(path):
@@ -147,21 +144,18 @@ def write_array(path: str, array: Array) -> None:
     """Write an ``.npy`` file, as :func:`write_output` does."""
 
     def save(file: BinaryIO) -> None:
-        # Into a real file NumPy writes by itself, and reports of a full disk how many elements it has written.
+        # Hides the real file, whose errors NumPy reports by the number of elements written.
         np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
 
     write_output(path, save)
 
 
 def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file under exactly this name, wholly or not at all; see :func:`lowprec.util.atomic.write_file`.
-
-    A pipe, a terminal or another device is written into, and what ``-``, ``/dev/stdout`` and ``/dev/fd/N`` stand for.
-    """
+    """Write a file of exactly this name, completely or not at all, or append to a pipe, a device or an open file."""
     check_output(path)
     try:
         if _is_written_into(path):
-            flush()  # what was printed before comes before
+            flush()  # keeps the order of the output
             with open(os.dup(1) if path == "-" else path, "ab") as file:
                 write(file)
         else:

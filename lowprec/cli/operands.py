@@ -1,4 +1,4 @@
-"""Seeded random operands of known kinds."""
+"""Seeded random operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDE = 20
 
 
 class Distribution(NamedTuple):
-    """How random elements are drawn, in float64, and how to call that."""
+    """A description of random elements, and the function that draws them in float64."""
 
     words: str
     draw: Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -43,10 +43,9 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 def operand(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal"
 ) -> Array:
-    """Return a random array. Complex numbers have real and imaginary parts of the distribution.
+    """Return a random array; complex numbers have real and imaginary parts of the distribution.
 
-    For int8 the elements are all its values with equal probability, whatever the distribution. An array for which no
-    machine has room is a MemoryError.
+    int8 has all its values with equal probability, with any distribution.
     """
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
@@ -64,7 +63,7 @@ def operand(
 def pairs(
     rng: np.random.Generator, extents: tuple[int, ...], dtype: DType, distribution: str = "normal"
 ) -> list[tuple[Array, Array]]:
-    """Return the operands of a product of extents ``(n,)`` or ``(m, k, n)``, as many pairs as are to be rotated."""
+    """Return pairs of operands to rotate, for a product of extents ``(n,)`` or ``(m, k, n)``."""
     m, k, n = extents * 3 if len(extents) == 1 else extents
     shapes = (m, k), (k, n)
     return [

@@ -1,4 +1,4 @@
-"""How the values of options are read, and the options that several commands share."""
+"""Parsers of option values, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_DIGITS = 18
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return a question to be added to a message; empty where no name is like the text."""
+    """Return a suggestion to add to a message, "" where no name is similar to the text."""
     similar = difflib.get_close_matches(text.lower(), names, n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -30,7 +30,7 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
 
 def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a reader of names whose errors ask whether a similar one was meant."""
+    """Return a parser of names whose errors suggest a similar one."""
     known = tuple(names)
 
     def named(text: str) -> T:
@@ -46,7 +46,7 @@ mode: Callable[[str], MathMode] = _one_of(
     [*map(str, available_modes()), *ALIASES], lambda text: parse_mode(text, what="mode")
 )
 dtype: Callable[[str], DType] = _one_of(map(str, OPERAND_DTYPES), dtype_from_name)
-#: Of a GPU that need not be there.
+#: The name of a GPU, present or not.
 device: Callable[[str], str] = _one_of(
     (model.key for model in MODELS),
     lambda text: parse_model(text).key if parse_capability(text) is None else text,
@@ -79,7 +79,7 @@ def _seed(text: str) -> int:
 
 
 def _whole(word: str, text: str, what: str, least: int = 0) -> int:
-    """Read a number without a sign, which is a part of the text that a message shows."""
+    """Read a number without a sign, a part of the text in the message."""
     is_number = word.isascii() and word.isdigit()
     if is_number and len(word) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"a number of {len(word)} digits is too large")
@@ -109,7 +109,7 @@ def budget(text: str) -> float:
 
 
 def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return the reader of a list with commas, which takes each value once."""
+    """Return the parser of a list with commas, which keeps each value once."""
     return lambda text: tuple(dict.fromkeys(read(word.strip()) for word in text.split(",")))
 
 
@@ -128,7 +128,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--bound": {
         "choices": [str(x) for x in Bound],
-        "help": "which error --rtol is about: the guaranteed one, or one met with a probability of 0.999",
+        "help": "error that --rtol limits: the guaranteed one, or one met with a probability of 0.999",
     },
     "--k-chunk": {
         "type": count,
@@ -144,7 +144,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--device": {
         "type": device,
         "metavar": "GPU",
-        "help": f"plan for an NVIDIA GPU that need not be here: {model_names()}",
+        "help": f"plan for an NVIDIA GPU, present or not: {model_names()}",
     },
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }

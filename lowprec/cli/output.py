@@ -1,7 +1,7 @@
-"""What the commands print: tables, sections of facts, JSON, a progress bar.
+"""Output of the commands: tables, text, JSON, a progress bar.
 
-With rich installed and a terminal on the other side, tables are drawn and a bar shows progress; everywhere else the
-same cells come as aligned plain text. Results go to standard output, everything about them to standard error.
+In a terminal with rich installed, tables are drawn and a bar shows progress; otherwise the same cells are aligned plain
+text. Results go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lowprec.cli.errors import CommandError
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, plain_text
 
-#: Where the other side is no terminal, and tells of no width.
+#: The width where the output is not a terminal.
 _PIPE_WIDTH = 120
-#: Columns that a table is indented.
+#: The indentation of a table.
 _MARGIN = 1
 
 
@@ -43,18 +43,15 @@ def print_text(text: str) -> None:
 
 
 def flush() -> None:
-    """Hand over what is still buffered.
-
-    A command does it before it ends: later, a closed pipe or a full disk could no longer be reported.
-    """
+    """Flush standard output before a command ends, so that a closed pipe or a full disk is reported."""
     with _standard_output():
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[None]:
-    """Turn a failure to write into a message, except that of a reader who went away."""
-    if sys.stdout is None:  # so Python tells of a closed one
+    """Raise a failure to write as CommandError, except that of a pipe closed by its reader."""
+    if sys.stdout is None:  # Python's value for a closed one
         raise CommandError("cannot write to standard output: it is closed")
     try:
         yield
@@ -66,7 +63,7 @@ def _standard_output() -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Point a stream at nothing, so that the interpreter's last flush does not fail once more."""
+    """Redirect a stream to the null device, so that the interpreter's last flush does not fail again."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -74,12 +71,12 @@ def _discard(stream: TextIO) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document; a number that JSON does not have (Inf, NaN) becomes null."""
+    """Print one JSON document; Inf and NaN become null."""
     print_text(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """Print a remark about the results to standard error, if there is anybody to read it."""
+    """Print a message to standard error, unless it is closed."""
     if sys.stderr is None:
         return
     try:
@@ -92,7 +89,7 @@ def note(text: str) -> None:
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar on standard error while the block runs, where that is a terminal and rich is installed.
 
-    Yields a function to be called with a few words before each of the ``total`` steps.
+    Yields a function to call before each of the ``total`` steps, with a description of the step.
     """
     console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
@@ -133,7 +130,7 @@ def _rich_table(table: Table) -> Any:
     drawn = RichTable(
         show_header=any(table.headings),
         box=box.SIMPLE_HEAD,
-        # As narrow as the plain text: two columns between cells, nothing around the whole.
+        # As narrow as the plain text.
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),

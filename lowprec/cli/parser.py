@@ -1,9 +1,9 @@
-"""The words of the command line."""
+"""The argument parser of the command line."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
@@ -29,75 +29,51 @@ end a command by the signal, with nothing half-written left. After run: those of
 """
 
 
-class Command(Protocol):
-    """What the parser expects of a module in this folder."""
-
-    EXAMPLES: str
-    __doc__: str | None
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return its exit code."""
-
-
 #: In the order of the help.
-COMMANDS: dict[str, Command] = {
-    "info": info,
-    "plan": plan,
-    "matmul": matmul,
-    "check": check,
-    "autotune": autotune,
-    "run": run,
-    "completion": completion,
-}
+COMMANDS = (info, plan, matmul, check, autotune, run, completion)
 
 
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what the command line reports as a mistake of the user."""
-        words = self.prog.partition(" ")[2]
-        where = f"{words}: " if words else ""
-        raise CommandError(f"{where}{message} ({self.prog} --help tells more)")
+        """Raise the error as a mistake of the user."""
+        command = self.prog.partition(" ")[2]
+        where = f"{command}: " if command else ""
+        raise CommandError(f"{where}{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse what is not one of an action's choices, and name the one that was meant."""
+        """Refuse a value that is not one of an action's choices, and suggest a similar one."""
         if action.choices is not None and value not in action.choices:
             choices = list(action.choices)
             similar = did_you_mean(value, choices) or f"; choose one of: {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{similar}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version as results are, so that a failure to do so is told."""
+        """Print help and version as results are, so that a failure is reported."""
         print_text(message.rstrip("\n"))
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command line; what it parses has the command's ``run``, or one that shows the help."""
-    parser = Parser(
-        prog="lowprec",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Return the parser of the command line; the parsed options have a ``run``, which by default shows the help."""
+    shared: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", parser_class=Parser
     )
     parser.set_defaults(run=lambda _: _help(parser), parser=parser)
-    for name, command in COMMANDS.items():
+    for command in COMMANDS:
         summary, _, text = (command.__doc__ or "").partition("\n\n")
         sub = commands.add_parser(
-            name,
+            command.__name__.rpartition(".")[2],
             help=summary.rstrip("."),
             description=f"{summary}\n\n{text.strip()}",
             epilog=command.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            **shared,
         )
         command.configure(sub)
         sub.set_defaults(run=command.run)
@@ -105,6 +81,6 @@ def build_parser() -> Parser:
 
 
 def _help(parser: Parser) -> int:
-    """Show the help to who has given no command, which a script does by mistake."""
+    """Show the help where no command is given, which a script does by mistake."""
     note(parser.format_help().rstrip("\n"))
     return USAGE

@@ -212,7 +212,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     try:
         return _resolve(argument, here.guarded, here.mode, _process_mode, taken, here.emulates)
     except TypeError:
-        parse_mode(argument or "fp32")  # raises ModeError if the argument cannot be hashed
+        if argument is not None:
+            parse_mode(argument)  # raises ModeError where the cache cannot hash the argument
         raise
 
 
