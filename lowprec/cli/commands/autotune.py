@@ -76,7 +76,7 @@ def _candidates(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    environment.autotune()  # a bad value of LOWPREC_AUTOTUNE is a mistake on every machine
+    environment.autotune()  # raises for an illegal value on every machine
     shapes, element = options.shapes, options.dtype
     if len(shapes) % 2:
         raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
@@ -85,49 +85,46 @@ def run(options: argparse.Namespace) -> int:
     gpu = info()["gpu"]
     if not gpu["used"]:
         return _nothing(gpu, options)
-    make, found = _maker(), []
+    make, results = _maker(), []
     with progress("autotune", len(pairs)) as step:
-        for a, b in pairs:
-            step(_words(a, b))
+        for (a, b), mode in zip(pairs, modes, strict=True):
+            step(_product(a, b))
             rng = np.random.default_rng(options.seed)
-            x, y = make(a, element, rng), make(b, element, rng)
-            found.append(
-                tuning.autotune(x, y, math_mode=options.mode, candidates=options.candidates)
-            )
-    results = list(zip(pairs, modes, found, strict=True))
+            arrays = [make(x, element, rng) for x in (a, b)]
+            found = tuning.autotune(*arrays, math_mode=options.mode, candidates=options.candidates)
+            results.append((a, b, mode, found))
     if options.json:
         facts = [
             {
                 "a": list(a), "b": list(b), "dtype": str(element), "mode": mode,
                 "speedup": result.speedup, "timed": [x._asdict() for x in result.timed],
             }
-            for (a, b), mode, result in results
+            for a, b, mode, result in results
         ]  # fmt: skip
-        print_json({"device": found[0].device, "reason": None, "results": facts})
+        print_json({"device": found.device, "reason": None, "results": facts})
     else:
         columns = (
             "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
         )  # fmt: skip
         rows = [
-            (_words(a, b), str(element), mode or "-", *_cells(result))
-            for (a, b), mode, result in results
+            (_product(a, b), str(element), mode or "-", *_cells(result))
+            for a, b, mode, result in results
         ]
-        print_table(Table(f"products on {found[0].device}", columns, rows))
+        print_table(Table(f"products on {found.device}", columns, rows))
     return 0
 
 
 def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
-    """Return the mode in force, None where none acts; shapes that do not fit are refused here already."""
+    """Return the mode in force, None where no mode acts; raises for shapes that do not fit."""
     if options.dtype.is_float8:
-        # Only a GPU has a plan for it.
-        return None
+        return None  # only a GPU has a plan
     described = (ShapeDtype(x, options.dtype) for x in (a, b))
     plan = plan_call.plan(*described, math_mode=options.mode)
     return str(plan.mode) if plan.mode_has_effect else None
 
 
 def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
-    """Report that there is no GPU; one that is there and cannot be used is a mistake."""
+    """Report that there is no GPU; raise for one that cannot be used."""
     if gpu["driver"] is not None:
         raise CommandError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
     if options.json:
@@ -137,12 +134,12 @@ def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
     return 0
 
 
-def _words(a: Shape, b: Shape) -> str:
+def _product(a: Shape, b: Shape) -> str:
     return " @ ".join("x".join(map(str, extents)) for extents in (a, b))
 
 
 def _cells(result: AutotuneResult) -> tuple[str, ...]:
-    """Return what the table shows of a result."""
+    """Return the cells of a result in the table."""
     timed = result.timed
     if not timed:
         return "0", "-", "-", "-", "nothing to choose"
@@ -161,7 +158,7 @@ def _torch() -> Make | None:
         return None
 
     def make(shape: Shape, element: DType, rng: np.random.Generator) -> Any:
-        # torch takes neither bfloat16 nor FP8 from NumPy.
+        # torch accepts neither bfloat16 nor FP8 from NumPy.
         plain = element if element.is_complex or element is DType.INT8 else DType.FLOAT32
         host = torch.from_numpy(operand(rng, shape, plain))
         return host.to("cuda").to(getattr(torch, str(element)))
@@ -176,12 +173,12 @@ def _cupy() -> Make | None:
     return lambda shape, element, rng: cupy.asarray(operand(rng, shape, element))
 
 
-#: In the order in which they are asked; each returns None where it sees no GPU.
+#: In order of preference; each returns None where it finds no GPU.
 _MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
 
 
 def _maker() -> Make:
-    """Return what makes arrays on the GPU."""
+    """Return a function that creates arrays on the GPU."""
     reasons = []
     for name, offer in _MAKERS.items():
         try:

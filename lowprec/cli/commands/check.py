@@ -1,8 +1,7 @@
 """Compare the math modes on this machine: time, speed-up, error, guaranteed bound.
 
 Without files the operands are random: normal, positive (where rounding errors of one sign would add up) and of
-widely different exponents. With two .npy files they are yours. The error is measured against a float64 product of the
-operands as they are stored.
+widely different exponents. The error is measured against a float64 product of the stored operands.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ reading the table:
   scaled    |C - AB| / (|A| |B|), which the bound is about
   bound     the guaranteed largest value of "scaled"
 
-A terminal of less than 100 columns leaves out the kernel, then the error.
+A terminal of less than 100 columns omits the kernel, then the error.
 
-The modes take turns, and an untimed call goes before each timed one. Where NumPy's OpenBLAS serves some of them, its
-threads spin for a while after each product: untimed calls go on until they have gone to sleep.
+The modes take turns, with an untimed call before each timed one. Where some of them use NumPy's OpenBLAS, untimed calls
+go on until its threads, which spin for a while after each product, are asleep.
 """
 
 _SIZE = 1024
@@ -100,15 +99,9 @@ def run(options: argparse.Namespace) -> int:
     found: list[Comparison] = []
     with progress("check", sum(len(v) + options.rounds for v in chosen)) as step:
         for case, variants in zip(cases, chosen, strict=True):
-            compared = compare(
-                case,
-                variants,
-                rounds=options.rounds,
-                budget=options.budget,
-                load=before,
-                step=partial(step, case.name),
-            )
-            found.append(compared)
+            show = partial(step, case.name)
+            timing = {"rounds": options.rounds, "budget": options.budget}
+            found.append(compare(case, variants, **timing, load=before, step=show))
     export(options, found)
     where = conditions(before)
     if options.json:
@@ -128,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def conditions(load: Load) -> dict[str, Any]:
-    """Return what a measured time depends on: machine, how busy it was before, threads, versions."""
+    """Return the conditions of a measured time: machine, its load before, threads, versions."""
     facts = info()
     cpu = facts["devices"][0]
     versions = {entry["name"]: entry["version"] for entry in facts["libraries"] if entry["version"]}
@@ -160,7 +153,7 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield the operands on which to compare: those of two files, or random ones."""
+    """Yield the operands of two files, or random ones."""
     if options.a is None:
         yield from _random_cases(options)
         return
@@ -168,7 +161,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         raise CommandError("check: give two .npy files, or none")
     for name in ("sizes", "distribution"):
         if getattr(options, name) is not None:
-            raise CommandError(f"check: --{name} is about random operands; leave it out with files")
+            raise CommandError(f"check: --{name} is for random operands; omit it with files")
     a, b = (read_array(name, options.dtype) for name in (options.a, options.b))
     yield Case.of("files", f"{options.a} @ {options.b}", a, b)
 

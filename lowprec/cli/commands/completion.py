@@ -1,7 +1,7 @@
 """Print a script that lets a shell complete the words of this command.
 
-The script is whole: it starts no Python when Tab is pressed, and knows the commands, options, modes and element types
-of this version. Make it anew after an update.
+The script starts no Python when Tab is pressed, and contains the commands, options, modes and element types of this
+version. Generate it again after an update.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield what a parser reads, and what those of its commands do."""
+    """Yield the actions of a parser and of its commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

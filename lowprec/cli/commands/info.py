@@ -1,4 +1,4 @@
-"""Show what decides how products run: devices, libraries, the mode in force, variables, warnings.
+"""Show the settings that products depend on: devices, libraries, the mode in force, variables, warnings.
 
 Frameworks are not imported for it; of those that are installed the version is read.
 """
@@ -103,7 +103,7 @@ def _rates(peak: dict[str, float]) -> str:
     return found or "not known for this model"
 
 
-#: What a backend may tell of a device: key, label, and how it is shown.
+#: A backend's facts about a device: key, label, and format.
 _DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_capability", "compute capability", str),
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),

@@ -1,7 +1,7 @@
 """Multiply two .npy files and write the product to a third.
 
-The output appears under its name once it is complete; until then an older file of that name stays as it is. What ran
-is printed: mode, kernel, guaranteed error, time.
+The output appears under its name once it is complete; until then an older file of that name stays as it is. The plan
+(mode, kernel, guaranteed error) and the time are printed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.comparison import seconds
 from lowprec.cli.files import check_output, read_array, write_array
 from lowprec.cli.options import add_operands, add_shared
-from lowprec.cli.output import note, print_json, print_table
+from lowprec.cli.output import note, print_json, print_text
 from lowprec.core import dispatch, plan_call
-from lowprec.planning import GemmPlan
-from lowprec.util.tables import Table
 
 EXAMPLES = """\
 examples:
@@ -29,7 +27,7 @@ A bfloat16 result is stored as raw 2-byte elements: the .npy format has no bfloa
 numpy.load("C.npy").view(ml_dtypes.bfloat16) reads it; on this command line, --dtype bfloat16.
 """
 
-#: Flops of a product that takes no longer than loading a library does.
+#: Flops of a product that takes less time than loading a library.
 _CHEAP = 2 * 10**10
 
 
@@ -49,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Multiply, write, and tell what ran."""
+    """Multiply, write, and print the plan."""
     check_output(options.output)
     a, b = (read_array(x, options.dtype) for x in (options.a, options.b))
     chosen = {
@@ -58,13 +56,21 @@ def run(options: argparse.Namespace) -> int:
     }  # fmt: skip
     plan = plan_call.plan(a, b, **chosen)
     result, first = _timed(a, b, chosen)
-    # The first call loads and compiles; once more where that is cheap, to tell what the product itself takes.
+    # The first call loads and compiles; a cheap product is repeated to time the product itself.
     elapsed = _timed(a, b, chosen)[1] if plan.flops < _CHEAP else first
     write_array(options.output, result)
     if options.json:
-        print_json(_facts(options.output, plan, elapsed, first))
+        facts = {
+            "output": options.output,
+            "shape": list(plan.out_shape),
+            "dtype": str(plan.out_dtype),
+            "elapsed_ms": elapsed * 1e3,
+            "first_call_ms": first * 1e3,
+        }
+        print_json({**facts, "plan": plan.to_dict()})
     else:
-        print_table(_table(options.output, plan, elapsed, first))
+        loading = f"the first call, with loading and compiling: {seconds(first)}"
+        print_text(f"{plan}\n{options.output}: {seconds(elapsed)} ({loading})")
     if result.dtype.kind == "V":
         note(
             f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements"
@@ -76,46 +82,3 @@ def _timed(a: Array, b: Array, chosen: dict[str, Any]) -> tuple[Array, float]:
     begin = time.perf_counter()
     result: Array = dispatch.matmul(a, b, **chosen)
     return result, time.perf_counter() - begin
-
-
-def _facts(output: str, plan: GemmPlan, elapsed: float, first: float) -> dict[str, Any]:
-    return {
-        "output": output,
-        "shape": list(plan.out_shape),
-        "dtype": str(plan.out_dtype),
-        "elapsed_ms": elapsed * 1e3,
-        "first_call_ms": first * 1e3,
-        "plan": plan.to_dict(),
-    }
-
-
-def _table(output: str, plan: GemmPlan, elapsed: float, first: float) -> Table:
-    shape = " x ".join(map(str, plan.out_shape)) or "scalar"
-    rows = [
-        ("mode", _mode(plan)),
-        ("kernel", f"{plan.kernel}: {plan.kernel_reason}"),
-        *(("fallback", text) for text in plan.fallbacks),
-        ("error", _bound(plan)),
-        (
-            "time",
-            f"{seconds(elapsed)} (the first call, with loading and compiling: {seconds(first)})",
-        ),
-    ]
-    return Table(f"{output}: {shape}, {plan.out_dtype}", ("", ""), rows)
-
-
-def _bound(plan: GemmPlan) -> str:
-    bound = plan.bound
-    text = "none: exact"
-    if bound.relative:
-        text = f"at most {bound.relative:.3g} |A| |B|, Frobenius norms"
-    return "; ".join(filter(None, (text, bound.absolute, f"provided: {bound.condition}")))
-
-
-def _mode(plan: GemmPlan) -> str:
-    if not plan.mode_has_effect:
-        return plan.note
-    resolved = plan.resolved
-    if resolved is None:
-        return str(plan.mode)
-    return " ".join([f"{plan.mode} ({resolved.source})", *resolved.reasons])

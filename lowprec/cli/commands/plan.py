@@ -1,8 +1,8 @@
-"""Show what a product would run as, and why, without running it.
+"""Show the plan of a product without running it.
 
-The operands are two .npy files, or shapes and an element type. Printed are the mode in force and who chose it, what
-each operand becomes, the kernel, copies, flops and bytes, advice, and the guaranteed error. With --device they are
-those of a GPU that need not be here, with the time that its peak rate and bandwidth allow.
+The operands are two .npy files, or shapes and an element type. Printed are the mode in force and its source, the
+rounding of each operand, the kernel, copies, flops and bytes, advice, and the guaranteed error. With --device they are
+those of a GPU, present or not, with the time that its peak rate and bandwidth allow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=shape,
         metavar=("A", "B"),
-        help="shapes in the place of files, as 1024x512 512x2048; leading dimensions are a batch",
+        help="shapes instead of files, as 1024x512 512x2048; leading dimensions are a batch",
     )
     add_shared(parser, "--dtype", "--out-dtype", "--mode", "--rtol")
     add_shared(parser, "--bound", "--k-chunk", "--device", "--json")

@@ -1,10 +1,10 @@
 """Run a script or module, unchanged, under a mode or under the guard.
 
-It behaves as under plain python. With --mode, lowprec's default mode and the switches of PyTorch, JAX, TensorFlow,
-CuPy and Paddle are set, each as soon as the program has imported it; what the program chooses later holds. With
---guard, lowprec and these libraries compute in full FP32. With --intercept, the products of PyTorch's own operators are
-taken through lowprec, and with --profile lowprec's products are recorded; either shows a table at the end, on standard
-error. Processes that the program starts are under the same.
+With --mode, lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle are set, each as soon
+as the program has imported it; later choices of the program take precedence. With --guard, lowprec and these libraries
+compute in full FP32. With --intercept, lowprec computes the products of PyTorch's own operators, and with --profile
+lowprec's products are recorded; either shows a table at the end, on standard error. Processes that the program starts
+inherit these settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ examples:
   lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
 
-Options of lowprec come first; all that follows the script or the module is the program's own.
+Options of lowprec come first; all words after the script or the module are the program's own.
 """
 
 
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="full FP32: a floor for lowprec, and set in the libraries",
     )
     switches = {
-        "--force": "with --mode: lowprec keeps the mode, whatever the program chooses",
+        "--force": "with --mode: lowprec keeps the mode and ignores the program's choices",
         "--intercept": "with --mode: PyTorch's products in the thread that imports it, and in backward passes, are "
         "lowprec's",
         "--profile": "show at the end which products lowprec ran, and how fast",
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become the program."""
+    """Replace this process by the program."""
     mode, guard = options.mode, options.guard
     if mode is None and not guard and not options.profile:
         raise CommandError(
@@ -85,22 +85,15 @@ def run(options: argparse.Namespace) -> int:
     if mode is not None:
         mode, force = _in_force(mode, force)
         guard = mode is None
+    hooks = {"intercept": options.intercept, "profile": options.profile}
     variables = environment.child_environment(
-        launcher.STARTUP,
-        mode,
-        guard=guard,
-        force=force,
-        intercept=options.intercept,
-        profile=options.profile,
+        launcher.STARTUP, mode, guard=guard, force=force, **hooks
     )
     return launcher.start(command, variables)
 
 
-# -- the program ----------------------------------------------------------------------------------
-
-
 def _program(options: argparse.Namespace) -> list[str]:
-    """Return what plain python would be given."""
+    """Return the arguments for Python."""
     words = ["-m", *options.module] if options.module else []
     words += options.program
     if words[:1] == ["--"]:
@@ -108,21 +101,21 @@ def _program(options: argparse.Namespace) -> list[str]:
     if words[:1] == ["-m"] and words[1:]:
         return words
     if not words:
-        raise CommandError("run: give a script, or -m and a module (lowprec run --help tells more)")
+        raise CommandError("run: give a script, or -m and a module (see lowprec run --help)")
     script = words[0]
     if script == "-":
         return words
     _check(script)
-    # Python would take the name for an option of its own.
+    # "--", since Python would parse the name as an option.
     return ["--", *words] if script.startswith("-") else words
 
 
 def _check(script: str) -> None:
-    """Raise if the script cannot be read; what is in it is for Python to judge."""
+    """Raise if the script cannot be read."""
     try:
         kind = os.stat(script).st_mode
         if stat.S_ISREG(kind):
-            # A pipe is not opened: that would take from the program what is in it.
+            # A pipe is not opened: that would consume its data.
             Path(script).open("rb").close()
     except OSError as error:
         raise CommandError(
@@ -130,14 +123,8 @@ def _check(script: str) -> None:
         ) from None
 
 
-# -- what stands above the command line ------------------------------------------------------------
-
-
 def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
-    """Return the mode (None: the guard) and whether to force it, as far as the environment lets the user choose.
-
-    A program under ``lowprec run`` may start another one so; what was imposed on the first holds for the second.
-    """
+    """Return the mode (None: the guard) and whether to force it, after the environment of an outer ``lowprec run``."""
     taken = environment.snapshot()
     if taken.fp32_guard:
         note(f"lowprec run: LOWPREC_FP32_GUARD overrules --mode {asked}")

@@ -1,8 +1,8 @@
-"""Starting a Python program as plain ``python`` does, in an environment that puts it under a mode or the guard.
+"""Starting a Python program in an environment that sets a mode or the guard.
 
-This process becomes the program: the interpreter is executed anew, so whatever the program can see of itself
-(``__main__``, its arguments, its exit code, signals) is as without lowprec. What is different is the environment, with
-a start-up hook in ``PYTHONPATH`` (``startup/sitecustomize.py``) that all Python processes of the run execute.
+The interpreter replaces this process, so ``__main__``, arguments, exit code and signals of the program are as without
+lowprec. Only the environment differs, with a start-up hook in ``PYTHONPATH`` (``startup/sitecustomize.py``) that all
+Python processes of the run execute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lowprec.cli.output import flush
 #: The folder of the start-up hook.
 STARTUP = str(Path(__file__).resolve().parent / "startup")
 
-#: A word of Python's options: letters, the last of them with a value perhaps, which may be the next word.
+#: A word of Python's options: letters, the last of which may have a value, in this word or the next.
 _OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
 _PROGRAM = ("c", "m")
 _LONG = "--check-hash-based-pycs"
 
-#: Windows starts a second process when it is asked to replace one, and the caller goes on without its exit code.
+#: On Windows `exec` starts a second process, and the caller loses its exit code.
 _REPLACES = os.name != "nt"
 
 
@@ -57,21 +57,21 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 
 
 def python_command(program: Sequence[str]) -> list[str]:
-    """Return the command that runs a program (what stands after ``python``) under this interpreter, with its options.
+    """Return the command that runs a program (the words after ``python``) with this interpreter and its options.
 
     An interpreter that ignores the environment, and with it the start-up hook, is refused.
     """
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
-    obstacles = {
+    ignoring = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
         "-S": sys.flags.no_site,
     }
-    for option, is_set in obstacles.items():
+    for option, is_set in ignoring.items():
         if is_set:
             raise CommandError(
-                f"run: this Python was started with {option}, which keeps the program from being put under a mode; "
+                f"run: this Python was started with {option}, which ignores the settings for the program; "
                 "start it without, as python -m lowprec run"
             )
     if os.pathsep in STARTUP:
@@ -97,5 +97,4 @@ def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                # The program got it too, and decides what follows.
-                continue
+                continue  # the program got it too, and handles it

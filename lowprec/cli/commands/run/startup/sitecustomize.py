@@ -1,9 +1,9 @@
-"""What ``lowprec run`` has every Python of the run execute at its start: it waits for libraries with switches.
+"""The start-up hook of ``lowprec run``: it sets the switches of libraries when they are imported.
 
 This folder comes first in ``PYTHONPATH`` and holds this file alone, so ``site`` finds it before any other
-``sitecustomize``, which is imported at the end as if this one did not exist. Nothing else is imported here: a program
-that uses none of the libraries pays for the reading of this file. It may also meet a Python that is older than those
-lowprec runs on, and one in which lowprec is not installed.
+``sitecustomize``, which is imported at the end as if this one did not exist. Nothing else is imported here, so that a
+program without these libraries starts as fast. The Python may be older than those that lowprec supports, or have no
+lowprec installed.
 """
 
 import os
@@ -20,14 +20,14 @@ _LOWPREC = "lowprec"
 
 
 class _Watcher:
-    """A finder that finds what the others find, and has a library's switches set once it is executed."""
+    """A finder that uses the other finders, and sets a library's switches once it is executed."""
 
     def __init__(self, order: str, home: str, intercepts: bool, profiles: bool) -> None:
         self.order = order
         self.home = home
         self.intercepts = intercepts
         self.profile = None  # type: Any
-        self.tells_changes = False
+        self.reports_changes = False
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
@@ -43,7 +43,7 @@ class _Watcher:
                 return spec
         return None
 
-    def library_is_there(self, name: str) -> None:
+    def library_is_loaded(self, name: str) -> None:
         if name == _LOWPREC:
             self.start_profile()
             return
@@ -51,24 +51,24 @@ class _Watcher:
         if self.intercepts and name == "torch":
             failure = self.on_path(self.intercept)
             if failure is not None:
-                _tell(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
+                _print(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
         elif why is None:
             left = self.on_path(self.without_effect, name)
             if left:
-                _tell(f"lowprec run --mode {self.order} changes nothing in {name} ({left})")
+                _print(f"lowprec run --mode {self.order} changes nothing in {name} ({left})")
         if why is None:
             return
         if self.order == _GUARD:
             raise ImportError(
                 f"lowprec run --guard cannot hold {name} at full FP32: {why}", name=name
             )
-        _tell(
+        _print(
             f"lowprec run --mode {self.order} does not reach {name} ({why}); it keeps its own setting"
         )
 
     def on_path(self, call: "Any", *arguments: "Any") -> "Any":
-        """Call with lowprec on the path; return what the call does, or what it raised in words."""
-        # At the end, where it hides nothing: the program need not have lowprec on its path.
+        """Call with lowprec on the path; return the call's result, or the text of its exception."""
+        # At the end, where it hides no other module.
         absent = [self.home] if self.home not in sys.path else []
         sys.path += absent
         try:
@@ -80,31 +80,31 @@ class _Watcher:
                 sys.path.remove(path)
 
     def set_switches(self, name: str) -> "str | None":
-        """Return why the switches could not be set."""
+        """Return the reason why the switches could not be set."""
         from lowprec.policy import process
 
         why = process.set_library(name, self.order)
-        if why is None and self.order == _GUARD and not self.tells_changes:
+        if why is None and self.order == _GUARD and not self.reports_changes:
             import atexit
 
-            self.tells_changes = True
-            atexit.register(_tell_changes, process.changes)
+            self.reports_changes = True
+            atexit.register(_print_changes, process.changes)
         return why
 
     def without_effect(self, name: str) -> "str | None":
-        """Return what the switches leave alone."""
+        """Return the products that stay in full FP32."""
         from lowprec.policy import process
 
         return process.without_effect(name, self.order)
 
     def intercept(self) -> None:
-        """Take the products of this thread through lowprec until the process ends."""
+        """Compute PyTorch's products of this thread with lowprec until the process ends."""
         import atexit
 
         from lowprec.torch.interception import intercept
 
         seen = intercept("fp32" if self.order == _GUARD else self.order)
-        atexit.register(self.on_path, lambda: _tell(str(seen.report())))
+        atexit.register(self.on_path, lambda: _print(str(seen.report())))
         seen.__enter__()
 
     def start_profile(self) -> None:
@@ -116,15 +116,15 @@ class _Watcher:
 
     def show_profile(self) -> None:
         if self.profile is not None:
-            _tell(str(self.profile))
+            _print(str(self.profile))
         elif os.environ.get("LOWPREC_RUN_PROFILE") == str(os.getpid()):
-            _tell("lowprec run --profile: the program did not import lowprec")
+            _print("lowprec run --profile: the program did not import lowprec")
 
 
 class _Loader:
-    """A loader that takes itself out once the module is executed: the module shows its own one."""
+    """A loader that is replaced by the module's own loader once the module is executed."""
 
-    #: For whoever copies a loader, and asks for attributes before there are any.
+    #: For `copy`, which reads attributes before `__init__` has run.
     _own = None  # type: Any
 
     def __init__(self, own: "Any", watcher: _Watcher) -> None:
@@ -137,30 +137,29 @@ class _Loader:
     def exec_module(self, module: "Any") -> None:
         module.__loader__ = module.__spec__.loader = self._own
         self._own.exec_module(module)
-        self._watcher.library_is_there(module.__name__)
+        self._watcher.library_is_loaded(module.__name__)
 
-    # Python leaves its own frames of an import out of a traceback, and tells them by the name of their file. A library
-    # that fails to import is to look as it does without lowprec.
+    # Python omits its import machinery from a traceback, by the name of the file; so this frame is omitted, too.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     try:
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
 
 
-def _tell_changes(changes: "Any") -> None:
+def _print_changes(changes: "Any") -> None:
     for text in changes():
-        _tell("lowprec run --guard: " + text)
+        _print("lowprec run --guard: " + text)
 
 
 def _start() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != here]
     sys.path_importer_cache.pop(here, None)
-    # Without the variable, the program has decided that its child is on its own.
+    # A program may remove the variable for its children.
     order = os.environ.get("LOWPREC_RUN")
     intercepts, profiles = map(os.environ.get, ("LOWPREC_RUN_INTERCEPT", "LOWPREC_RUN_PROFILE"))
     if order or profiles:
@@ -176,7 +175,6 @@ def _start() -> None:
 
 
 _start()
-# From here on this is the module of that name that stands further along the path. If there is none, this raises what
-# `site` expects of a Python without one.
+# Imports the next module of this name on the path. If there is none, the error is the one that `site` expects.
 del sys.modules["sitecustomize"]
 import sitecustomize  # noqa: E402, F401
