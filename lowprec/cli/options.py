@@ -88,15 +88,6 @@ def _whole(word: str, text: str, what: str, least: int = 0) -> int:
     return int(word)
 
 
-def _rtol(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number; a relative tolerance is written as 1e-3"
-        ) from None
-
-
 def budget(text: str) -> float:
     """Read a number of seconds."""
     try:
@@ -122,7 +113,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": f"math mode for float32 and complex64 operands ({mode_names()}; default: the one in force)",
     },
     "--rtol": {
-        "type": _rtol,
+        "type": float,
         "metavar": "TOLERANCE",
         "help": "take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
     },

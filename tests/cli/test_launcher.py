@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lowprec.cli.commands import run as run_command
-from lowprec.cli.commands.run import launcher
 from programs import GUARD, TF32, posix, start, write
 
 REPLACE = os.execve
@@ -46,11 +45,11 @@ def started(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def run(*words: str) -> Started:
         found: list[tuple[Sequence[str], Mapping[str, str]]] = []
-        monkeypatch.setattr(launcher, "start", lambda *what: found.append(what) or 0)
+        monkeypatch.setattr(run_command, "start", lambda *what: found.append(what) or 0)
         code, out, err = command("run", *words)
         assert (code, out) == (0, "")
         ((program, variables),) = found
-        own = [sys.executable, *launcher.interpreter_options(sys.orig_argv)]
+        own = [sys.executable, *run_command.interpreter_options(sys.orig_argv)]
         assert program[: len(own)] == own
         return Started(list(program[len(own) :]), dict(variables), err)
 
@@ -135,7 +134,7 @@ def test_what_the_environment_says_already(
 def test_mistakes(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
 ) -> None:
-    monkeypatch.setattr(launcher, "start", None)
+    monkeypatch.setattr(run_command, "start", None)
     write("")
     assert says in refused("run", *words.split())
 
@@ -144,7 +143,7 @@ def test_mistakes(
 def test_a_bad_variable_is_refused_before_anything_runs(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setattr(launcher, "start", None)
+    monkeypatch.setattr(run_command, "start", None)
     monkeypatch.setenv(variable, "fp17")
     assert f"{variable}: " in refused("run", *TF32, write(""))
 
@@ -183,8 +182,8 @@ def test_a_python_that_ignores_the_environment_is_refused(
     flags = SimpleNamespace(isolated=0, ignore_environment=0, no_site=0)
     setattr(flags, flag, 1)
     fake = SimpleNamespace(executable=sys.executable, flags=flags, orig_argv=sys.orig_argv)
-    monkeypatch.setattr(launcher, "sys", fake)
-    monkeypatch.setattr(launcher, "start", None)
+    monkeypatch.setattr(run_command, "sys", fake)
+    monkeypatch.setattr(run_command, "start", None)
     assert f"this Python was started with {option}, " in refused("run", *GUARD, write(""))
 
 
@@ -199,7 +198,7 @@ def test_a_python_without_an_executable_is_refused(
 def test_a_folder_that_pythonpath_cannot_name_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "STARTUP", os.pathsep.join("ab"))
+    monkeypatch.setattr(run_command, "STARTUP", os.pathsep.join("ab"))
     assert "PYTHONPATH cannot name it" in refused("run", *GUARD, write(""))
 
 
@@ -221,14 +220,14 @@ def test_a_folder_that_pythonpath_cannot_name_is_refused(
     ],
 )
 def test_interpreter_options(words: str, options: str) -> None:
-    assert launcher.interpreter_options(words.split()) == options.split()
+    assert run_command.interpreter_options(words.split()) == options.split()
 
 
 def test_an_interpreter_that_cannot_be_started(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "execve", REPLACE)
-    monkeypatch.setattr(launcher, "python_command", lambda program: ["./missing", *program])
+    monkeypatch.setattr(run_command, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))
     assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"
 
@@ -236,7 +235,7 @@ def test_an_interpreter_that_cannot_be_started(
 def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_REPLACES", False)
+    monkeypatch.setattr(run_command, "_REPLACES", False)
     assert command("run", *TF32, write("import sys; sys.exit(7)")).code == 7
 
 
@@ -244,7 +243,7 @@ def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
 def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -> None:
     child = "import os, signal, time; time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5)"
     code = (
-        "import os, sys; from lowprec.cli.commands.run.launcher import wait_for\n"
+        "import os, sys; from lowprec.cli.commands.run import wait_for\n"
         f"sys.exit(wait_for([sys.executable, '-c', {child + '; os._exit(9)'!r}], os.environ))"
     )
     assert start("-c", code) == (9, "", "")
