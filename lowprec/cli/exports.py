@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec.checking import Comparison, Row
+from lowprec.checking import Comparison
 from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
 
@@ -39,7 +39,10 @@ def check_exports(options: argparse.Namespace) -> None:
 def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
     """Write the files of the options."""
     if options.csv is not None:
-        rows = [_flat(case, row) for case in found for row in case.rows]
+        rows = []
+        for case in found:
+            a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (case.a, case.b))
+            rows += [{"case": case.name, "a": a, "b": b, **row.to_dict()} for row in case.rows]
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
         writer.writeheader()
@@ -55,11 +58,6 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
                 drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
             )
         write_output(options.plot, lambda file: file.write(drawn.getvalue()))
-
-
-def _flat(found: Comparison, row: Row) -> dict[str, Any]:
-    a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (found.a, found.b))
-    return {"case": found.name, "a": a, "b": b, **row.to_dict()}
 
 
 def _style(number: int) -> dict[str, Any]:

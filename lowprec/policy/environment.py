@@ -143,7 +143,7 @@ def amp_list(which: str, action: str) -> tuple[str, ...]:
 
 def thread_limit() -> int | None:
     """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
-    text = variables.MKL_THREADS.text() or ""
+    text = os.environ.get("MKL_NUM_THREADS", "").strip()
     # int() refuses some digits of other scripts, and thousands of digits; nine are enough.
     digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
     return int(digits[:9]) if digits else None

@@ -89,8 +89,7 @@ class PolicyScope(Scope):
         """Return the function with this scope around each of its calls.
 
         The scope of an ``async def`` lasts until its coroutine ends. That of a generator is open while the body
-        runs and closed while the consumer does. (A ``with`` block inside a generator's body, by contrast, stays open
-        at a ``yield``: a generator shares the context of its consumer.)
+        runs and closed while the consumer does, unlike a ``with`` block in its body, which stays open at a ``yield``.
         """
         return cast(F, decorated(self, function))
 
@@ -162,7 +161,7 @@ class PolicyScope(Scope):
         Returns
         -------
         tuple of LibraryStatus
-            One per library that has a controller, loaded or not, each with ``library``, ``status`` and ``reason``.
+            One per library that has a controller, loaded or not.
 
         Examples
         --------

@@ -191,17 +191,10 @@ MAX_CPU_ISA = Variable(
 )
 
 
-def _library_variable(name: str, meaning: str, legal: str, default: str) -> Variable[str]:
-    return Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+_THREADS = "a number of threads, as the library understands it", "the library's own choice"
 
-
-def _thread_variable(name: str, readers: str) -> Variable[str]:
-    meaning = f"How many threads {readers} may use"
-    legal = "a number of threads, as the library understands it"
-    return _library_variable(name, meaning, legal, "the library's own choice")
-
-
-_PRECISION = (
+#: Variables that other libraries read: name, meaning, legal values, default.
+_LIBRARIES = (
     ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 has PyTorch start with TF32 allowed in products on CUDA",
      "0 or 1", "PyTorch starts with full FP32"),
     ("JAX_DEFAULT_MATMUL_PRECISION", "The precision of products with which JAX starts",
@@ -217,8 +210,15 @@ _PRECISION = (
      "0 or 1", "cuBLAS computes in FP64"),
     ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or wherever it can",
      "performant or eager", "performant"),
+    ("OMP_NUM_THREADS", "How many threads OpenMP libraries (MKL, OpenBLAS, PyTorch) may use", *_THREADS),
+    ("MKL_NUM_THREADS", "How many threads MKL and lowprec may use", *_THREADS),
+    ("OPENBLAS_NUM_THREADS",
+     "How many threads OpenBLAS (NumPy's and SciPy's matrix products) may use", *_THREADS),
+    ("OPENBLAS_CORETYPE",
+     "The processor for whose kernels NumPy's and SciPy's OpenBLAS are loaded, unlike lowprec's copy",
+     "the name of a processor, as OpenBLAS knows them (Haswell, SkylakeX)",
+     "the processor's own, if OpenBLAS knows it"),
 )  # fmt: skip
-MKL_THREADS = _thread_variable("MKL_NUM_THREADS", "MKL and lowprec")
 
 #: Every variable, in the order of the documentation.
 VARIABLES: tuple[Variable[Any], ...] = (
@@ -230,16 +230,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CACHE_DIR,
     MAX_CPU_ISA,
     *AMP_LISTS.values(),
-    *(_library_variable(*row) for row in _PRECISION),
-    _thread_variable("OMP_NUM_THREADS", "OpenMP libraries (MKL, OpenBLAS, PyTorch)"),
-    MKL_THREADS,
-    _thread_variable("OPENBLAS_NUM_THREADS", "OpenBLAS (NumPy's and SciPy's matrix products)"),
-    _library_variable(
-        "OPENBLAS_CORETYPE",
-        "The processor for whose kernels NumPy's and SciPy's OpenBLAS are loaded. lowprec's copy goes by the processor "
-        "itself",
-        "the name of a processor, as OpenBLAS knows them (Haswell, SkylakeX)",
-        "the processor's own, if OpenBLAS knows it",
+    *(
+        Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+        for name, meaning, legal, default in _LIBRARIES
     ),
     NUMBA_OFF,
 )

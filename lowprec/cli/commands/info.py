@@ -42,9 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _tables(facts: dict[str, Any]) -> Iterator[Table]:
     title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform']}"
-    yield Table(
-        title, ("", ""), [*_mode(facts["mode"]), ("modes", ", ".join(facts["available_modes"]))]
-    )
+    modes = ("modes", ", ".join(facts["available_modes"]))
+    yield Table(title, ("", ""), [*_mode(facts["mode"]), modes])
     for device in facts["devices"]:
         yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
     yield Table(
@@ -99,8 +98,7 @@ def _device_table(device: dict[str, Any]) -> Table:
 
 
 def _rates(peak: dict[str, float]) -> str:
-    found = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
-    return found or "not known for this model"
+    return ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) or "unknown"
 
 
 #: A backend's facts about a device: key, label, and format.
@@ -109,11 +107,7 @@ _DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
     ("multiprocessors", "multiprocessors", str),
     ("peak_tflops", "peak TFLOP/s", _rates),
-    (
-        "workspace_bytes",
-        "workspace",
-        lambda nbytes: f"{nbytes / 2**20:.0f} MiB per handle and stream",
-    ),
+    ("workspace_bytes", "workspace", lambda n: f"{n / 2**20:.0f} MiB per handle and stream"),
 )
 
 
@@ -134,6 +128,6 @@ def _library(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str
 
 
 def _switch(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    if row["problem"]:
-        return row["library"], "-", f"cannot be read: {row['problem']}", row["tier"]
-    return row["library"], row["switch"], str(row["value"]), row["tier"]
+    problem = row["problem"]
+    value = f"cannot be read: {problem}" if problem else str(row["value"])
+    return row["library"], row["switch"] or "-", value, row["tier"]
