@@ -39,7 +39,7 @@ if typing.TYPE_CHECKING:
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
-    from lowprec.policy.emulation import emulate
+    from lowprec.policy.state import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -94,7 +94,7 @@ _LAZY = {
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
     "einsum": "lowprec.contractions",
-    "emulate": "lowprec.policy.emulation",
+    "emulate": "lowprec.policy.state",
     "emulation": "lowprec.emulation",
     "info": "lowprec.report",
     "linalg": "lowprec.linalg",

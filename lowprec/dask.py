@@ -25,7 +25,7 @@ from lowprec.core.arguments import ShapeDtype, check_known_shape, parse_dtype
 from lowprec.errors import ArrayError, DTypeError, ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
-from lowprec.policy.emulation import emulate
+from lowprec.policy.state import emulate
 
 
 def matmul(

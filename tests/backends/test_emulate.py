@@ -24,7 +24,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
-from lowprec.policy.emulation import emulated
+from lowprec.policy.state import emulated
 from oracles import bfloat16
 
 MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}

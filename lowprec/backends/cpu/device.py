@@ -13,7 +13,7 @@ from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import openblas
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
 from lowprec.planning import Capabilities
-from lowprec.policy.emulation import emulated
+from lowprec.policy.state import emulated
 
 
 def capabilities(device: Device) -> Capabilities:
