@@ -75,7 +75,7 @@ class DeviceError(LowprecError, ValueError):
 
 
 class ModeError(LowprecError, ValueError):
-    """An unknown math mode, or one that cannot do what is asked (an ``rtol`` that no mode meets)."""
+    """An unknown math mode, or an ``rtol`` that no mode meets."""
 
 
 class EnvironmentVariableError(LowprecError, ValueError):

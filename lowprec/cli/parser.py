@@ -11,9 +11,7 @@ from lowprec.cli.errors import USAGE, CommandError
 from lowprec.cli.options import did_you_mean
 from lowprec.cli.output import note, print_text
 
-_DESCRIPTION = """\
-Matrix products in the precision you choose, and the truth about which one was used.
-"""
+_DESCRIPTION = "Matrix products in a precision you choose; the precision used is reported."
 
 _EPILOG = """\
 examples:

@@ -121,7 +121,7 @@ class Scope:
 
 
 class PolicyEntry(Entry):
-    """One entry of a policy scope; in a context, the innermost of the open ones, with what these decide together."""
+    """One entry of a policy scope; the innermost one of a context has the combined policy of all."""
 
     __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
 

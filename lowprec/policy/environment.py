@@ -64,7 +64,7 @@ def snapshot() -> EnvironmentSnapshot:
 def refresh() -> None:
     """Forget the snapshot, so that the next use of a mode reads the environment again.
 
-    For tests and interactive work. It reaches lowprec only: cuBLAS keeps what it read.
+    For tests and interactive work. cuBLAS keeps the value that it has read.
     """
     _taken.clear()
     entries.notify(True)

@@ -150,7 +150,7 @@ def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
     )
 
 
-#: By the name of the list and what is done to it.
+#: By the name of the list and the action.
 AMP_LISTS = {
     (which, action): _list_variable(which, action)
     for which in ("allow", "deny", "infer")

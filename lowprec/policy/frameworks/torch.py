@@ -180,7 +180,7 @@ class TorchController:
         if torch.cuda.is_initialized():
             return _without_effect_on_gpu(torch)
         if torch.cuda.device_count() or any(is_active() for is_active in probes_of(torch)[:4]):
-            return None  # the GPU is what counts, or a tracer would record the product
+            return None  # the CPU does not matter, or a tracer would record the product
         return probe(partial(torch.full, dtype=torch.float32, device="cpu"))
 
 
