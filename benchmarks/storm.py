@@ -31,7 +31,7 @@ from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
 import lowprec.backends.cpu
-from lowprec.backends.cpu import threads
+from lowprec.backends.cpu import team
 
 #: Modes of seven threads beside the main one, which alone gets signals.
 MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16")
@@ -335,7 +335,7 @@ def run_round(seed: int, seconds: float) -> int:
     else:
         for other in others:
             other.join()
-        threads.run(lambda: None, 2)
+        team.call(lambda: None, 2)
     this.counts["exceptions in finalisers"] = this.unraisable
     print(json.dumps({"counts": this.counts, "failures": this.failures}), flush=True)
     return 0

@@ -141,6 +141,11 @@ def amp_list(which: str, action: str) -> tuple[str, ...]:
     return variable.value(variable.text()) or ()
 
 
+def uses_own_threads() -> bool:
+    """Return whether ``LOWPREC_THREADS`` is ``own``; raise if it is neither that nor ``openmp``."""
+    return variables.THREADS.value(variables.THREADS.text()) == "own"
+
+
 def thread_limit() -> int | None:
     """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
     text = os.environ.get("MKL_NUM_THREADS", "").strip()

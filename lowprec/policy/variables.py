@@ -125,6 +125,17 @@ CACHE_DIR = Variable(
     "the system's folder for a user's caches",
     str,
 )
+THREADS = Variable(
+    "LOWPREC_THREADS",
+    "In a process that has imported PyTorch, own runs products on lowprec's own workers, openmp on the threads of "
+    "PyTorch's OpenMP runtime.",
+    "own or openmp",
+    "openmp",
+    _one_of("LOWPREC_THREADS", ("own", "openmp")),
+    lambda word: (
+        "lowprec's own workers" if word == "own" else "PyTorch's threads where it is loaded"
+    ),
+)
 
 
 def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
@@ -229,6 +240,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     AUTOTUNE,
     CACHE_DIR,
     MAX_CPU_ISA,
+    THREADS,
     *AMP_LISTS.values(),
     *(
         Variable(name, f"{meaning}; read by the library itself.", legal, default, str)

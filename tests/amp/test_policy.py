@@ -197,7 +197,9 @@ def test_the_environment_changes_the_lists(monkeypatch: pytest.MonkeyPatch) -> N
     assert Policy().moved("deny", "tanh").list_of("tanh") == "deny", "the program's choice wins"
     assert before.list_of("tanh") is None
     monkeypatch.setenv("LOWPREC_AMP_DENYLIST_ADD", "1+1")
-    with pytest.raises(EnvironmentVariableError, match=r"DENYLIST_ADD: '1\+1' is not the name of a function"):
+    with pytest.raises(
+        EnvironmentVariableError, match=r"DENYLIST_ADD: '1\+1' is not the name of a function"
+    ):
         Policy()
 
 

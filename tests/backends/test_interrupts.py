@@ -21,7 +21,7 @@ import pytest
 
 import interrupts
 import lowprec
-from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, threads
+from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, team, threads
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
@@ -63,19 +63,25 @@ class Slow:
 
 def a_helper_comes() -> bool:
     work = Slow(0, meet=True)
-    threads.run(work, 2)
+    team.call(work, 2)
     return work.helped.is_set()
 
 
+needs_numba = pytest.mark.skipif(
+    not casting.can_compile(), reason="numba is not installed, or switched off"
+)
+
+
 @pytest.fixture(autouse=True)
-def _pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _team_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that another test has started may be more than these tests count on."""
-    monkeypatch.setattr(threads, "_pool", type(threads._pool)())
+    monkeypatch.setattr(team, "_team", None)
 
 
 # -- no helper outlives the call ------------------------------------------------------------------
 
 
+@needs_numba
 @pytest.mark.parametrize("meet", [False, True], ids=["at once", "after a helper came"])
 def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) -> None:
     assert a_helper_comes()
@@ -83,17 +89,18 @@ def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) 
 
     def call() -> None:
         works.append(Slow(0.002, meet=meet))
-        threads.run(works[-1], 2)
+        team.call(works[-1], 2)
 
     def all_have_returned() -> None:
         assert not any(work.inside for work in works)
 
-    assert interrupts.count(call, all_have_returned, interrupts.Interrupt) > 15
+    assert interrupts.count(call, all_have_returned, interrupts.Interrupt) > 4
     assert not meet or any(work.helped.is_set() for work in works)
     assert a_helper_comes()
-    assert len(threads._pool._workers) == 1
+    assert team._own_team(2)._words[team.COUNT] == 1
 
 
+@needs_numba
 @posix
 def test_a_signal_while_the_caller_waits() -> None:
     main, work = threading.get_ident(), Slow(0.05, meet=True)
@@ -106,7 +113,7 @@ def test_a_signal_while_the_caller_waits() -> None:
         work()
 
     with raising(signal.SIGUSR1), pytest.raises(interrupts.Interrupt, match="of a handler"):
-        threads.run(interrupting, 2)
+        team.call(interrupting, 2)
     assert not work.inside
 
 
@@ -153,17 +160,19 @@ def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
 # -- no worker is lost ----------------------------------------------------------------------------
 
 
+@needs_numba
 def test_where_no_thread_can_be_started_the_caller_works_alone() -> None:
     code = """
         import threading
-        from lowprec.backends.cpu import threads
+        from lowprec.backends.cpu import numba_import, team
+        assert not numba_import.fails()
 
         def both():
             who, came = set(), threading.Event()
             def work():
                 who.add(threading.get_ident())
                 came.set() if len(who) == 2 else came.wait(wait)
-            threads.run(work, 2)
+            team.call(work, 2)
             return len(who)
 
         threading.stack_size(1 << 46)  # more than any system gives
@@ -176,16 +185,18 @@ def test_where_no_thread_can_be_started_the_caller_works_alone() -> None:
     assert run_python(code) == "(1, 1) 2"
 
 
+@needs_numba
 def test_at_the_end_of_the_interpreter_the_caller_works_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert a_helper_comes()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     seen: list[int] = []
-    threads.run(lambda: seen.append(threading.get_ident()), 4)
+    team.call(lambda: seen.append(threading.get_ident()), 4)
     assert seen == [threading.get_ident()]
 
 
+@needs_numba
 @posix
 @pytest.mark.parametrize("when", ["before the caller begins", "while it works"])
 def test_a_handler_that_forks_in_the_middle_of_a_product(when: str) -> None:
@@ -193,12 +204,14 @@ def test_a_handler_that_forks_in_the_middle_of_a_product(when: str) -> None:
     code = """
         import os, signal, sys, threading, time
         import lowprec
-        from lowprec.backends.cpu import threads
+        from lowprec.backends.cpu import numba_import, team
+        assert not numba_import.fails()
 
         parent, main, came = os.getpid(), threading.get_ident(), threading.Event()
         children, early = [], sys.argv[1].startswith("before")
         signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
-        offer = threads._Pool._offer
+        workers = team._own_team(2)
+        offer = workers.offer
 
         def interrupted(*args):
             offer(*args)
@@ -215,14 +228,14 @@ def test_a_handler_that_forks_in_the_middle_of_a_product(when: str) -> None:
             elif os.getpid() != parent:
                 os._exit(1)
 
-        threads._Pool._offer = interrupted
+        workers.offer = interrupted
         try:
-            threads.run(work, 2)
+            team.call(work, 2)
         except lowprec.LowprecError as error:
             assert os.getpid() != parent and "forked" in str(error)
             early = True
-            threads._Pool._offer = offer
-            threads.run(lambda: None, 2)
+            assert team._own_team(2) is not workers
+            team.call(lambda: None, 2)
             os._exit(5)
         print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
     """
@@ -329,7 +342,7 @@ def expired_limits() -> int:
         pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads", marks=pytest.mark.sweep),
-        pytest.param(lambda: threads._Pool().run(lambda: None, 3), id="pool"),
+        pytest.param(lambda: team.call(lambda: None, 3), id="team"),
     ],
 )
 def test_what_a_handler_raises_is_not_taken_for_an_answer(

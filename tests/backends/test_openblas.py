@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import gemm, openblas, panels, threads
+from lowprec.backends.cpu import gemm, numba_import, openblas, panels, team, threads
 from lowprec.formats import dtype_from_name
 from lowprec.planning import MatrixStack
 
@@ -354,12 +354,13 @@ def test_it_is_not_asked_how_many_threads_there_are() -> None:
 def test_threadpoolctl_limits_products_and_starts_no_threads_here() -> None:
     controlling = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
     opened = openblas.loaded_openblas()
+    assert not numba_import.fails()
     a = np.ones((600, 600))
     started: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run = threads.run
+        run = team._run
         monkeypatch.setattr(
-            threads, "run", lambda work, workers: (started.append(workers), run(work, workers))
+            team, "_run", lambda job, workers: (started.append(workers), run(job, workers))
         )
         with controlling.threadpool_limits(1):
             assert lowprec.matmul(a, a)[0, 0] == 600

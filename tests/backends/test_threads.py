@@ -1,4 +1,4 @@
-"""The thread pool and the scratch memory."""
+"""The team of threads, how many of them there are, and the scratch memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import threadpoolctl
 
-from cpu_units import needs
-from lowprec.backends.cpu import buffers, casting, threads
-from lowprec.backends.cpu.gate import Gate, close
-from lowprec.backends.cpu.packed.micro_kernels import AVX512_FP32
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import buffers, casting, team, threads
+
+needs_numba = pytest.mark.skipif(
+    not casting.can_compile(), reason="numba is not installed, or switched off"
+)
 
 
 def spread(count: int, workers: int) -> tuple[list[int], set[int]]:
@@ -32,7 +33,7 @@ def spread(count: int, workers: int) -> tuple[list[int], set[int]]:
             taken.append(i)
             time.sleep(0.0005)
 
-    threads.run(work, workers)
+    team.call(work, workers)
     return taken, who
 
 
@@ -44,14 +45,15 @@ def test_all_work_is_done_once(workers: int) -> None:
     assert len(who) <= workers
 
 
-def test_helpers_take_part() -> None:
-    # A helper may come too late for one job, but not for twenty in a row of 50 ms each.
+@needs_numba
+def test_workers_take_part() -> None:
+    # A worker may come too late for one job, but not for twenty in a row of 50 ms each.
     assert any(len(spread(200, 2)[1]) == 2 for _ in range(20))
 
 
 def test_one_worker_is_the_caller() -> None:
     seen: list[int] = []
-    threads.run(lambda: seen.append(threading.get_ident()), 1)
+    team.call(lambda: seen.append(threading.get_ident()), 1)
     assert seen == [threading.get_ident()]
 
 
@@ -68,23 +70,24 @@ def test_an_exception_of_the_caller_is_raised_after_all_have_ended() -> None:
 
     caller = threading.current_thread()
     with pytest.raises(ValueError, match="of the caller"):
-        threads.run(work, 2)
+        team.call(work, 2)
     assert running == []
 
 
-def test_an_exception_of_a_helper_reaches_the_caller() -> None:
-    caller, helped = threading.current_thread(), threading.Event()
+@needs_numba
+def test_an_exception_of_a_worker_reaches_the_caller() -> None:
+    caller, came = threading.current_thread(), threading.Event()
 
     def work() -> None:
         if threading.current_thread() is caller:
-            assert helped.wait(10), "no helper came"
+            assert came.wait(10), "no worker came"
             return
-        helped.set()
-        raise ValueError("of a helper")
+        came.set()
+        raise ValueError("of a worker")
 
-    with pytest.raises(ValueError, match="of a helper"):
-        threads.run(work, 2)
-    # The helper is still there for the next job.
+    with pytest.raises(ValueError, match="of a worker"):
+        team.call(work, 2)
+    # The worker is still there for the next job.
     assert sorted(spread(50, 2)[0]) == list(range(50))
 
 
@@ -112,13 +115,19 @@ def test_a_job_is_not_kept_alive() -> None:
     work = Work()
     work.sentinel = Sentinel()  # type: ignore[attr-defined]
     alive.append(1)
-    threads.run(work, 2)
+    team.call(work, 2)
     del work
     deadline = time.monotonic() + 10
     while alive and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     assert alive == []
+
+
+def lowprec_openblas() -> object:
+    from lowprec.backends.cpu import openblas
+
+    return openblas.openblas()
 
 
 def run_python(code: str) -> str:
@@ -130,18 +139,20 @@ def run_python(code: str) -> str:
     return done.stdout.strip() + done.stderr.strip()
 
 
+@needs_numba
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_the_pool_works_after_fork() -> None:
+def test_the_team_works_after_fork() -> None:
     code = """
         import os, threading, time
-        from lowprec.backends.cpu import threads
+        from lowprec.backends.cpu import numba_import, team
+        assert not numba_import.fails()
 
         def both():
             who, came = set(), threading.Event()
             def work():
                 who.add(threading.get_ident())
                 came.set() if len(who) == 2 else came.wait(10)
-            threads.run(work, 2)
+            team.call(work, 2)
             return len(who)
 
         assert both() == 2
@@ -156,9 +167,10 @@ def test_the_pool_works_after_fork() -> None:
 def test_exit_is_quiet_while_workers_sleep_or_work() -> None:
     code = """
         import threading, time
-        from lowprec.backends.cpu import threads
-        threads.run(lambda: time.sleep(0.01), 3)
-        threading.Thread(target=lambda: threads.run(lambda: time.sleep(0.5), 3), daemon=True).start()
+        from lowprec.backends.cpu import numba_import, team
+        numba_import.fails()
+        team.call(lambda: time.sleep(0.01), 3)
+        threading.Thread(target=lambda: team.call(lambda: time.sleep(0.5), 3), daemon=True).start()
         time.sleep(0.05)
         print("end")
     """
@@ -198,9 +210,9 @@ def test_affinity_acts_on_it() -> None:
     code = """
         import os
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        from lowprec.backends.cpu import threads
+        from lowprec.backends.cpu import team, threads
         done = []
-        threads.run(lambda: done.append(1), 4)
+        team.call(lambda: done.append(1), 4)
         print(threads.num_threads(), bool(done))
     """
     assert run_python(code) == "1 True"
@@ -213,23 +225,22 @@ def test_affinity_acts_on_it() -> None:
 def test_the_affinity_is_the_calling_threads(
     pinned_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pinned thread leaves others their CPUs, and has no helper outside its mask."""
+    """A pinned thread works alone and leaves others their CPUs."""
     free = threads.num_threads()
     monkeypatch.setattr(threads, "_limits", threads._Limits())
     found: list[object] = []
 
     def pinned() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        found.extend((threads.num_threads(), threads._limits.cpus_without_current()))
+        found.append(threads.num_threads())
 
     if not pinned_first:
         assert threads.num_threads() == free
     thread = threading.Thread(target=pinned)
     thread.start()
     thread.join()
-    assert found == [1, frozenset()]
+    assert found == [1]
     assert threads.num_threads() == free
-    assert threads._limits.cpus_without_current()
 
 
 # --- scratch memory ---------------------------------------------------------------------------
@@ -313,16 +324,8 @@ def test_contents_do_not_leak_between_borrowers() -> None:
     assert wrong == []
 
 
-def test_a_finished_job_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper may be slow to let go of its job; the operands must not be freed by it."""
-    jobs: list[threads._Job] = []
-
-    class Recorded(threads._Job):
-        def __init__(self, work: Callable[[], None], helpers: int) -> None:
-            super().__init__(work, helpers)
-            jobs.append(self)
-
-    monkeypatch.setattr(threads, "_Job", Recorded)
+def test_a_finished_job_holds_nothing() -> None:
+    """An operand must not be freed by a worker that lets go of it late."""
     operand = np.zeros(3)
     alive = weakref.ref(operand)
 
@@ -330,16 +333,15 @@ def test_a_finished_job_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         if operand is None:
             raise ValueError
 
-    threads.run(work, 2)
+    team.call(work, 2)
     del work, operand
-    assert len(jobs) == 1
     assert alive() is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_share_runs_each_item_once(count: int) -> None:
     seen: list[int] = []
-    threads.share(seen.append, list(range(count)))
+    team.share(seen.append, list(range(count)))
     assert sorted(seen) == list(range(count))
 
 
@@ -349,7 +351,7 @@ def test_share_raises_what_an_item_raised() -> None:
             raise ValueError("item 30")
 
     with pytest.raises(ValueError, match="item 30"):
-        threads.share(fail, list(range(60)))
+        team.share(fail, list(range(60)))
 
 
 @pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
@@ -364,43 +366,150 @@ def test_numbas_target_is_made_under_the_compilers_lock() -> None:
     assert done.stdout.split() == ["True"]
 
 
-# -- lingering ------------------------------------------------------------------------------------
+# --- compiled kernels -------------------------------------------------------------------------
 
 
-@needs(AVX512_FP32)
-def test_lingering_ends_and_leaves_the_gate_as_it_was() -> None:
-    """With somebody inside it gives up, with nobody it neither closes the gate nor keeps others out."""
-    from lowprec.backends.cpu.packed import lingering
+def triple_address() -> int:
+    """Return the address of a compiled function that multiplies an integer by three."""
+    from lowprec.backends.cpu.packed.compilation import compile_kernel
 
-    lingering.use()
-    wait, gate = threads._linger, Gate()
-    assert wait is not None
-    for _ in range(3):
-        assert gate.enter()
-        wait(gate.address)
-        gate.leave()
-        wait(gate.address)
-    close(gate.address)
-    assert not gate.enter()
-    gate.reopen()
-    assert gate.enter()
-    gate.leave()
+    def triple(x: int, scratch: int) -> int:
+        return 3 * x
+
+    return compile_kernel(triple, 2)
 
 
-@needs(AVX512_FP32)
-def test_a_caller_lingers_after_its_work_and_not_after_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(threads, "_linger", lambda gate: seen.append("lingered"))
-    threads.run(lambda: seen.append("worked"), 2)
-    assert seen[-1] == "lingered"
-    assert seen.count("lingered") == 1
+@needs_numba
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("rows", [0, 1, 7, 400])
+def test_each_row_is_called_once(rows: int, workers: int) -> None:
+    table = np.empty((rows, 3), np.int64)
+    table[:] = triple_address(), 0, 0
+    table[:, 1] = np.arange(rows)
+    results = np.full(rows, -1)
+    team.run_rows(
+        "as", table, workers, bases=(1000, 0, 0),
+        results=data_pointer(results), scratch=data_pointer(results), scratch_bytes=0,
+    )  # fmt: skip
+    np.testing.assert_array_equal(results, 3 * (1000 + np.arange(rows)))
 
-    def fail() -> None:
-        raise ZeroDivisionError
 
-    seen.clear()
-    with pytest.raises(ZeroDivisionError):
-        threads.run(fail, 2)
-    assert not seen
+@needs_numba
+def test_many_callers_share_compiled_rows() -> None:
+    """Thousands of short jobs of several callers: none is lost, run twice or left in a mailbox."""
+    table = np.empty((9, 3), np.int64)
+    table[:] = triple_address(), 0, 0
+    table[:, 1] = np.arange(9)
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        results = np.empty(9, np.int64)
+        for i in range(3000):
+            results[:] = -1
+            base = number * 10_000 + i
+            team.run_rows("al", table, 3, bases=(base, 0, 0), results=data_pointer(results))
+            if (results != 3 * (base + np.arange(9))).any():
+                wrong.append(base)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(5)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@needs_numba
+def test_an_idle_process_uses_no_cpu_time() -> None:
+    """Workers look for jobs for some 150 us; 20 ms a second are left to other threads of this process."""
+    code = """
+        import time
+        import numpy as np
+        import lowprec
+        a = np.ones((512, 512), np.float32)
+        for _ in range(50):
+            lowprec.matmul(a, a, math_mode="bf16")
+            lowprec.matmul(a, a)
+        time.sleep(0.01)
+        before = time.process_time()
+        time.sleep(1)
+        print(time.process_time() - before < 0.02)
+    """
+    assert run_python(code) == "True"
+
+
+@needs_numba
+def test_numba_is_imported_in_the_background() -> None:
+    """Products that need no kernel begin without it; the first ones are worth its import together."""
+    code = """
+        import sys, time
+        import numpy as np
+        import lowprec
+        from lowprec.backends.cpu import openblas
+        a = np.ones((256, 256), np.float32)
+        want = lowprec.matmul(a, a)
+        assert "numba" not in sys.modules or openblas.openblas() is None
+        deadline = time.monotonic() + 30
+        while "lowprec.backends.cpu.team_kernels" not in sys.modules and time.monotonic() < deadline:
+            assert np.array_equal(lowprec.matmul(a, a), want)
+        print("numba" in sys.modules)
+    """
+    if lowprec_openblas() is None:
+        pytest.skip("scipy-openblas64 is not installed")
+    assert run_python(code) == "True"
+
+
+# --- PyTorch's threads ------------------------------------------------------------------------
+
+needs_openmp = pytest.mark.skipif(
+    sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux"
+)
+
+
+@needs_numba
+@needs_openmp
+@pytest.mark.parametrize("variable", ["", "own"])
+def test_products_run_on_the_threads_of_pytorch(variable: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    code = f"""
+        import os
+        os.environ["LOWPREC_THREADS"] = {variable!r}
+        import numpy as np
+        import lowprec
+        from lowprec.backends.cpu import team, threads
+        a = np.random.default_rng(1).standard_normal((512, 512), np.float32)
+        modes = ("fp32", "tf32", "bf16", "bf16x6")
+        before = [lowprec.matmul(a, a, math_mode=mode) for mode in modes]
+        import torch
+        tasks = len(os.listdir("/proc/self/task"))
+        after = [lowprec.matmul(a, a, math_mode=mode) for mode in modes]
+        assert all(np.array_equal(x, y) for x, y in zip(before, after))
+        torch.set_num_threads(1)
+        print(team.openmp() is not None, team.description(), threads.num_threads())
+        child = os.fork()
+        if child == 0:
+            same = all(np.array_equal(lowprec.matmul(a, a, math_mode=m), x) for m, x in zip(modes, before))
+            os._exit(0 if same and team.openmp() is None else 3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    of_torch, own = "True PyTorch's OpenMP threads 1", "False lowprec's own workers"
+    first, second = run_python(code).split("\n")
+    assert first == of_torch if not variable else first.startswith(own)
+    assert second == "0"
+
+
+@pytest.mark.parametrize("value", ["two", "OWN", "1"])
+def test_an_illegal_choice_of_threads_is_an_error(value: str) -> None:
+    code = f"""
+        import os
+        os.environ["LOWPREC_THREADS"] = {value!r}
+        import numpy as np
+        import lowprec
+        lowprec.info()
+        try:
+            lowprec.matmul(np.ones((300, 300)), np.ones((300, 300)))
+        except lowprec.EnvironmentVariableError as error:
+            print(error)
+    """
+    assert "LOWPREC_THREADS" in run_python(code)
+    assert "is none of own, openmp" in run_python(code)

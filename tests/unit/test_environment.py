@@ -37,6 +37,7 @@ def test_the_table_lists_what_this_version_uses() -> None:
         "LOWPREC_AUTOTUNE",
         "LOWPREC_CACHE_DIR",
         ISA,
+        "LOWPREC_THREADS",
         "LOWPREC_AMP_ALLOWLIST_ADD",
         "LOWPREC_AMP_ALLOWLIST_REMOVE",
         "LOWPREC_AMP_DENYLIST_ADD",

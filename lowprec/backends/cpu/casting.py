@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import numba_import, threads
+from lowprec.backends.cpu import buffers, numba_import, team, threads
 from lowprec.backends.cpu.rounding import round_all
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
 from lowprec.formats import NumberFormat, dtype_from_name
@@ -241,17 +241,15 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
 
 def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
     """Call kernels; return what each returned, with the number before it."""
-    results: list[tuple[Any, int]] = []
-    queue = iter(pieces)
-
-    def work() -> None:
-        scratch = kernel_scratch.address
-        # Taking the next element of a list's iterator is atomic.
-        for number, kernel, *arguments in queue:
-            results.append((number, kernel(*arguments, scratch)))
-
-    if elements < _PAYS_TO_SHARE:
-        work()
-    else:
-        threads.run(work, min(threads.num_threads(), len(pieces)))
-    return results
+    workers = min(threads.num_threads(), len(pieces)) if elements >= _PAYS_TO_SHARE else 1
+    if workers == 1:
+        own = kernel_scratch.address
+        return [(number, kernel(*arguments, own)) for number, kernel, *arguments in pieces]
+    rows = [(team.address_of(kernel), *arguments, 0) for _, kernel, *arguments in pieces]
+    results = np.empty(len(rows), np.int64)
+    with buffers.borrow(workers * SCRATCH_BYTES) as scratch:
+        team.run_rows(
+            "lllllls", np.array(rows, np.int64), workers,
+            results=data_pointer(results), scratch=scratch, scratch_bytes=SCRATCH_BYTES,
+        )  # fmt: skip
+    return list(zip([piece[0] for piece in pieces], results.tolist(), strict=True))

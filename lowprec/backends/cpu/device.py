@@ -48,7 +48,8 @@ def features() -> frozenset[str]:
     """Return what this machine has of what the kernels' rows require."""
     found = {
         **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
-        "openblas": openblas() is not None,
+        # Its panels are shared by compiled kernels; without them NumPy's BLAS has threads of its own.
+        "openblas": casting.has_kernels() and openblas() is not None,
         "numba": casting.has_kernels(),
     }
     return frozenset(name for name, present in found.items() if present)

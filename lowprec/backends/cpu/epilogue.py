@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, casting, threads
+from lowprec.backends.cpu import buffers, casting, team
 from lowprec.backends.cpu.gelu import gelu_float32
 from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
 from lowprec.backends.cpu.packed.jobs import anywhere, operand_of
@@ -155,7 +155,7 @@ def _apply_native(
         height = max(1, _PIECE // n)
         for i in range(0, len(matrices[0]), height):
             pieces.append(tuple(None if x is None else x[i : i + height] for x in matrices))
-    threads.share(run, pieces)
+    team.share(run, pieces)
 
 
 def _as_matrices(*arrays: Any) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
-from lowprec.backends.cpu import gemm, single_products, splitting, threads
+from lowprec.backends.cpu import gemm, single_products, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
@@ -79,7 +79,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     if kept or stacks.out.ndim == 2:
         execute_stacks(plan, plan.kernel_row, arguments, stacks, kept)
     else:
-        threads.share(
+        team.share(
             lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), _slices(stacks)
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.backends.cpu import cpuinfo, numba_import, openblas, threads
+from lowprec.backends.cpu import cpuinfo, numba_import, openblas, team, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import (
@@ -66,17 +66,26 @@ def info() -> dict[str, Any]:
     }
 
 
+def _threads() -> tuple[int, str]:
+    try:
+        return threads.num_threads(), team.description()
+    except EnvironmentVariableError:  # reported with the variables; products raise it
+        return 1, ""
+
+
 def _device() -> dict[str, Any]:
     try:
         affinity = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # the system cannot tell
         affinity = os.cpu_count() or 1
+    count, name_of_team = _threads()
     return {
         "device": "cpu",
         "name": cpuinfo.cpu_name(),
         "cores": os.cpu_count(),
         "affinity": affinity,
-        "threads": threads.num_threads(),
+        "threads": count,
+        "team": name_of_team,
     }
 
 

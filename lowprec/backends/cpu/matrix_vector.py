@@ -19,7 +19,7 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, threads
+from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, team, threads
 from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
@@ -83,7 +83,7 @@ def prepare(plan: GemmPlan) -> Executor:
             multiply((0, [x.address for x in arguments[:3]]))
         else:
             table = addresses_of(stacks, arguments, offsets)
-            threads.share(multiply, list(enumerate(table.tolist())))
+            team.share(multiply, list(enumerate(table.tolist())))
         for number in apart:
             _multiply_scaled(*arrays(number))
 
@@ -266,41 +266,34 @@ def _gemv(geometry: _Geometry) -> _Gemv:
     x_stride = -(-g.k // numbers.step) * numbers.step * numbers.factor_bytes
     sums_bytes = 4 * math.prod(shape) if shape else 0
 
+    function, factor_bytes = team.address_of(kernel), numbers.factor_bytes
+    table = np.array([
+        (
+            function, source, g.row_stride, g.col_stride, height, cols, first * factor_bytes, x_stride, to,
+            stride, step, written, 0,
+        )
+        for source, height, cols, first, to in pieces
+    ], np.int64)  # fmt: skip
+
     def multiply(matrix: int, vectors: int, out: int, result: Any) -> bool:
-        extrema: list[int] = []
-        workers = min(threads.num_threads(), len(pieces)) if pieces[1:] else 1
-        nbytes = width * x_stride
-        with buffers.borrow(native.GEMV_SCRATCH_BYTES + nbytes + sums_bytes) as memory:
-            x = memory + native.GEMV_SCRATCH_BYTES
+        workers = min(threads.num_threads(), len(table)) if len(table) > 1 else 1
+        own, nbytes = native.GEMV_SCRATCH_BYTES, width * x_stride
+        extrema = np.empty(len(table), np.int64)
+        with buffers.borrow(workers * own + nbytes + sums_bytes) as memory:
+            x = memory + workers * own
             target = out if in_place else x + nbytes
             found = read(
                 cast, vectors, g.vector_stride, g.vector_step, g.vectors, g.k,
                 x, x_stride, memory,
             )  # fmt: skip
-            queue = iter(pieces)
-
-            def run(own: int) -> None:
-                # Taking the next element of a list's iterator is atomic.
-                for source, height, cols, first, to in queue:
-                    extrema.append(
-                        kernel(
-                            matrix + source, g.row_stride, g.col_stride, height, cols,
-                            x + first * numbers.factor_bytes, x_stride, target + to, stride, step, written, own,
-                        )
-                    )  # fmt: skip
-
-            def work() -> None:
-                with buffers.borrow(native.GEMV_SCRATCH_BYTES) as own:
-                    run(own)
-
-            if workers == 1:
-                run(memory)
-            else:
-                threads.run(work, workers)
+            team.run_rows(
+                "allllblcllls", table, workers, bases=(matrix, x, target),
+                results=data_pointer(extrema), scratch=memory, scratch_bytes=own,
+            )  # fmt: skip
             if not in_place:
                 sums = array_at(target, shape, sum_dtype)
                 with np.errstate(all="ignore"):
                     np.add.reduce(sums[:, : g.vectors], axis=0, out=result.T)
-        return lies_apart(found) or lies_apart(functools.reduce(merged, extrema))
+        return lies_apart(found) or lies_apart(functools.reduce(merged, extrema.tolist()))
 
     return _Gemv(multiply, in_place)

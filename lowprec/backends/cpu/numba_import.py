@@ -1,7 +1,7 @@
 """Whether numba, which is here, can be imported: one that does not fit its NumPy or LLVM cannot.
 
-It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s. A failed
-import costs one warning and the kernels, never a product.
+It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s; in a thread
+where it only saves time. A failed import costs one warning and the kernels, never a product.
 """
 
 from __future__ import annotations
@@ -9,13 +9,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 import warnings
+from contextlib import suppress
 
 from lowprec.errors import LowprecWarning
 from lowprec.policy.interrupts import raised_in
+from lowprec.util import forking
 
 #: The module that uses most of numba's interfaces.
 NATIVE = "lowprec.backends.cpu.packed.native"
+
+#: Held while it is imported; a fork waits for that.
+_importing = threading.RLock()
+forking.hold(_importing)
+_begun: list[threading.Thread] = []
 
 #: Why it failed, an empty string if it went well; at most one entry.
 _failure: list[str] = []
@@ -42,10 +50,23 @@ def is_ready() -> bool:
     return _failure == [""]
 
 
+def begin() -> None:
+    """Import numba in a thread of its own, once."""
+    if not _begun:
+        _begun.append(threading.Thread(target=fails, name="lowprec's import of numba"))
+        with suppress(RuntimeError):  # the system has no thread to give
+            _begun[0].start()
+
+
 def fails() -> bool:
     """Import numba, and return whether that fails; the first failure is a warning."""
     if _failure:
         return bool(_failure[0])
+    with _importing:
+        return bool(_failure[0]) if _failure else _import()
+
+
+def _import() -> bool:
     try:
         for name in ("llvmlite.binding", "numba", NATIVE):
             importlib.import_module(name)

@@ -19,7 +19,7 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
-from lowprec.backends.cpu import casting, fp32_units, splitting, threads
+from lowprec.backends.cpu import casting, fp32_units, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
@@ -131,7 +131,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
             fallen.append(single)
             fp32_units.execute_stacks(plan, plan.fallback, arguments, single)
 
-    threads.share(run_one, singles)
+    team.share(run_one, singles)
     _last.fell_back = bool(fallen)
 
 

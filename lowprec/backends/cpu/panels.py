@@ -6,12 +6,14 @@ result does not depend on the number of threads.
 
 from __future__ import annotations
 
-#: Products with fewer multiplications are not cut. A library may treat small ones in another way, with other sums, so
-#: no panel is smaller, either.
-SMALLEST_PANEL = 8_000_000
+#: Multiplications of the smallest panel. OpenBLAS treats products of up to a million in another way, with other sums.
+SMALLEST_PANEL = 1_024_000
+
+#: The smallest panel where the shape decides: as many panels are computed by one thread, too.
+_SMALLEST_FIXED_PANEL = 8_000_000
 
 #: Panels begin at multiples of this many rows or columns, so that all but the last fill the BLAS's register blocks.
-_GRAIN = 48
+_GRAIN = 16
 
 #: Multiplications that pay for packing one more panel's operands, where the shapes alone decide.
 _PANEL_WORK = 250_000_000
@@ -28,7 +30,7 @@ Panel = tuple[int, int, int, int]
 
 def panels_for_threads(m: int, n: int, k: int, workers: int) -> list[Panel]:
     """Cut an m x n result into at most as many panels as there are threads."""
-    return _cut(m, n, k, min(workers, m * n * k // SMALLEST_PANEL))
+    return _cut(m, n, k, min(workers, m * n * k // SMALLEST_PANEL), SMALLEST_PANEL)
 
 
 def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
@@ -41,7 +43,7 @@ def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
     """
     work = m * n * k
     wanted = min(max(4, work // _PANEL_WORK), max(16, m * n >> 20))
-    return _cut(m, n, k, min(wanted, work // SMALLEST_PANEL))
+    return _cut(m, n, k, min(wanted, work // _SMALLEST_FIXED_PANEL), _SMALLEST_FIXED_PANEL)
 
 
 def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
@@ -73,7 +75,7 @@ def columns_for_shape(
     return [(0, m)], [(j, min(columns, k - j)) for j in range(0, k, columns)]
 
 
-def _cut(m: int, n: int, k: int, count: int) -> list[Panel]:
+def _cut(m: int, n: int, k: int, count: int, smallest_panel: int) -> list[Panel]:
     """Cut into at most ``count`` panels, fewer where one would be too small."""
     for pieces in range(count, 1, -1):
         # The panels nearest to squares reread the least of a and b; of equals the one with whole columns.
@@ -81,7 +83,7 @@ def _cut(m: int, n: int, k: int, count: int) -> list[Panel]:
         down, across = min(grids, key=lambda grid: m / grid[0] + n / grid[1])
         rows, columns = _cuts(m, down), _cuts(n, across)
         smallest = min(r for _, r in rows) * min(c for _, c in columns) * k
-        if smallest >= SMALLEST_PANEL:
+        if smallest >= smallest_panel:
             return [(i, r, j, c) for i, r in rows for j, c in columns]
     return [(0, m, 0, n)]
 
@@ -92,7 +94,7 @@ def _cuts(extent: int, count: int) -> list[tuple[int, int]]:
     Examples
     --------
     >>> _cuts(200, 2), _cuts(40, 2)
-    ([(0, 96), (96, 104)], [(0, 40)])
+    ([(0, 96), (96, 104)], [(0, 16), (16, 24)])
     """
     bounds = sorted({round(extent * i / count / _GRAIN) * _GRAIN for i in range(count)})
     starts = [start for start in bounds if start < extent]

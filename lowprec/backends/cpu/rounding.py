@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowprec import formats
-from lowprec.backends.cpu import threads
+from lowprec.backends.cpu import team, threads
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.formats import NumberFormat
 
@@ -114,4 +114,4 @@ def round_all(pairs: Sequence[tuple[Any, Any]], to: NumberFormat) -> None:
     if len(pieces) == 1:
         work()
     else:
-        threads.run(work, min(threads.num_threads(), len(pieces)))
+        team.call(work, min(threads.num_threads(), len(pieces)))

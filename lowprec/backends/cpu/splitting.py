@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu import casting, team
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, TOP_EXPONENT
 from lowprec.formats import NumberFormat
@@ -161,7 +161,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
             most = np.maximum.reduce(sizes * (sizes < _INFINITY), over)
         found.append((block, most))
 
-    threads.share(seek, blocks)
+    team.share(seek, blocks)
     for (matrices, some), most in found:
         if along_rows:
             largest[matrices, some, 0] = most
@@ -183,7 +183,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
                 np.multiply(from_, factor[block] if along_rows else factor[matrices], out=to)
                 from_ = to
 
-    threads.share(scale, blocks)
+    team.share(scale, blocks)
     exponents = exponents.reshape(*batch, *exponents.shape[-2:])
     if turned:
         return out.swapaxes(-1, -2), exponents.swapaxes(-1, -2)
@@ -227,4 +227,4 @@ def unscale(out: Any, a: Split, b: Split) -> None:
                     part[...] = wide
 
     height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
-    threads.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])
+    team.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])

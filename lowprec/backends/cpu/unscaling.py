@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import casting, threads
+from lowprec.backends.cpu import casting, team, threads
 
 #: Elements per block of NumPy's way: source, result and what is found fit the second-level cache together.
 _BLOCK = 1 << 16
@@ -69,42 +68,35 @@ def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
     compiled = casting.has_kernels() and (
         loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
     )
-    # Compiled here, once, and not in each of the threads.
     kernel = _kernel(casting.name_of(pairs[0][0].dtype)) if compiled else None
-    make = _by_blocks if kernel is None else functools.partial(_by_kernel, kernel)
-    found: list[bool] = []
     workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
-    threads.run(make(pairs, inverse, found), workers)
-    return any(found)
+    run = _run_blocks if kernel is None else functools.partial(_run_kernel, kernel)
+    return run(pairs, inverse, workers)
 
 
 @functools.cache
-def _kernel(dtype: str) -> Callable[..., int] | None:
+def _kernel(dtype: str) -> int | None:
     from lowprec.backends.cpu import unscaling_kernels
 
     return unscaling_kernels.unscale_kernel(dtype) if dtype in unscaling_kernels.KINDS else None
 
 
-def _by_kernel(
-    kernel: Any, pairs: Sequence[_Pair], inverse: Any, found: list[bool]
-) -> Callable[[], None]:
-    """Return the work of each thread, which takes pieces until none is left."""
-    job = array("q", [0])
-    for x, _, first, target in pairs:
-        for begin in range(0, x.size, _PIECE):
-            at = begin * x.itemsize
-            job.extend((first + at, target + at, min(_PIECE, x.size - begin)))
-    count = len(job) // 3
+def _run_kernel(kernel: int, pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
     factor = np.array(inverse, pairs[0][0].dtype)
+    at = data_pointer(factor)
+    rows = [
+        (kernel, first + i * x.itemsize, target + i * x.itemsize, min(_PIECE, x.size - i), at)
+        for x, _, first, target in pairs
+        for i in range(0, x.size, _PIECE)
+    ]
+    found = np.zeros(len(rows), np.int64)
+    if rows:
+        table = np.array(rows, np.int64)
+        team.run_rows("llll", table, min(workers, len(rows)), results=data_pointer(found))
+    return bool(found.any())
 
-    def work() -> None:
-        found.append(bool(kernel(job.buffer_info()[0], count, data_pointer(factor))))
 
-    return work
-
-
-def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Callable[[], None]:
-    """Return the work of each thread, by NumPy."""
+def _run_blocks(pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
     flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
     # Taking the next element of a list's iterator is atomic.
     blocks = iter(
@@ -114,12 +106,13 @@ def _by_blocks(pairs: Sequence[_Pair], inverse: Any, found: list[bool]) -> Calla
             for first in range(0, x.size, _BLOCK)
         ]
     )
+    found: list[bool] = []
 
     def work() -> None:
         # NumPy's error state belongs to the thread, so each worker silences its own.
         with np.errstate(all="ignore"):
             for x, out in blocks:
-                if _unscale_plain(x, out, inverse):
-                    found.append(True)
+                found.append(_unscale_plain(x, out, inverse))
 
-    return work
+    team.call(work, workers)
+    return any(found)

@@ -5,7 +5,6 @@ Importing this module imports numba.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,8 +15,6 @@ from lowprec.backends.cpu.packed.compilation import compile_kernel
 from lowprec.backends.cpu.packed.native import (
     F32,
     F64,
-    atomic_add,
-    callable_at,
     load,
     pointer,
 )
@@ -39,35 +36,28 @@ def _elements_at(typing_context, address, kind):
 
 
 def _unscale_function(kind: str) -> Any:
-    def unscale(job, count, inverse):
+    def unscale(source, target, count, inverse):
         found = False
         factor = load(inverse, kind)
-        index = atomic_add(job, 1)
-        while index < count:
-            piece = job + 8 + 24 * index
-            source, target = load(piece, "i64"), load(piece + 8, "i64")
-            x, y = _elements_at(source, kind), _elements_at(target, kind)
-            if source == target:  # LLVM would take the loop below for one that may overlap
-                for i in range(load(piece + 16, "i64")):
-                    found |= x[i] - x[i] != 0  # NaN of Inf and NaN alone
-                    x[i] *= factor
-            else:
-                for i in range(load(piece + 16, "i64")):
-                    found |= x[i] - x[i] != 0
-                    y[i] = x[i] * factor
-            index = atomic_add(job, 1)
+        x, y = _elements_at(source, kind), _elements_at(target, kind)
+        if source == target:  # LLVM would take the loop below for one that may overlap
+            for i in range(count):
+                found |= x[i] - x[i] != 0  # NaN of Inf and NaN alone
+                x[i] *= factor
+        else:
+            for i in range(count):
+                found |= x[i] - x[i] != 0
+                y[i] = x[i] * factor
         return int(found)
 
     return unscale
 
 
 @cache
-def unscale_kernel(dtype: str) -> Callable[[int, int, int], int]:
-    """Return the kernel of ``"float32"`` or ``"float64"``, to be called by each thread with three integers.
+def unscale_kernel(dtype: str) -> int:
+    """Return the address of the kernel of ``"float32"`` or ``"float64"``, a function of four integers.
 
-    Address of the job; how many pieces it has; the address of the inverse scale, of the same element type. A job is
-    int64: 0, which counts the pieces that were taken, and for each piece the address of its numbers, the address of
-    the results, the same one or memory that does not overlap, and how many there are. The kernel returns 1 if a number
-    was Inf or NaN, else 0.
+    The address of the numbers; of the results, the same one or memory that does not overlap; how many there are; the
+    address of the inverse scale, of the same element type. It returns 1 if a number was Inf or NaN, else 0.
     """
-    return callable_at(compile_kernel(_unscale_function(KINDS[dtype]), 3), 3)
+    return compile_kernel(_unscale_function(KINDS[dtype]), 4)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import fp32_units, numba_import, threads
+from lowprec.backends.cpu import fp32_units, numba_import, team, threads
 from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
 from lowprec.backends.cpu.emulation.operands import NAN, Operand
@@ -89,7 +89,7 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
             for rows, columns in queue:
                 accumulate(x, y, c, rows, columns, model)
 
-    threads.run(work, min(threads.num_threads(), len(blocks)))
+    team.call(work, min(threads.num_threads(), len(blocks)))
 
 
 @functools.cache

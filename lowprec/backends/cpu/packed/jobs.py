@@ -84,7 +84,8 @@ class Kernels(NamedTuple):
     parts_b: int
     is_split: bool  # whether a part is the rounded rest of those before
     words: dict[int, int]  # packing and micro-kernel
-    macro_kernel: Callable[[int, int], int]
+    macro_kernel: int  # its address
+    run: Callable[[int, int], int]  # the macro-kernel, for one thread
 
 
 def _tile_config() -> Any:
@@ -138,7 +139,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 @lru_cache(maxsize=256)
 def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str) -> Kernels:
     """Return the compiled kernels of a kind of product; `run.gemm` says which types go together."""
-    from lowprec.backends.cpu.packed import lingering, macro_kernel, native, packing
+    from lowprec.backends.cpu.packed import macro_kernel, native, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
@@ -151,9 +152,9 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
         J.PACK_B: packing.pack_kernel(b),
         J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding)),
     }
-    run = native.callable_at(macro_kernel.macro_kernel(), macro_kernel.MACRO_ARITY)
-    lingering.use()
-    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, run)
+    address = macro_kernel.macro_kernel()
+    run = native.callable_at(address, macro_kernel.MACRO_ARITY)
+    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, address, run)
 
 
 # --- blocking ---------------------------------------------------------------------------------

@@ -134,6 +134,28 @@ def atomic_add(typing_context, address, value):
 
 
 @intrinsic
+def atomic_exchange(typing_context, address, value):
+    """Write an int64; return what it was before."""
+
+    def generate(context, builder, signature, args):
+        return builder.atomic_rmw("xchg", pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+@intrinsic
+def exchange_if(typing_context, address, expected, value):
+    """Write an int64 if it is as expected; return whether it was."""
+
+    def generate(context, builder, signature, args):
+        at = pointer(builder, args[0], I64)
+        found = builder.cmpxchg(at, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), I64)
+
+    return types.intp(types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
 def atomic_load(typing_context, address):
     """Read an int64 that other threads write; what they wrote before it is seen as well."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, threads
+from lowprec.backends.cpu import buffers, team, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.jobs import kernels_of, operand_of, packing_job
@@ -110,6 +110,8 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
             words = run.Words.from_buffer_copy(job.words)
             words[J.B], words[J.B_PACKED] = b.address, address + i * step
             workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
-            run.share(kernels.macro_kernel, ctypes.addressof(words), job.workspace_bytes, workers)
+            nbytes = job.workspace_bytes
+            with buffers.borrow(workers * nbytes) as scratch:
+                team.run(kernels.macro_kernel, ctypes.addressof(words), workers, scratch, nbytes)
         finite.append(not words[J.NOT_FINITE])
     return Panels(memory, address, step, np.array(offsets), tuple(finite), packed_as.b_dtype)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import batches, buffers, casting, threads
+from lowprec.backends.cpu import batches, buffers, casting, team, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import (
     Job,
@@ -46,7 +46,7 @@ from lowprec.backends.cpu.packed.jobs import (
     operand_of,
 )
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
-from lowprec.backends.execution import Arguments
+from lowprec.backends.execution import Arguments, imported
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
 from lowprec.planning.layout import addend_layout, stacked_layout
 
@@ -154,27 +154,15 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
         assert not job.transposed, "panels of b are no panels of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
         words[J.PACK_B_TASKS] = packed_bytes = 0
-    address, kernel = ctypes.addressof(words), job.kernels.macro_kernel
-    with buffers.borrow(packed_bytes + nbytes) as memory:
-        words[J.B_PACKED], own = packed_b or memory, memory + packed_bytes
-        if workers > 1 and tasks > 1:
-            work = functools.partial(_work, kernel, address, nbytes)
-            threads.run(work, min(workers, tasks), functools.partial(kernel, address, own))
+    workers = min(workers, tasks)
+    address, kernels = ctypes.addressof(words), job.kernels
+    with buffers.borrow(packed_bytes + workers * nbytes) as memory:
+        words[J.B_PACKED], scratch = packed_b or memory, memory + packed_bytes
+        if workers > 1:
+            team.run(kernels.macro_kernel, address, workers, scratch, nbytes)
         else:
-            kernel(address, own)
+            kernels.run(address, scratch)
     return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
-
-
-def _work(kernel: Callable[[int, int], int], address: int, workspace_bytes: int) -> None:
-    with buffers.borrow(workspace_bytes) as workspace:
-        kernel(address, workspace)
-
-
-def share(
-    kernel: Callable[[int, int], int], address: int, workspace_bytes: int, workers: int
-) -> None:
-    """Call a kernel with the address of its words, and a workspace of each thread, in some threads."""
-    threads.run(functools.partial(_work, kernel, address, workspace_bytes), workers)
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -237,15 +225,6 @@ def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, 
     return layout, c
 
 
-@functools.cache
-def _batch_kernels() -> tuple[int, Callable[[int, int], int]]:
-    """Return the address of the macro-kernel, and the function that runs it for each product of a batch."""
-    from lowprec.backends.cpu.packed.macro_kernel import MACRO_ARITY, batch_kernel, macro_kernel
-    from lowprec.backends.cpu.packed.native import callable_at
-
-    return macro_kernel(), callable_at(batch_kernel(), MACRO_ARITY)
-
-
 def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Arguments) -> bool:
     """Run the products of a plan, each by one thread; return whether all are done."""
     panels = None
@@ -253,7 +232,7 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
         panels = find(arguments.b)
         if panels is not None and job.kernels.parts_b > 1 and not all(panels.finite):
             return False
-    macro_kernel, each = _batch_kernels()
+    each: int = imported("lowprec.backends.cpu.packed.macro_kernel:batch_kernel")()
     blocking = job.blockings.get(1) or job.blocking(1)
     words = Words.from_buffer_copy(blocking.words)
     alpha, beta = arguments.alpha.real, arguments.beta.real
@@ -262,7 +241,10 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     table = batches.addresses_of(batch.matrices, arguments, batch.offsets)
     a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
-    of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = ctypes.addressof(words), macro_kernel
+    of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = (
+        ctypes.addressof(words),
+        job.kernels.macro_kernel,
+    )
     of_batch[J.BATCH_TABLE], of_batch[J.BATCH_COUNT] = data_pointer(table), batch.batch_count
     of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
@@ -272,5 +254,6 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
         of_batch[J.BATCH_FIELD_B] = J.B_PACKED
     nbytes = _JOB_BYTES + blocking.packed_bytes + blocking.workspace_bytes
     workers = min(threads.num_threads(), batch.batch_count) if batch.is_shared else 1
-    share(each, ctypes.addressof(of_batch), nbytes, workers)
+    with buffers.borrow(workers * nbytes) as memory:
+        team.run(each, ctypes.addressof(of_batch), workers, memory, nbytes)
     return not of_batch[J.BATCH_NOT_FINITE]

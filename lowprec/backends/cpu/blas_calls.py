@@ -1,0 +1,302 @@
+"""Calls of CBLAS functions for products of matrices with strides: single, in panels that threads share, and batches.
+
+Source: OpenBLAS's documentation, "Extensions" (``cblas_?gemm_batch``); the reference CBLAS, ``cblas.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import team, threads
+from lowprec.backends.cpu.panels import (
+    SMALLEST_PANEL,
+    panels_for_shape,
+    panels_for_threads,
+    rows_for_shape,
+)
+from lowprec.planning import MatrixStack
+
+_ROW_MAJOR, _COLUMN_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
+
+_ENUM, _INT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+#: Letter of the functions, and how they take alpha and beta.
+_FUNCTIONS: dict[str, tuple[str, Any]] = {
+    "float32": ("s", ctypes.c_float),
+    "float64": ("d", ctypes.c_double),
+    "complex64": ("c", _POINTER),
+    "complex128": ("z", _POINTER),
+}
+
+#: Alpha and beta of the functions that read them through their addresses, for as long as the process lives.
+_ONE_AND_ZERO = {name: np.array([1, 0], name) for name in _FUNCTIONS}
+
+#: Up to this many multiplications OpenBLAS uses one thread (of complex numbers), with matrices and with a vector.
+_NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
+
+#: Multiplications of a batch that pay for waking a thread.
+_PAYS_TO_SHARE = 4_000_000
+
+#: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
+_SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
+
+Product = Callable[[int, int, int], None]
+
+#: Of the addresses of all a, b and out; shape (3, batch_count), C-contiguous, 64 bits.
+BatchedProduct = Callable[[Any], None]
+
+
+class OpenBlas:
+    """A library that was loaded for lowprec, and where it was found."""
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        self.path = path
+        self.version = _text(library, "scipy_openblas_get_config64_").split()[1]
+        self.core_type = _text(library, "scipy_openblas_get_corename64_")
+        # These two are so short that giving up the GIL for them would take longer.
+        held = ctypes.PyDLL(path)
+        self._get_threads = held.scipy_openblas_get_num_threads64_
+        self._set_threads = held.scipy_openblas_set_num_threads64_
+        self._gemm: dict[str, Callable[..., None]] = {}
+        self._gemv: dict[str, Callable[..., None]] = {}
+        self._gemm_batch: dict[str, Callable[..., None]] = {}
+        self._factors: dict[str, tuple[Any, Any]] = {}
+        #: The letter of alpha and beta in the signature of a table's rows, and 1 and 0 as words.
+        self._words: dict[str, tuple[str, tuple[int, int]]] = {}
+        for dtype, (letter, scalar) in _FUNCTIONS.items():
+            one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
+            self._factors[dtype] = scalar(one), scalar(zero)
+            self._words[dtype] = _scalar_words(dtype)
+            for table, name, types in (
+                (self._gemm, "gemm", _gemm_types(scalar)),
+                (self._gemv, "gemv", _gemv_types(scalar)),
+                (self._gemm_batch, "gemm_batch", _GEMM_BATCH_TYPES),
+            ):
+                table[dtype] = _declared(library, f"scipy_cblas_{letter}{name}64_", types)
+        self.use_one_thread()
+
+    def use_one_thread(self) -> None:
+        """Have each call run on the thread that makes it; ``threadpoolctl`` may have said otherwise."""
+        if self._get_threads() != 1:
+            self._set_threads(1)
+
+    def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
+
+        All are of one dtype, float32, float64, complex64 or complex128, and such as BLAS can express.
+        """
+        if b.cols == 1:
+            return self._matrix_vector(a, b, out)
+        if a.rows == 1 or out.order != "row":
+            whole = self.product(b.transposed, a.transposed, out.transposed)
+            return lambda a, b, out: whole(b, a, out)
+        return self._matrix_matrix(a, b, out)
+
+    def batch(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> BatchedProduct:
+        """Return a function that computes ``out = a @ b`` for the matrices at all addresses passed to it.
+
+        Each matrix is multiplied by one thread, or cut as its shape says: threads change no bit.
+        """
+        m, n, k = a.rows, b.cols, a.cols
+        if m * n * k >= 2 * SMALLEST_PANEL:
+            product = self.product(a, b, out)
+            return lambda x: team.share(
+                lambda abc: product(*abc), list(zip(*x.tolist(), strict=True))
+            )
+        if out.order != "row":
+            whole = self.batch(b.transposed, a.transposed, out.transposed)
+            return lambda x: whole(x[[1, 0, 2]])
+        function = self._gemm_batch[out.dtype.label]
+        ops = np.array([_NO_TRANS if x.order == "row" else _TRANS for x in (a, b)], np.int32)
+        leading = [x.leading_dimension or 1 for x in (a, b, out)]
+        extents = np.array([m, n, k, *leading], np.int64)
+        op_a, op_b = _element_addresses(ops)
+        all_m, all_n, all_k, lda, ldb, ldc = _element_addresses(extents)
+        one, zero = _factor_addresses(out.dtype.label)
+
+        symbol = team.address_of(function)
+
+        def pieces(count: int, step: int) -> tuple[Any, Any]:
+            """Return the table of calls for so many products each, and the sizes to which it refers."""
+            starts = range(0, count, step)
+            sizes = np.array([min(step, count - i) for i in starts], np.int64)
+            rows = [
+                (
+                    symbol, _ROW_MAJOR, op_a, op_b, all_m, all_n, all_k, one, 8 * i, lda,
+                    8 * (count + i), ldb, zero, 8 * (2 * count + i), ldc, 1, size,
+                )
+                for i, size in zip(starts, _element_addresses(sizes), strict=True)
+            ]  # fmt: skip
+            return np.array(rows, np.int64), sizes
+
+        def batch(addresses: Any, _kept: Any = (ops, extents)) -> None:
+            self.use_one_thread()
+            _, count = addresses.shape
+            first, work = data_pointer(addresses), count * m * n * k
+            workers = threads.num_threads() if work >= _PAYS_TO_SHARE else 1
+            if workers > 1 and team.is_ready(work):
+                table, _sizes = pieces(count, max(1, count // (4 * workers)))
+                team.run_rows("illllllalallalll", table, min(workers, count), bases=(first, 0, 0))
+                return
+            function(
+                _ROW_MAJOR, op_a, op_b, all_m, all_n, all_k, one, first, lda,
+                first + 8 * count, ldb, zero, first + 16 * count, ldc, 1, ctypes.byref(_INT(count)),
+            )  # fmt: skip
+
+        return batch
+
+    def _matrix_matrix(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
+        function = self._gemm[dtype.label]
+        one, zero = self._factors[dtype.label]
+        # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
+        order, all_m, all_n, all_k = _ENUM(_ROW_MAJOR), _INT(m), _INT(n), _INT(k)
+        op_a, op_b = (_ENUM(_NO_TRANS if x.order == "row" else _TRANS) for x in (a, b))
+        lda, ldb, ldc = (_INT(x.leading_dimension or 1) for x in (a, b, out))
+
+        def single(a: int, b: int, out: int) -> None:
+            function(order, op_a, op_b, all_m, all_n, all_k, one, a, lda, b, ldb, zero, out, ldc)
+
+        if m * n * k <= _NEVER_PARALLEL:
+            return single
+
+        a_row, b_column, out_row, out_column = (
+            step * dtype.itemsize
+            for step in (a.row_stride, b.col_stride, out.row_stride, out.col_stride)
+        )
+        by_shape = (self.core_type, dtype.label) not in _SAME_BITS_IN_ANY_PANEL
+        fixed = panels_for_shape(m, n, k) if by_shape else None
+        letter, (all_one, all_zero) = self._words[dtype.label]
+        symbol = team.address_of(function)
+
+        @functools.lru_cache(maxsize=4)
+        def table_of(workers: int) -> Any:
+            cut = panels_for_threads(m, n, k, workers) if fixed is None else fixed
+            rows = [
+                (
+                    symbol, _ROW_MAJOR, op_a.value, op_b.value, rows, columns, k, all_one,
+                    i * a_row, lda.value, j * b_column, ldb.value, all_zero,
+                    i * out_row + j * out_column, ldc.value,
+                )
+                for i, rows, j, columns in cut
+            ]  # fmt: skip
+            return np.array(rows, np.int64)
+
+        signature = f"iiilll{letter}albl{letter}cl"
+        return self._shared(function, single, signature, table_of, m * n * k)
+
+    def _shared(
+        self,
+        function: Callable[..., None],
+        single: Product,
+        signature: str,
+        table_of: Callable[[int], Any],
+        work: int,
+    ) -> Product:
+        """Return a product of so many multiplications in the calls of a table, which depends on the threads."""
+
+        def product(a: int, b: int, out: int) -> None:
+            self.use_one_thread()
+            workers = threads.num_threads()
+            table = table_of(workers)
+            if len(table) == 1:
+                single(a, b, out)
+            elif team.is_ready(work):
+                team.run_rows(signature, table, min(workers, len(table)), bases=(a, b, out))
+            else:
+                for words in table[:, 1:].tolist():
+                    factors, bases = iter((1.0, 0.0)), {"a": a, "b": b, "c": out}
+                    function(
+                        *(
+                            next(factors) if letter in "fd" else word + bases.get(letter, 0)
+                            for letter, word in zip(signature, words, strict=True)
+                        )
+                    )
+
+        return product
+
+    def _matrix_vector(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+        m, k, dtype = a.rows, a.cols, out.dtype
+        function = self._gemv[dtype.label]
+        one, zero = self._factors[dtype.label]
+        order = _ENUM(_ROW_MAJOR if a.order == "row" else _COLUMN_MAJOR)
+        no_trans, all_m, all_k = _ENUM(_NO_TRANS), _INT(m), _INT(k)
+        lda = _INT(a.leading_dimension or 1)
+        # The strides of a single element may be anything.
+        step_b, step_out = _INT(b.row_stride if k > 1 else 1), _INT(out.row_stride if m > 1 else 1)
+        a_row, out_row = a.row_stride * dtype.itemsize, out.row_stride * dtype.itemsize
+
+        def single(a: int, b: int, out: int) -> None:
+            function(order, no_trans, all_m, all_k, one, a, lda, b, step_b, zero, out, step_out)
+
+        if m * k <= _NEVER_PARALLEL_VECTOR:
+            return single
+
+        letter, (all_one, all_zero) = self._words[dtype.label]
+        rows = [
+            (
+                team.address_of(function), order.value, _NO_TRANS, rows, k, all_one, i * a_row, lda.value,
+                0, step_b.value, all_zero, i * out_row, step_out.value,
+            )
+            for i, rows in rows_for_shape(m, k, by_rows=a.order == "row")
+        ]  # fmt: skip
+        table = np.array(rows, np.int64)
+        signature = f"iill{letter}albl{letter}cl"
+        return self._shared(function, single, signature, lambda _: table, m * k)
+
+
+#: A matrix or a vector: where it is, and its leading dimension or step.
+_ARRAY = [_POINTER, _INT]
+
+
+def _gemm_types(scalar: Any) -> list[Any]:
+    """Layout, op_a, op_b; m, n, k; alpha, a, b; beta, c."""
+    return [_ENUM] * 3 + [_INT] * 3 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
+
+
+def _gemv_types(scalar: Any) -> list[Any]:
+    """Layout, op_a; m, n; alpha, a, x; beta, y."""
+    return [_ENUM] * 2 + [_INT] * 2 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
+
+
+#: Layout; then an array for each argument of a product, with an element for each of so many groups; their sizes.
+_GEMM_BATCH_TYPES = [_ENUM, *[_POINTER] * 13, _INT, _POINTER]
+
+
+def _element_addresses(x: Any) -> list[int]:
+    return [data_pointer(x) + i * x.itemsize for i in range(x.size)]
+
+
+def _factor_addresses(dtype: str) -> list[int]:
+    """Return the addresses of 1 and 0."""
+    return _element_addresses(_ONE_AND_ZERO[dtype])
+
+
+def _scalar_words(dtype: str) -> tuple[str, tuple[int, int]]:
+    """Return the letter of a scalar argument, as `team_kernels.rows_kernel` has it, and 1 and 0 as words."""
+    one, zero = _factor_addresses(dtype)
+    real = {"float32": ("f", np.int32), "float64": ("d", np.int64)}
+    if dtype not in real:
+        return "l", (one, zero)
+    letter, integer = real[dtype]
+    return letter, (int(_ONE_AND_ZERO[dtype].view(integer)[0]), 0)
+
+
+def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:
+    """Return a CBLAS function with its types declared."""
+    function: Any = getattr(library, name)
+    function.restype, function.argtypes = None, argtypes
+    declared: Callable[..., None] = function
+    return declared
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    return str(function().decode())

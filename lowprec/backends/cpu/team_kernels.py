@@ -1,0 +1,211 @@
+"""Compiled functions of the team: offering jobs to workers, waiting for them, and calling a function for each row.
+
+A worker's mailbox holds 0 while it is idle, the address of a job that was offered to it, and that address plus 1 while
+it runs the job.
+
+Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from lowprec.backends.cpu import cpuinfo
+from lowprec.backends.cpu import team as T
+from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
+from lowprec.backends.cpu.packed.native import (
+    F32,
+    F64,
+    I32,
+    I64,
+    atomic_add,
+    atomic_exchange,
+    atomic_load,
+    atomic_store,
+    call,
+    callable_at,
+    exchange_if,
+    field,
+    instruction,
+    pointer,
+    store,
+)
+
+_pause = instruction("pause" if cpuinfo.is_x86_64() else "yield")
+
+_WORKERS, _WORKER_BYTES, _ASLEEP = 8 * T.TEAM_WORDS, 8 * T.WORKER_WORDS, 8 * T.ASLEEP
+
+#: Looks at a mailbox after which a caller that waits for a worker yields its CPU after each.
+_PATIENCE = 4000
+
+
+@inlined(types.void)
+def _enter(job):
+    number = atomic_add(job + 8 * T.NEXT_THREAD, 1)
+    scratch = field(job, T.SCRATCH) + number * field(job, T.SCRATCH_BYTES)
+    call(field(job, T.FUNCTION), (field(job, T.ARGUMENT), scratch))
+
+
+@inlined(types.void)
+def _offer(job, team):
+    wanted = field(job, T.WORKERS) - 1
+    for i in range(field(team, T.COUNT)):
+        worker = team + _WORKERS + i * _WORKER_BYTES
+        if wanted > 0 and exchange_if(worker, 0, job) != 0:
+            wanted -= 1
+            if atomic_exchange(worker + _ASLEEP, 0) != 0:
+                call(field(team, T.POST), (field(worker, T.SEMAPHORE), 1, 0))
+
+
+@inlined(types.void)
+def _finish(job, team):
+    for i in range(field(team, T.COUNT)):
+        worker = team + _WORKERS + i * _WORKER_BYTES
+        exchange_if(worker, job, 0)  # a worker that has not begun is not waited for
+        looks = 0
+        while atomic_load(worker) == job + 1:
+            looks += 1
+            if looks < _PATIENCE:
+                _pause()
+            else:
+                call(field(team, T.YIELD), (0,))
+
+
+def enter(job):
+    """Do a thread's share of a job; also the function that an OpenMP runtime calls in each thread."""
+    _enter(job)
+    return 0
+
+
+def offer(job, team):
+    """Put a job into the mailboxes of idle workers and wake those that sleep."""
+    _offer(job, team)
+    return 0
+
+
+def finish(job, team):
+    """Take a job back from workers that have not begun, and wait for the others."""
+    _finish(job, team)
+    return 0
+
+
+def run(job, team):
+    """Share a job with workers."""
+    _offer(job, team)
+    _enter(job)
+    _finish(job, team)
+    return 0
+
+
+def serve(worker):
+    """Run the jobs that arrive in a mailbox, for as long as the process lives."""
+    team = field(worker, T.TEAM)
+    while field(team, T.LOOKS) > 0:
+        looks, job = field(team, T.LOOKS), 0
+        while looks > 0 and job == 0:
+            job = atomic_load(worker)
+            looks -= 1
+            _pause()
+        if job == 0:
+            atomic_exchange(worker + _ASLEEP, 1)
+            # A job that was offered before is seen here; who offers one later sees that the worker sleeps.
+            if atomic_add(worker, 0) == 0:
+                call(field(team, T.WAIT), (field(worker, T.SEMAPHORE), -1))
+            atomic_exchange(worker + _ASLEEP, 0)
+            job = atomic_load(worker)
+        if job != 0 and exchange_if(worker, job, job + 1) != 0:
+            _enter(job)
+            atomic_store(worker, 0)
+    return 0
+
+
+def look(count):
+    """Pause as often as a worker does between its looks at a mailbox."""
+    for _ in range(count):
+        _pause()
+    return 0
+
+
+_KERNELS: dict[str, Any] = {
+    "enter": (enter, 1),
+    "run": (run, 2),
+    "serve": (serve, 1),
+    "look": (look, 1),
+} | {
+    "offer": (offer, 2),
+    "finish": (finish, 2),
+}
+
+
+@cache
+def kernel(name: str) -> int:
+    """Return the address of a function above."""
+    return compile_kernel(*_KERNELS[name])
+
+
+@cache
+def callable_kernel(name: str) -> Callable[..., int]:
+    """Return a function above for Python; the GIL is released while it runs."""
+    return callable_at(kernel(name), _KERNELS[name][1])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+_BASES = {"a": T.A, "b": T.B, "c": T.C}
+
+
+def _row_call(signature: str) -> Any:
+    def call_row(typing_context, row, job, scratch):
+        def generate(context, builder, _, args):
+            def word(base: Any, index: int) -> Any:
+                at = builder.add(base, ir.Constant(I64, 8 * index))
+                return builder.load(pointer(builder, at, I64), align=8)
+
+            parameters = []
+            for i, letter in enumerate(signature, 1):
+                value = args[2] if letter == "s" else word(args[0], i)
+                if letter in _BASES:
+                    value = builder.add(value, word(args[1], _BASES[letter]))
+                elif letter in "if":
+                    value = builder.trunc(value, I32)
+                if letter in "fd":
+                    value = builder.bitcast(value, F32 if letter == "f" else F64)
+                parameters.append(value)
+            kind = ir.FunctionType(I64, [x.type for x in parameters])
+            return builder.call(pointer(builder, word(args[0], 0), kind), parameters)
+
+        return types.intp(types.intp, types.intp, types.intp), generate
+
+    call_row.__name__ = f"call_row {signature}"
+    return intrinsic(call_row)
+
+
+@cache
+def rows_kernel(signature: str) -> int:
+    """Return the address of the kernel that calls the function of each row of a table, for :func:`team.run_rows`.
+
+    The first word of a row is the address of the function, the others are its arguments, by the letters of
+    ``signature``: an int ``i``, a word ``l``, the bits of a float ``f`` or of a double ``d``; an address relative to
+    the first, second or third base, ``a``, ``b`` or ``c``; and ``s`` stands for the scratch memory of the thread, its
+    word is ignored.
+    """
+    call_row, row_bytes = _row_call(signature), 8 * (len(signature) + 1)
+
+    def rows(job, scratch):
+        table, results = field(job, T.TABLE), field(job, T.RESULTS)
+        while True:
+            index = atomic_add(job + 8 * T.NEXT_ROW, 1)
+            if index >= field(job, T.ROWS):
+                break
+            found = call_row(table + index * row_bytes, job, scratch)
+            if results != 0:
+                store(results + 8 * index, found, "i64")
+        return 0
+
+    return compile_kernel(rows, 2)
