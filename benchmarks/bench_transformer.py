@@ -1,0 +1,340 @@
+"""How fast the products of a transformer are in blocks of calls, inside PyTorch programs, and in a training step.
+
+usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N] [--only {products,programs,steps}]
+
+A block is a number of calls of one library in sequence, as a program makes them; libraries take turns by block. The
+figures are the best other's time over lowprec's, medians of the ratios by round.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import common  # isort: skip - sets a variable that must come before NumPy
+import ml_dtypes
+import numpy as np
+import timing
+import torch
+from torch import nn
+
+import lowprec
+import lowprec.torch
+
+SQUARES = (64, 96, 128, 256, 512, 768)
+#: (m, k, n): tokens by features.
+SKINNY = tuple(
+    (m, k, n)
+    for m in (8, 16, 32, 128, 197)
+    for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
+)
+SETS = 3  # of operands, which take turns
+
+Call = Callable[[int], Any]
+
+
+def _block(call: Call, seconds: float, most: int) -> float:
+    """Return the seconds of one call in a block of about so long."""
+    call(0)
+    start = time.perf_counter()
+    call(1)
+    count = min(most, max(12, int(seconds / (time.perf_counter() - start))))
+    start = time.perf_counter()
+    for i in range(count):
+        call(i)
+    return (time.perf_counter() - start) / count
+
+
+def _compete(calls: dict[str, Call], arguments: Any, most: int = 60) -> dict[str, list[float]]:
+    rounds, seconds = (3, 0.001) if arguments.quick else (9, 0.05)
+    for call in calls.values():
+        call(0)
+    return timing.take_turns(
+        list(calls),
+        lambda name, _: _block(calls[name], seconds, most),
+        rounds=rounds,
+        seed=arguments.seed,
+    )
+
+
+def _ratio(others: list[list[float]], ours: list[float]) -> dict[str, float]:
+    """Return the best other's time over ours."""
+    return timing.speed_ratio(min(others, key=statistics.median), ours)
+
+
+# --- products ---------------------------------------------------------------------------------
+
+
+def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call]]:
+    """Return the calls of lowprec ("lowprec") and of others, by what is multiplied."""
+    rng = np.random.default_rng(seed)
+    a, b = (
+        [rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n))
+    )
+    low_a, low_b, turned = (
+        [np.ascontiguousarray(x).astype(ml_dtypes.bfloat16) for x in xs]
+        for xs in (a, b, [x.T for x in b])
+    )
+    int_a, int_b = ([rng.integers(-99, 99, x.shape, np.int8) for x in xs[:SETS]] for xs in (a, b))
+
+    def tensors(arrays: list[Any], dtype: Any = None) -> list[Any]:
+        return [
+            torch.from_numpy(x) if dtype is None else torch.from_numpy(x).to(dtype) for x in arrays
+        ]
+
+    of_a, of_b = tensors(a), tensors(b)
+    half_a, half_b = tensors(a, torch.bfloat16), tensors(b, torch.bfloat16)
+    half_turned = [x.T.contiguous().T for x in half_b]
+    of_int_a, of_int_b = tensors(int_a), tensors(int_b)
+    prepared = [lowprec.prepare(x, math_mode="bf16") for x in b]
+
+    def by_lowprec(xs: list[Any], ys: list[Any], mode: str) -> Call:
+        return lambda i: lowprec.matmul(xs[i % SETS], ys[i % SETS], math_mode=mode)
+
+    def by_torch(xs: list[Any], ys: list[Any]) -> Call:
+        return lambda i: torch.matmul(xs[i % SETS], ys[i % SETS])
+
+    fp32 = {"numpy": lambda i: np.matmul(a[i % SETS], b[i % SETS]), "torch": by_torch(of_a, of_b)}
+    found: dict[str, dict[str, Call]] = {
+        "fp32": fp32 | {"lowprec": by_lowprec(a, b, "fp32")},
+        "tf32": fp32 | {"lowprec": by_lowprec(a, b, "tf32")},
+        "bf16 storage": {
+            "torch": by_torch(half_a, half_b),
+            "lowprec": by_lowprec(low_a, low_b, "bf16"),
+        },
+        "bf16 storage, b transposed": {
+            "torch": by_torch(half_a, half_turned),
+            "lowprec": by_lowprec(low_a, [x.T for x in turned], "bf16"),
+        },
+        "prepared weight": {
+            "torch": by_torch(half_a, half_b),
+            "lowprec": by_lowprec(low_a, prepared, "bf16"),
+        },
+    }
+    if m > 16:
+        found["int8"] = {
+            "torch": lambda i: torch._int_mm(of_int_a[i % SETS], of_int_b[i % SETS]),
+            "lowprec": lambda i: lowprec.matmul(int_a[i % SETS], int_b[i % SETS]),
+        }
+    return found
+
+
+def products(arguments: Any) -> Iterator[dict[str, Any]]:
+    """Measure single products on all threads."""
+    shapes = [(n, n, n) for n in SQUARES] + list(SKINNY)
+    for m, k, n in [(64, 64, 64), (8, 64, 64)] if arguments.quick else shapes:
+        for what, calls in product_calls(m, k, n, arguments.seed).items():
+            seconds = _compete(calls, arguments)
+            ours = seconds.pop("lowprec")
+            row = {"kind": "product", "m": m, "k": k, "n": n, "what": what}
+            yield row | {
+                "speed": _ratio(list(seconds.values()), ours),
+                "time": timing.summary(ours),
+            }
+
+
+# --- inside programs of PyTorch ---------------------------------------------------------------
+
+
+def _transposed(rows: int, cols: int, batch: tuple[int, ...] = ()) -> Any:
+    return torch.randn(*batch, cols, rows).transpose(-1, -2)
+
+
+def program_operands(scale: int) -> dict[str, tuple[Any, Any]]:
+    """Return products of a small GPT's training step, by how they are written; ``scale`` divides their extents."""
+    t, c, d, h = 1536 // scale, 384 // scale, 1152 // scale, 48 // scale
+    heads, s = 96 // scale, 128 // scale
+    return {
+        f"{t} x {c} @ ({d} x {c})^T": (torch.randn(t, c), _transposed(c, d)),
+        f"({t} x {d})^T @ {t} x {c}": (_transposed(d, t), torch.randn(t, c)),
+        f"{t} x {d} @ {d} x {c}": (torch.randn(t, d), torch.randn(d, c)),
+        f"{heads} of {s} x {h} @ ({s} x {h})^T": (
+            torch.randn(heads, s, h),
+            _transposed(h, s, (heads,)),
+        ),
+        f"{heads} of {s} x {s} @ {s} x {h}": (torch.randn(heads, s, s), torch.randn(heads, s, h)),
+    }
+
+
+def programs(arguments: Any) -> Iterator[dict[str, Any]]:
+    """Measure products on tensors alone, and each after an element-wise operation of PyTorch."""
+    scale = 16 if arguments.quick else 1
+    other = torch.randn(4_000_000 // scale**2)
+    for what, (a, b) in program_operands(scale).items():
+        calls: dict[str, Callable[[], Any]] = {
+            "torch": lambda a=a, b=b: torch.matmul(a, b),
+            "fp32": lambda a=a, b=b: lowprec.matmul(a, b),
+            "bf16": lambda a=a, b=b: lowprec.matmul(a, b, math_mode="bf16"),
+        }
+
+        def sample(name: str, _: int, calls: Any = calls) -> float:
+            """Return seconds of a call, after one of the same or after an operation of PyTorch."""
+            call, after = calls[name.split()[0]], name.endswith("after")
+            taken = []
+            for _i in range(4 if arguments.quick else 12):
+                call()
+                if after:
+                    torch.add(other, 1.0)
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
+            return statistics.median(taken)
+
+        names = [f"{name}{then}" for name in calls for then in ("", " after")]
+        rounds = 3 if arguments.quick else 9
+        seconds = timing.take_turns(names, sample, rounds=rounds, seed=arguments.seed)
+        for name, taken in seconds.items():
+            row = {"kind": "program", "what": what, "variant": name, "time": timing.summary(taken)}
+            row["speed"] = timing.speed_ratio(seconds["torch"], taken)
+            row["slower_after"] = timing.speed_ratio(taken, seconds[name.split()[0]])
+            yield row
+
+
+# --- a training step --------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of a decoder, with attention written as products."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(features) for _ in range(2)])
+        self.qkv, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.up, self.down = nn.Linear(features, 4 * features), nn.Linear(4 * features, features)
+
+    def forward(self, x: Any) -> Any:
+        """Return the layer's output; shape (batch, tokens, features)."""
+        batch, tokens, features = x.shape
+        split = (batch, tokens, 3, self.heads, features // self.heads)
+        q, k, v = self.qkv(self.norms[0](x)).view(split).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        scores = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, tokens, features))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    """A character model of the shape of nanoGPT's CPU example, with more layers and features."""
+
+    def __init__(
+        self, layers: int, features: int, tokens: int, heads: int, words: int = 65
+    ) -> None:
+        super().__init__()
+        self.word, self.place = nn.Embedding(words, features), nn.Embedding(tokens, features)
+        self.layers = nn.Sequential(*[Block(features, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(features), nn.Linear(features, words, bias=False)
+
+    def forward(self, text: Any) -> Any:
+        """Return the logits of the next words."""
+        x = self.word(text) + self.place(torch.arange(text.shape[1]))
+        return self.head(self.norm(self.layers(x)))
+
+
+def steps(arguments: Any) -> Iterator[dict[str, Any]]:
+    """Measure training steps of a GPT in PyTorch alone and with its products by lowprec."""
+    layers, features, tokens, batch = (1, 32, 16, 2) if arguments.quick else (4, 384, 128, 12)
+    torch.manual_seed(arguments.seed)
+    model = GPT(layers, features, tokens, heads=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    text = torch.randint(65, (batch, tokens + 1))
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(text[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "torch": nullcontext,
+        "fp32": functools.partial(lowprec.torch.intercept, "fp32"),
+        "bf16": functools.partial(lowprec.torch.intercept, "bf16"),
+    }
+
+    def sample(name: str, _: int) -> float:
+        taken = []
+        with ways[name]():
+            step()
+            for _i in range(1 if arguments.quick else 4):
+                start = time.perf_counter()
+                step()
+                taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
+
+    seconds = timing.take_turns(
+        list(ways), sample, rounds=3 if arguments.quick else 9, seed=arguments.seed
+    )
+    for name, taken in seconds.items():
+        row = {"kind": "step", "variant": name, "time": timing.summary(taken)}
+        yield row | {"relative_time": timing.speed_ratio(taken, seconds["torch"])}
+
+
+PARTS = {"products": products, "programs": programs, "steps": steps}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, help="one part; writes no file")
+    parser.add_argument("--threads", type=int, help="threads of all libraries; by default all")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        import threadpoolctl
+
+        torch.set_num_threads(arguments.threads)
+        threadpoolctl.threadpool_limits(arguments.threads)
+    rows: list[dict[str, Any]] = []
+    for name, part in PARTS.items():
+        if arguments.only in (None, name):
+            for row in part(arguments):
+                rows.append(row)
+                if arguments.only:
+                    print(_line(row), flush=True)
+    if arguments.only is None:
+        common.report("transformer", arguments, rows, claims(rows), threads=arguments.threads)
+
+
+def _line(row: dict[str, Any]) -> str:
+    shape = "x".join(str(row[x]) for x in ("m", "k", "n") if x in row)
+    figures = (
+        f"{x} {row[x]['median']:.2f}"
+        for x in ("speed", "slower_after", "relative_time")
+        if x in row
+    )
+    ms = f"{1e3 * row['time']['median']:9.3f} ms"
+    return f"{shape:16} {row.get('what', '') + ' ' + row.get('variant', ''):48} {ms} {', '.join(figures)}"
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what must hold of a run."""
+    speeds = [row["speed"]["median"] for row in rows if row["kind"] == "product"]
+    after = [
+        row["slower_after"]["median"]
+        for row in rows
+        if row.get("variant") in ("fp32 after", "bf16 after")
+    ]
+    step = {row["variant"]: row["relative_time"]["median"] for row in rows if row["kind"] == "step"}
+    return [
+        common.claim(
+            "products, times as fast as the best other, geometric mean",
+            statistics.geometric_mean(speeds),
+            0.95,
+        ),
+        common.claim("products, the slowest", min(speeds), 0.85),
+        common.claim(
+            "a product after an operation of PyTorch, relative time", max(after), 1.1, at_most=True
+        ),
+        common.claim("training step in fp32, relative time", step["fp32"], 1.1, at_most=True),
+        common.claim("training step in bf16, relative time", step["bf16"], 0.65, at_most=True),
+    ]
+
+
+if __name__ == "__main__":
+    main()
