@@ -90,7 +90,7 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
     half_a, half_b = tensors(a, torch.bfloat16), tensors(b, torch.bfloat16)
     half_turned = [x.T.contiguous().T for x in half_b]
     of_int_a, of_int_b = tensors(int_a), tensors(int_b)
-    prepared = [lowprec.prepare(x, math_mode="bf16") for x in b]
+    prepared = [lowprec.prepare(x, math_mode="bf16") for x in low_b]
 
     def by_lowprec(xs: list[Any], ys: list[Any], mode: str) -> Call:
         return lambda i: lowprec.matmul(xs[i % SETS], ys[i % SETS], math_mode=mode)
@@ -163,7 +163,7 @@ def program_operands(scale: int) -> dict[str, tuple[Any, Any]]:
 def programs(arguments: Any) -> Iterator[dict[str, Any]]:
     """Measure products on tensors alone, and each after an element-wise operation of PyTorch."""
     scale = 16 if arguments.quick else 1
-    other = torch.randn(4_000_000 // scale**2)
+    other = torch.randn(1 << 18)  # small enough to leave the operands in the cache
     for what, (a, b) in program_operands(scale).items():
         calls: dict[str, Callable[[], Any]] = {
             "torch": lambda a=a, b=b: torch.matmul(a, b),
@@ -178,7 +178,7 @@ def programs(arguments: Any) -> Iterator[dict[str, Any]]:
             for _i in range(4 if arguments.quick else 12):
                 call()
                 if after:
-                    torch.add(other, 1.0)
+                    torch.add(other, 1.0, out=other)
                 start = time.perf_counter()
                 call()
                 taken.append(time.perf_counter() - start)
@@ -250,7 +250,7 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     ways: dict[str, Callable[[], Any]] = {
         "torch": nullcontext,

@@ -49,8 +49,8 @@ class MicroKernel:
     inner_bytes: int = 32 << 10
     #: Steps of k for which A is packed at a time where there are more than `CHUNK_STEPS`.
     chunk_steps: int = CHUNK_STEPS
-    #: Products of numbers from which waking a thread costs less than it brings.
-    shared_from: int = 1 << 27
+    #: Products of numbers from which threads share the work: handing it over takes 1 to 10 us.
+    shared_from: int = 1 << 20
     has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
     offset_a: int = 0  # what is added to each element of A while packing, so that it is unsigned
     #: Flags of processors that leave its products to OpenBLAS, because nobody has measured the two there.
@@ -69,23 +69,23 @@ AMX_INT8 = MicroKernel("amx_int8", _AMX, _AMX_FLAGS, "int8", "amx", has_tiles=Tr
 
 AVX512_BF16 = MicroKernel(
     "avx512_bf16", "bfloat16 vector units (AVX512-BF16)", frozenset({"avx512_bf16"}) | _AVX512, "bfloat16", "vectors",
-    block_bytes=512 << 10, inner_bytes=64 << 10, shared_from=1 << 25,
+    block_bytes=512 << 10, inner_bytes=64 << 10,
 )  # fmt: skip
 AVX512_VNNI = MicroKernel(
     "avx512_vnni", "int8 vector units (AVX512-VNNI)", frozenset({"avx512_vnni"}) | _AVX512, "int8", "vectors",
-    block_bytes=512 << 10, inner_bytes=64 << 10, shared_from=1 << 26, offset_a=128,
+    block_bytes=512 << 10, inner_bytes=64 << 10, offset_a=128,
 )  # fmt: skip
 #: Pieces of B are as long as a BLAS sums, 384 products, so that errors are as large; where k is long, A is packed in
 #: shorter chunks, over more rows for each reading of B, because the numbers are twice as wide.
 AVX512_FP32 = MicroKernel(
     "avx512_fp32", "FP32 vector units (AVX-512)", _AVX512, "float32", "vectors",
-    block_bytes=512 << 10, inner_bytes=48 << 10, chunk_steps=8, shared_from=1 << 22,
+    block_bytes=512 << 10, inner_bytes=48 << 10, chunk_steps=8,
     unmeasured_with=frozenset({"amx_bf16"}),
 )  # fmt: skip
 #: Of processors that have no AVX-512.
 AVX_VNNI = MicroKernel(
     "avx_vnni", "int8 vector units (AVX-VNNI)", frozenset({"avx2", "fma", "avx_vnni"}), "int8", "vectors",
-    block_bytes=768 << 10, shared_from=1 << 25, offset_a=128,
+    block_bytes=768 << 10, offset_a=128,
 )  # fmt: skip
 
 MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX512_FP32, AVX_VNNI)
