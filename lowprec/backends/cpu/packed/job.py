@@ -27,7 +27,8 @@ SUM_NOT_FINITE = 25  # set when a sum of split operands is one
     STRIPS_M, STRIPS_N, PACK_B_STRIPS, PACK_B_STEPS, PACK_B_TASKS, PACK_TASKS,
     TASK_STRIPS_M, TASK_STRIPS_N, TASKS_N, TASKS, CHUNK_STEPS, INNER_STEPS,
     ACC_OFFSET, SCRATCH_OFFSET, CHUNK_OFFSET, KEPT_OFFSET,
-) = range(32, 32 + 51)  # fmt: skip
+    A_PACKED, PACK_A_TASKS, B_TASK_STRIP_BYTES,
+) = range(32, 32 + 54)  # fmt: skip
 
 WORDS = 96
 
@@ -36,6 +37,9 @@ WORDS = 96
 
 # CHUNK_OFFSET: where operands are split, each chunk of k is summed anew, in a block of scratch here, and added to those
 # before it; then sums are looked at, too. Else it is 0.
+
+# A_PACKED: A is short, so all of it is packed before the first task, in PACK_A_TASKS, and each task packs its strips of
+# B, B_TASK_STRIP_BYTES each; 0 where B was prepared. Without it each task packs its strips of A.
 
 #: Codes of element types, as `C_KIND` and `BIAS_KIND` hold them.
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}

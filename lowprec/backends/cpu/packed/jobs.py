@@ -83,6 +83,7 @@ class Kernels(NamedTuple):
     parts_a: int
     parts_b: int
     is_split: bool  # whether a part is the rounded rest of those before
+    sums_chunks: bool  # whether each call of the micro-kernel sums anew, so that bits depend on the chunks of k
     words: dict[int, int]  # packing and micro-kernel
     macro_kernel: int  # its address
     run: Callable[[int, int], int]  # the macro-kernel, for one thread
@@ -137,8 +138,10 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 
 
 @lru_cache(maxsize=256)
-def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str) -> Kernels:
-    """Return the compiled kernels of a kind of product; `run.gemm` says which types go together."""
+def kernels_of(
+    micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32
+) -> Kernels:
+    """Return the compiled kernels of a kind of product of A with so many rows; see `run.gemm` for the types."""
     from lowprec.backends.cpu.packed import macro_kernel, native, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
@@ -146,15 +149,17 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
     emit = imported(f"{__package__}.micro_kernels.{micro_kernel.module}:emit")
+    few_rows = () if rows == 32 else (rows,)
     words = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding)),
+        J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding), *few_rows),
     }
     address = macro_kernel.macro_kernel()
     run = native.callable_at(address, macro_kernel.MACRO_ARITY)
-    return Kernels(a.step, a.parts, b.parts, a.is_split or b.is_split, words, address, run)
+    is_split, sums_chunks = a.is_split or b.is_split, a.is_wide
+    return Kernels(a.step, a.parts, b.parts, is_split, sums_chunks, words, address, run)
 
 
 # --- blocking ---------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class Blocking(NamedTuple):
     """A job for some number of threads."""
 
     words: bytes
-    packed_bytes: int  # of packed B
+    packed_bytes: int  # of packed B, or of packed A where that is packed whole
     workspace_bytes: int  # of each thread
     tasks: int
 
@@ -173,53 +178,89 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+#: Strips of A up to which it is packed whole, and each task packs its strips of B: so many, and so many bytes.
+_SHORT_STRIPS, _GROUP_STRIPS, _GROUP_BYTES = 8, 8, 256 << 10
+
+
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
-    """Strips of A and of B in a task: as many of A as fit, but enough tasks for every thread, as many for each."""
-    wanted = 1 if workers == 1 else 4 * workers
-    task_m = min(strips_m, fitting, max(4, strips_m // wanted))
-    ranges = min(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 8))
-    ranges = max(ranges, _ceil_div(strips_n, 256))
+    """Return the strips of A and of B in a task: the shape with the least to do for the thread that has most.
 
-    def longest(strips: int) -> tuple[int, int]:
-        """Strips of the thread that has the most tasks; of equals, larger tasks are the better."""
-        return _ceil_div(_ceil_div(strips_m, strips) * ranges, workers) * strips, -strips
+    A task costs its blocks, the packing of its strips of A, about a block each, and half as much for each strip of B,
+    which it reads from memory.
+    """
+    wanted = 1 if workers == 1 else 2 * workers
 
-    if workers > 1:
-        task_m = min(range(_ceil_div(task_m, 2), task_m + 1), key=longest)
-    return task_m, _ceil_div(strips_n, ranges)
+    def cost(shape: tuple[int, int]) -> tuple[float, int]:
+        task_m, task_n = shape
+        tasks = _ceil_div(strips_m, task_m) * _ceil_div(strips_n, task_n)
+        return _ceil_div(tasks, workers) * (task_m * (task_n + 1) + task_n / 2), -task_m
+
+    shapes = []
+    for task_m in range(1, min(strips_m, fitting) + 1):
+        least = max(_ceil_div(wanted, _ceil_div(strips_m, task_m)), _ceil_div(strips_n, 256))
+        shapes += [
+            (task_m, _ceil_div(strips_n, ranges))
+            for ranges in range(min(least, strips_n), min(least + workers, strips_n) + 1)
+        ]
+    return min(shapes, key=cost)
+
+
+class _Sizes(NamedTuple):
+    """What the blocking of a product follows from."""
+
+    m: int
+    n: int
+    k: int
+    is_short: bool  # whether A is packed whole, and each task packs its strips of B
+    workers: int
 
 
 def _blocking(
-    micro_kernel: MicroKernel, kernels: Kernels, m: int, n: int, k: int, workers: int
+    micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes
 ) -> tuple[dict[int, int], int, int]:
-    """Return the words for the sizes of blocks, and the bytes of packed B and of a thread's workspace.
+    """Return the words for the sizes of blocks, and the bytes of the operand packed whole and of a thread's workspace.
 
     Packed B depends on k and n alone.
     """
+    m, n, k, is_short, workers = sizes
     parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
     parts = max(parts_a, parts_b)
     steps, strips_m, strips_n = _ceil_div(k, kernels.step), _ceil_div(m, 32), _ceil_div(n, 32)
     chunk = steps
     if steps > CHUNK_STEPS // parts:
         chunk = _ceil_div(steps, _ceil_div(steps, longest // parts))
-    strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
+    pack_steps = max(1, 1024 // kernels.step)
     strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
-    fitting = max(1, micro_kernel.block_bytes // (chunk * 2048 * parts_a))
-    task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
-    acc_offset = _ceil_div(task_m * strip_bytes_a, 4096) * 4096
+    words: dict[int, int] = {}
+    if is_short:
+        task_m, task_n = strips_m, max(1, min(_GROUP_STRIPS, strips_n // (2 * workers)))
+        if not kernels.sums_chunks:
+            fitting = max(1, _GROUP_BYTES // (2048 * task_n))
+            chunk = _ceil_div(steps, _ceil_div(steps, fitting))
+        strip_bytes_a = steps * 2048 + _STRIP_PAD
+        own_b = chunk * 2048 + _STRIP_PAD
+        own_bytes, packed_bytes = task_n * own_b, strips_m * strip_bytes_a
+        pack_tasks_a = strips_m * _ceil_div(steps, pack_steps)
+        words = {J.PACK_A_TASKS: pack_tasks_a, J.B_TASK_STRIP_BYTES: own_b}
+    else:
+        strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
+        fitting = max(1, micro_kernel.block_bytes // (chunk * 2048 * parts_a))
+        task_m, task_n = _task_shape(strips_m, strips_n, fitting, workers)
+        own_bytes, packed_bytes = task_m * strip_bytes_a, strips_n * strip_bytes_b
+    acc_offset = _ceil_div(own_bytes, 4096) * 4096
     chunk_offset = acc_offset + 4096 * task_m * (1 if chunk >= steps else task_n)
     scratch_offset = chunk_offset + (4096 if kernels.is_split else 0)
     kept_offset = scratch_offset + int(imported(f"{__package__}.packing:SCRATCH_BYTES"))
     kept_bytes = int(imported(f"{__package__}.result_rows:KEPT_BYTES"))
-    pack_steps = max(1, 1024 // kernels.step)
-    pack_tasks = _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
+    pack_tasks_b = 0 if is_short else _ceil_div(strips_n, 8) * _ceil_div(steps, pack_steps)
     tasks_n = _ceil_div(strips_n, task_n)
-    words = {
+    words |= {
         J.M: m, J.N: n, J.K: k, J.STEPS: steps,
         J.A_PARTS: parts_a, J.B_PARTS: parts_b,
         J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
         J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
-        J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps, J.PACK_B_TASKS: pack_tasks, J.PACK_TASKS: pack_tasks,
+        J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps, J.PACK_B_TASKS: pack_tasks_b,
+        J.PACK_TASKS: pack_tasks_b + words.get(J.PACK_A_TASKS, 0),
         J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
         J.TASKS_N: tasks_n, J.TASKS: _ceil_div(strips_m, task_m) * tasks_n,
         J.CHUNK_STEPS: chunk,
@@ -228,7 +269,7 @@ def _blocking(
         J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: scratch_offset, J.KEPT_OFFSET: kept_offset,
         J.CHUNK_OFFSET: chunk_offset if kernels.is_split else 0,
     }  # fmt: skip
-    return words, strips_n * strip_bytes_b, kept_offset + task_m * kept_bytes
+    return words, packed_bytes, kept_offset + task_m * kept_bytes
 
 
 def words_of(fields: dict[int, int]) -> bytes:
@@ -272,21 +313,32 @@ class Job:
     checks_a: bool  # whether A is looked at before c, which may be the result, is overwritten
     #: Whether this is the transpose of the caller's product, whose operands change places.
     transposed: bool
-    is_shared: bool  # whether waking a thread pays
+    is_shared: bool  # whether threads share it
+    is_short: bool  # whether A is packed whole, and each task packs its strips of B
     #: The result is written past the caches if it begins at a multiple of so many bytes; 0 for never.
     stream_bytes: int
     blockings: dict[int, Blocking]  # by number of threads
 
     def blocking(self, workers: int) -> Blocking:
         """Return the job for a number of threads, which is kept."""
-        words, packed_bytes, workspace_bytes = _blocking(
-            self.micro_kernel, self.kernels, *self.shape, workers
-        )
+        sizes = _Sizes(*self.shape, self.is_short, workers)
+        words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
         if self.checks_a:
             words[J.PACK_TASKS] += words[J.TASKS] // words[J.TASKS_N]
         made = words_of(self.words | words)
         found = Blocking(made, packed_bytes, workspace_bytes, words[J.TASKS])
         return self.blockings.setdefault(workers, found)
+
+
+#: Modes whose operands are split.
+_SPLIT = frozenset(r.mode.value for r in TABLE if r.parts > 1)
+
+
+def _rows(micro_kernel: MicroKernel, m: int, rounding: str) -> int:
+    """Return how many rows the micro-kernel multiplies; blocks of split operands are looked at whole."""
+    if micro_kernel.has_tiles or m > 16 or rounding in _SPLIT:
+        return 32
+    return 8 if m <= 8 else 16
 
 
 @lru_cache(maxsize=512)
@@ -311,7 +363,7 @@ def job_of(
         c = c and c.transposed
     if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
         raise ValueError(f"int8 goes with int8 into int32: {a.dtype} @ {b.dtype} -> {out.dtype}")
-    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding)
+    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding, _rows(micro_kernel, m, rounding))
     computes = has_alpha or any(x is not None for x in (c, bias, activation))
     if out.dtype == "int32" and computes:
         raise ValueError("int8 products take no alpha, beta, bias or activation")
@@ -326,6 +378,7 @@ def job_of(
         micro_kernel, kernels, (m, n, k), words,
         checks_a=c is not None and kernels.parts_a > 1 and not kernels.is_split,
         transposed=transposed,
+        is_short=not micro_kernel.has_tiles and kernels.parts_a == kernels.parts_b == 1 and m <= 32 * _SHORT_STRIPS,
         is_shared=m * n * k * kernels.parts_a * kernels.parts_b >= micro_kernel.shared_from,
         stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
         blockings={},
@@ -336,6 +389,7 @@ def packing_job(
     kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand
 ) -> Blocking:
     """Return a job that packs ``b`` and multiplies nothing."""
-    words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, 1, n, k, 1)
+    sizes = _Sizes(1, n, k, is_short=False, workers=1)
+    words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
     return Blocking(made, packed_bytes, workspace_bytes, 0)

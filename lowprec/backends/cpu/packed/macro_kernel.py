@@ -16,7 +16,8 @@ The loops, from the inside:
   chunk is summed anew and added to those before it: a sum of several products of parts goes through
   as many more roundings, and the length of the chunks keeps them below those of one in FP32.
 - tasks: rectangles of the result, taken by the threads from a shared counter. B is packed by all
-  threads before the first of them; each task packs its own strips of A.
+  threads before the first of them; each task packs its own strips of A. Where A is short, it is packed before and each
+  task packs the strips of B that it alone multiplies: B is read once, and its packed numbers stay in the cache.
 
 No task's result depends on which thread computes it or on how many there are.
 """
@@ -111,19 +112,31 @@ def _holds_nonfinite(typing_context, block):
 
 
 @inlined(types.intp)
-def _pack_a(job, first_strip, end_strip, first_step, end_step, scratch):
+def _pack_a(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
     return call(
         field(job, J.PACK_A),
         (
             field(job, J.A), field(job, J.A_ROW_STRIDE), field(job, J.A_COL_STRIDE), field(job, J.M), field(job, J.K),
             first_strip, end_strip, first_step, end_step,
-            scratch, field(job, J.A_STRIP_BYTES), 0, scratch + field(job, J.SCRATCH_OFFSET),
+            target, strip_bytes, 0, scratch + field(job, J.SCRATCH_OFFSET),
         ),
     )  # fmt: skip
 
 
 @inlined(types.intp)
-def _pack_b(job, index, scratch):
+def _pack_b(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
+    return call(
+        field(job, J.PACK_B),
+        (
+            field(job, J.B), field(job, J.B_COL_STRIDE), field(job, J.B_ROW_STRIDE), field(job, J.N), field(job, J.K),
+            first_strip, end_strip, first_step, end_step,
+            target, strip_bytes, 1, scratch + field(job, J.SCRATCH_OFFSET),
+        ),
+    )  # fmt: skip
+
+
+@inlined(types.intp)
+def _pack_shared_b(job, index, scratch):
     """One task of the packing phase: some strips of B over some steps."""
     strips, steps = field(job, J.PACK_B_STRIPS), field(job, J.PACK_B_STEPS)
     groups = -(-field(job, J.STRIPS_N) // strips)
@@ -132,14 +145,18 @@ def _pack_b(job, index, scratch):
     end_step = lesser(step + steps, field(job, J.STEPS))
     strip_bytes = field(job, J.B_STRIP_BYTES)
     target = field(job, J.B_PACKED) + strip * strip_bytes + step * 2048 * field(job, J.B_PARTS)
-    return call(
-        field(job, J.PACK_B),
-        (
-            field(job, J.B), field(job, J.B_COL_STRIDE), field(job, J.B_ROW_STRIDE), field(job, J.N), field(job, J.K),
-            strip, end_strip, step, end_step,
-            target, strip_bytes, 1, scratch + field(job, J.SCRATCH_OFFSET),
-        ),
-    )  # fmt: skip
+    return _pack_b(job, strip, end_strip, step, end_step, target, strip_bytes, scratch)
+
+
+@inlined(types.intp)
+def _pack_shared_a(job, index, scratch):
+    """One task of the packing phase: a strip of A over some steps."""
+    strips, steps = field(job, J.STRIPS_M), field(job, J.PACK_B_STEPS)
+    strip, step = index % strips, (index // strips) * steps
+    end_step = lesser(step + steps, field(job, J.STEPS))
+    strip_bytes = field(job, J.A_STRIP_BYTES)
+    target = field(job, J.A_PACKED) + strip * strip_bytes + step * 2048 * field(job, J.A_PARTS)
+    return _pack_a(job, strip, strip + 1, step, end_step, target, strip_bytes, scratch)
 
 
 @inlined(types.intp)
@@ -150,7 +167,11 @@ def _check_a(job, index, scratch):
     end_strip = lesser((index + 1) * strips, field(job, J.STRIPS_M))
     flags = 0
     for step in range(0, steps, chunk):
-        flags |= _pack_a(job, index * strips, end_strip, step, lesser(step + chunk, steps), scratch)
+        end_step = lesser(step + chunk, steps)
+        strip_bytes = field(job, J.A_STRIP_BYTES)
+        flags |= _pack_a(
+            job, index * strips, end_strip, step, end_step, scratch, strip_bytes, scratch
+        )
     return flags
 
 
@@ -162,7 +183,9 @@ def _packing_phase(job, scratch):
         if index >= tasks:
             break
         if index < tasks_b:
-            flags = _pack_b(job, index, scratch)
+            flags = _pack_shared_b(job, index, scratch)
+        elif index < tasks_b + field(job, J.PACK_A_TASKS):
+            flags = _pack_shared_a(job, index - tasks_b, scratch)
         else:
             flags = _check_a(job, index - tasks_b, scratch)
         if flags != 0:
@@ -187,12 +210,19 @@ def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
     call(field(job, J.EPILOGUE), (acc, job, strip_m * 32, strip_n * 32, to, kept, place))
 
 
+# fmt: off
 @inlined(types.void)
-def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch):
-    """All blocks of a task over one chunk of k; the epilogue too if it is the last chunk."""
+def _multiply_chunk(
+    job, strip_m, end_m, strip_n, end_n, step, end_step, packed_a, packed_b, strip_bytes_b, scratch,
+):
+    """Multiply all blocks of a task over one chunk of k, and apply the epilogue if it is the last.
+
+    ``packed_a`` and ``packed_b`` are the addresses of the task's first strips at the chunk's first step.
+    """
+    # fmt: on
     micro = field(job, J.KERNEL)
     step_a, step_b = 2048 * field(job, J.A_PARTS), 2048 * field(job, J.B_PARTS)
-    strip_bytes_a, strip_bytes_b = field(job, J.A_STRIP_BYTES), field(job, J.B_STRIP_BYTES)
+    strip_bytes_a = field(job, J.A_STRIP_BYTES)
     steps, inner = field(job, J.STEPS), field(job, J.INNER_STEPS)
     accumulators = scratch + field(job, J.ACC_OFFSET)
     # With a single chunk one column of accumulators is enough.
@@ -203,7 +233,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
     # What is summed anew takes the whole chunk in one call.
     anew = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
-        b = field(job, J.B_PACKED) + n * strip_bytes_b
+        b = packed_b + (n - strip_n) * strip_bytes_b - step * step_b
         acc0 = accumulators + (n - strip_n) * acc_column
         for s in range(step, end_step, inner):
             count = lesser(inner, end_step - s)
@@ -213,7 +243,7 @@ def _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch
             share = count * 64 * J.PREFETCH_LINES * field(job, J.B_PARTS)
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
-                a = scratch + m * strip_bytes_a + (s - step) * step_a
+                a = packed_a + m * strip_bytes_a + (s - step) * step_a
                 if acc == pending:
                     _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
                     pending = 0
@@ -242,11 +272,23 @@ def _task(job, index, scratch):
     end_m = lesser(strip_m + field(job, J.TASK_STRIPS_M), field(job, J.STRIPS_M))
     end_n = lesser(strip_n + field(job, J.TASK_STRIPS_N), field(job, J.STRIPS_N))
     steps, chunk = field(job, J.STEPS), field(job, J.CHUNK_STEPS)
+    strip_bytes_a, whole_a = field(job, J.A_STRIP_BYTES), field(job, J.A_PACKED)
+    strip_bytes_b, own_b = field(job, J.B_STRIP_BYTES), field(job, J.B_TASK_STRIP_BYTES)
     for step in range(0, steps, chunk):
         end_step = lesser(step + chunk, steps)
-        if _pack_a(job, strip_m, end_m, step, end_step, scratch) != 0:
+        a, b = scratch, scratch
+        if whole_a != 0:
+            a = whole_a + strip_m * strip_bytes_a + step * 2048 * field(job, J.A_PARTS)
+        elif _pack_a(job, strip_m, end_m, step, end_step, a, strip_bytes_a, scratch) != 0:
             return 1
-        _multiply_chunk(job, strip_m, end_m, strip_n, end_n, step, end_step, scratch)
+        if own_b != 0:
+            _pack_b(job, strip_n, end_n, step, end_step, b, own_b, scratch)
+            strip_bytes_b = own_b
+        else:
+            b = field(job, J.B_PACKED) + strip_n * strip_bytes_b + step * 2048 * field(job, J.B_PARTS)
+        _multiply_chunk(
+            job, strip_m, end_m, strip_n, end_n, step, end_step, a, b, strip_bytes_b, scratch
+        )
     return 0
 
 

@@ -28,6 +28,7 @@ Of operands that are split, each chunk of k, of 2048 / parts at most, is summed 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,11 +154,14 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
     if packed_b:
         assert not job.transposed, "panels of b are no panels of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
-        words[J.PACK_B_TASKS] = packed_bytes = 0
+        words[J.PACK_B_TASKS] = words[J.B_TASK_STRIP_BYTES] = 0
+        packed_bytes *= job.is_short
     workers = min(workers, tasks)
     address, kernels = ctypes.addressof(words), job.kernels
+    packed_bytes = -(-packed_bytes // 4096) * 4096
     with buffers.borrow(packed_bytes + workers * nbytes) as memory:
         words[J.B_PACKED], scratch = packed_b or memory, memory + packed_bytes
+        words[J.A_PACKED] = memory if job.is_short else 0
         if workers > 1:
             team.run(kernels.macro_kernel, address, workers, scratch, nbytes)
         else:
@@ -207,6 +211,7 @@ def prepare(
         return functools.partial(execute, job, find)
     if job.is_shared or job.stream_bytes:
         return None
+    job = dataclasses.replace(job, is_short=False, blockings={})
     matrices = layout.a, layout.b, layout.out, c
     offsets = batches.offsets_of(matrices) if count <= batches.KEPT else None
     work = count * layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b

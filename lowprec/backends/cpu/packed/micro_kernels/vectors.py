@@ -44,6 +44,7 @@ class Registers:
     columns: tuple[tuple[int, int], ...]
     #: Of the groups. The accumulators should hide the latency of the instruction.
     rows: tuple[int, ...]
+    few_rows: dict[int, tuple[int, ...]]  # of the groups of micro-kernels for fewer rows
     move: str
     zero: str
 
@@ -52,11 +53,20 @@ class Registers:
 
 
 AVX512 = Registers(
-    "zmm", (28, 29), (30, 31), (26, 27), 25, ((0, 1024),), (10, 11, 11), "vmovdqa64", "vpxord"
+    "zmm",
+    (28, 29),
+    (30, 31),
+    (26, 27),
+    25,
+    ((0, 1024),),
+    (10, 11, 11),
+    {8: (8,), 16: (8, 8)},
+    "vmovdqa64",
+    "vpxord",
 )
 AVX2 = Registers(
     "ymm", (12, 13), (14, 15), (10, 11), 9, ((0, 32), (1024, 1056)), (4, 5, 5, 5, 5, 5, 3),
-    "vmovdqa", "vpxor",
+    {8: (4, 4), 16: (4, 4, 4, 4)}, "vmovdqa", "vpxor",
 )  # fmt: skip
 
 
@@ -158,8 +168,9 @@ def micro_kernel_text(
     *,
     offset: int = 0,
     adds_sums: bool = False,
+    rows: int = 32,
 ) -> str:
-    """Assembly of a micro-kernel.
+    """Assembly of a micro-kernel, of which so many rows of a block are multiplied.
 
     Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
     accumulators hold, $5 where the next piece of B is. ``multiply`` is the instruction, ``offset`` what was added
@@ -169,10 +180,10 @@ def micro_kernel_text(
     lines = ["movq $2, %r8", "movq $5, %rdx"]
     for columns in registers.columns:
         first = 0
-        for rows in registers.rows:
-            group = _Group(registers, multiply, offset, first, first + rows, columns, adds_sums)
+        for count in registers.rows if rows == 32 else registers.few_rows[rows]:
+            group = _Group(registers, multiply, offset, first, first + count, columns, adds_sums)
             lines += group.text(products)
-            first += rows
+            first += count
     return "\n".join([*lines, "vzeroupper"])
 
 
@@ -186,28 +197,31 @@ _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
 
 
 @intrinsic(prefer_literal=True)
-def _micro(typing_context, name, products, a, b, acc, steps, add, following):
+def _micro(typing_context, name, products, rows, a, b, acc, steps, add, following):
     registers, multiply, offset, adds_sums = _INSTRUCTIONS[name.literal_value]
     pairs = parse_pairs(products.literal_value)
-    text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums)
+    count = rows.literal_value
+    text = micro_kernel_text(
+        registers, multiply, pairs, offset=offset, adds_sums=adds_sums, rows=count
+    )
     general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
     used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
     clobbers = ",".join(f"~{{{register}}}" for register in general + used)
 
     def generate(context, builder, signature, args):
-        inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args[2:])
+        inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args[3:])
         return context.get_dummy_value()
 
-    return types.void(name, products, *[types.intp] * 6), generate
+    return types.void(name, products, rows, *[types.intp] * 6), generate
 
 
 @cache
-def emit(name: str, products: Pairs) -> int:
-    """Return the address of a micro-kernel for these products of parts."""
+def emit(name: str, products: Pairs, rows: int = 32) -> int:
+    """Return the address of a micro-kernel for these products of parts and so many rows, 8, 16 or 32."""
     pairs = format_pairs(products)
 
     def micro(a, b, acc, steps, add, following):
-        _micro(name, pairs, a, b, acc, steps, add, following)
+        _micro(name, pairs, rows, a, b, acc, steps, add, following)
         return 0
 
     return compile_kernel(micro, MICRO_ARITY)
