@@ -206,7 +206,8 @@ ROADS: dict[str, Road] = {
         "gemv", [("bfloat16", "bfloat16"), ("float16", "float16")], ALL, _meets_vectors, "numba"
     ),
     "gemv_wide": _road(
-        "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba", _TILES, costs=4
+        "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba",
+        [*_TILES, "avx512_fp32"], costs=4,
     ),
     "gemv of int8": _road(
         "gemv_int8", [("int8", "int8")], ALL, lambda x: _meets_vectors(x, GEMV_INT8), "numba", costs=4

@@ -165,7 +165,7 @@ GEMV_FP32 = GEMV._replace(
     minimum_elements=400_000,
 )
 
-#: Twice as fast as what packs the matrix; bfloat16 units pack it faster.
+#: Without AVX-512: twice as fast as a BLAS, which packs the matrix.
 GEMV_WIDE = GEMV._replace(
     name="gemv_wide",
     units="FP32 units, rounding a matrix that meets 5 to 8 vectors as it is read",
@@ -199,8 +199,7 @@ AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     summation=Summation.SEQUENTIAL,
     real_only=True,
     minimum_elements=49_152,
-    # Of narrower products most is padding, or packing of a B that is used for a few rows.
-    minimum_mn=64,
+    minimum_mn=5,
 )
 
 #: A BLAS packs more often where several threads call it, but less of B before the first product.
@@ -243,5 +242,6 @@ OPENBLAS = NUMPY._replace(
 
 KERNELS = (
     GEMV, GEMV_FP32, GEMV_INT8, AMX_BF16_PARTS, AMX_BF16_PAIR_PARTS, AMX_BF16, AMX_BF16_PAIR, AMX_INT8,
-    AVX512_BF16_PARTS, AVX512_BF16, AVX512_VNNI, AVX_VNNI, GEMV_WIDE, AVX512_FP32_ROUNDED, AVX512_FP32, OPENBLAS, NUMPY,
+    AVX512_BF16_PARTS, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX512_FP32_ROUNDED, GEMV_WIDE, AVX512_FP32,
+    OPENBLAS, NUMPY,
 )  # fmt: skip

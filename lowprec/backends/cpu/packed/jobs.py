@@ -141,7 +141,10 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 def kernels_of(
     micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32
 ) -> Kernels:
-    """Return the compiled kernels of a kind of product of A with so many rows; see `run.gemm` for the types."""
+    """Return the compiled kernels of a kind of product, as `run.gemm` has the types.
+
+    ``rows`` is how many the micro-kernel for the last strip of A multiplies.
+    """
     from lowprec.backends.cpu.packed import macro_kernel, native, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
@@ -149,12 +152,13 @@ def kernels_of(
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
     emit = imported(f"{__package__}.micro_kernels.{micro_kernel.module}:emit")
-    few_rows = () if rows == 32 else (rows,)
+    few_rows, products = () if rows == 32 else (rows,), _products(a, b, rounding)
     words = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: emit(micro_kernel.name, _products(a, b, rounding), *few_rows),
+        J.KERNEL: emit(micro_kernel.name, products),
+        J.LAST_KERNEL: emit(micro_kernel.name, products, *few_rows),
     }
     address = macro_kernel.macro_kernel()
     run = native.callable_at(address, macro_kernel.MACRO_ARITY)
@@ -330,15 +334,19 @@ class Job:
         return self.blockings.setdefault(workers, found)
 
 
+#: Columns of B up to which the transposed product is computed.
+_NARROW = 16
+
 #: Modes whose operands are split.
 _SPLIT = frozenset(r.mode.value for r in TABLE if r.parts > 1)
 
 
-def _rows(micro_kernel: MicroKernel, m: int, rounding: str) -> int:
-    """Return how many rows the micro-kernel multiplies; blocks of split operands are looked at whole."""
-    if micro_kernel.has_tiles or m > 16 or rounding in _SPLIT:
+def _last_rows(micro_kernel: MicroKernel, m: int, rounding: str) -> int:
+    """Return how many rows of the last strip are multiplied; blocks of split operands are looked at whole."""
+    rows = m % 32
+    if micro_kernel.has_tiles or rounding in _SPLIT or not 0 < rows <= 16:
         return 32
-    return 8 if m <= 8 else 16
+    return 8 if rows <= 8 else 16
 
 
 @lru_cache(maxsize=512)
@@ -358,12 +366,18 @@ def job_of(
 ) -> Job:
     """Return the job of a product of operands whose addresses are ignored; see `run.gemm`."""
     transposed = out.row_stride == 1 and out.col_stride != 1
+    # Of a narrow B, which is not prepared, the transpose has a short A.
+    is_narrow = n <= _NARROW < m and bool(b.row_stride or b.col_stride)
+    if not transposed and is_narrow and not micro_kernel.has_tiles and rounding not in _SPLIT:
+        transposed = True
     if transposed:  # its rows are contiguous in the transpose, which is written whole
         a, b, m, n, out = b.transposed, a.transposed, n, m, out.transposed
         c = c and c.transposed
     if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
         raise ValueError(f"int8 goes with int8 into int32: {a.dtype} @ {b.dtype} -> {out.dtype}")
-    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding, _rows(micro_kernel, m, rounding))
+    kernels = kernels_of(
+        micro_kernel, a.dtype, b.dtype, rounding, _last_rows(micro_kernel, m, rounding)
+    )
     computes = has_alpha or any(x is not None for x in (c, bias, activation))
     if out.dtype == "int32" and computes:
         raise ValueError("int8 products take no alpha, beta, bias or activation")

@@ -220,7 +220,7 @@ def _multiply_chunk(
     ``packed_a`` and ``packed_b`` are the addresses of the task's first strips at the chunk's first step.
     """
     # fmt: on
-    micro = field(job, J.KERNEL)
+    last_strip = field(job, J.STRIPS_M) - 1 - strip_m
     step_a, step_b = 2048 * field(job, J.A_PARTS), 2048 * field(job, J.B_PARTS)
     strip_bytes_a = field(job, J.A_STRIP_BYTES)
     steps, inner = field(job, J.STEPS), field(job, J.INNER_STEPS)
@@ -244,6 +244,7 @@ def _multiply_chunk(
             for m in range(end_m - strip_m):
                 acc = acc0 + m * 4096
                 a = packed_a + m * strip_bytes_a + (s - step) * step_a
+                micro = field(job, J.LAST_KERNEL) if m == last_strip else field(job, J.KERNEL)
                 if acc == pending:
                     _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
                     pending = 0

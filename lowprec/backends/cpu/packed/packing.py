@@ -37,6 +37,7 @@ from lowprec.backends.cpu.packed.native import (
     I8,
     I32,
     I64,
+    inline_asm,
     lesser,
     load,
     pointer,
@@ -49,6 +50,9 @@ SCRATCH_BYTES = 16 << 10
 _TILES_AT = 8 << 10
 
 PACK_ARITY = 13
+
+#: Steps by which reading along k is ahead: 32 lanes are more streams than processors prefetch themselves.
+_AHEAD = 4
 
 
 def _pad_function(scheme: Scheme) -> Any:
@@ -111,9 +115,21 @@ def _clear(target, count):
         _clear_line(target + offset)
 
 
+@intrinsic
+def _prefetch(typing_context, address):
+    """Prefetch a cache line into the second-level cache."""
+
+    def generate(context, builder, signature, args):
+        inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), args)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
 def _block_function(scheme: Scheme, across: int) -> Any:
     index, parts, per_dword = scheme.index, scheme.parts, scheme.per_dword
     run = 16 * scheme.item_bytes
+    ahead = _AHEAD * scheme.step * scheme.item_bytes
 
     @inlined(types.intp)
     def pack_block(source, stride, target, is_b, tiles):
@@ -128,6 +144,8 @@ def _block_function(scheme: Scheme, across: int) -> Any:
                 to, part_stride = tiles, 1024
             for row in range(16):
                 from_ = source + tile * tile_stride + row * row_stride
+                if not across:
+                    _prefetch(from_ + ahead)
                 flags |= pack_row(index, across, from_, run_stride, to + row * 64, part_stride)
             if is_b != across:
                 for part in range(parts):

@@ -206,6 +206,8 @@ def prepare(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
         None if c is None else matrix_of(c), bias, activation, has_alpha,
     )  # fmt: skip
+    if job.transposed:  # panels of b are no panels of its transpose
+        find = None
     count = layout.batch_count
     if count == 1:
         return functools.partial(execute, job, find)
