@@ -28,7 +28,7 @@ from cpu_units import NO_UNITS, needs
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed import run
+from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import (
     AMX_BF16,
     AVX512_BF16,
@@ -907,3 +907,40 @@ def test_processors_with_amx_leave_float32_to_openblas() -> None:
     assert not AVX512_FP32.is_for(flags | AMX_BF16.cpu_flags)
     assert not AVX512_FP32.is_for(flags - {"avx512f"})
     assert AMX_BF16.is_for(flags | AMX_BF16.cpu_flags)
+
+
+# --- blocks of columns ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@of_kinds(
+    "kernel, rounding",
+    [(AVX512_BF16, "bf16"), (AVX512_BF16, "bf16x3"), (AVX512_FP32, "tf32"), (AVX512_VNNI, "exact")],
+)
+def test_blocks_of_columns_change_no_bit(
+    kernel: MicroKernel, rounding: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wide B is packed in blocks of columns, here of 32 or 64; each column has its own c and bias."""
+    rng = np.random.default_rng(7)
+    m, k, n = 301, 500, 777
+    keywords: dict[str, Any] = {}
+    if kernel is AVX512_VNNI:
+        a, b = rng.integers(-99, 99, (m, k), np.int8), rng.integers(-99, 99, (k, n), np.int8)
+        dtype = np.dtype(np.int32)
+    else:
+        a, b = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
+        c, bias = (rng.standard_normal(shape, np.float32) for shape in ((m, n), n))
+        keywords = {"alpha": 2.0, "beta": 0.5, "c": c, "bias": bias, "activation": "relu"}
+        dtype = np.dtype(np.float32)
+
+    def product() -> np.ndarray:
+        out = np.full((m, n), 7, dtype, order=order)
+        jobs.job_of.cache_clear()
+        assert run.gemm(kernel, a, b, out, rounding=rounding, **keywords)
+        return out
+
+    whole = product()
+    monkeypatch.setattr(jobs, "_MOST_PACKED", 1 << 16)
+    in_blocks = product()
+    jobs.job_of.cache_clear()
+    np.testing.assert_array_equal(in_blocks, whole)

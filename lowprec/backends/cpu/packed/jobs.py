@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -321,7 +321,18 @@ class Job:
     is_short: bool  # whether A is packed whole, and each task packs its strips of B
     #: The result is written past the caches if it begins at a multiple of so many bytes; 0 for never.
     stream_bytes: int
+    #: Columns of the result that are computed at a time, so that packed B stays within `_MOST_PACKED`; 0 for all.
+    block_columns: int
     blockings: dict[int, Blocking]  # by number of threads
+    blocks: dict[int, Job]  # by number of columns
+
+    def block(self, columns: int) -> Job:
+        """Return the job of so many columns, which is kept."""
+        m, _, k = self.shape
+        found = self.blocks.get(columns)
+        if found is None:
+            found = replace(self, shape=(m, columns, k), block_columns=0, blockings={}, blocks={})
+        return self.blocks.setdefault(columns, found)
 
     def blocking(self, workers: int) -> Blocking:
         """Return the job for a number of threads, which is kept."""
@@ -333,6 +344,9 @@ class Job:
         found = Blocking(made, packed_bytes, workspace_bytes, words[J.TASKS])
         return self.blockings.setdefault(workers, found)
 
+
+#: Bytes of B that are packed at a time, in strips of 32 columns, one at least.
+_MOST_PACKED = 32 << 20
 
 #: Columns of B up to which the transposed product is computed.
 _NARROW = 16
@@ -388,6 +402,10 @@ def job_of(
         J.EPILOGUE: epilogue_kernel(out.dtype, computes),
     }  # fmt: skip
     item = dtype_from_name(out.dtype).itemsize
+    strip_bytes = 2048 * kernels.parts_b * _ceil_div(k, kernels.step)
+    block = 32 * max(1, _MOST_PACKED // strip_bytes)
+    # What is not finite in B must be seen before c, which may be the result, is overwritten.
+    is_divisible = c is None or kernels.parts_b == 1 or kernels.is_split
     return Job(
         micro_kernel, kernels, (m, n, k), words,
         checks_a=c is not None and kernels.parts_a > 1 and not kernels.is_split,
@@ -395,7 +413,9 @@ def job_of(
         is_short=not micro_kernel.has_tiles and kernels.parts_a == kernels.parts_b == 1 and m <= 32 * _SHORT_STRIPS,
         is_shared=m * n * k * kernels.parts_a * kernels.parts_b >= micro_kernel.shared_from,
         stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
+        block_columns=block if block < n and is_divisible else 0,
         blockings={},
+        blocks={},
     )  # fmt: skip
 
 

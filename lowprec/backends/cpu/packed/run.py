@@ -137,6 +137,8 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
             if job.kernels.parts_b > 1 and not panels.finite[0]:
                 return False
             packed_b = panels.address
+    if job.block_columns and not packed_b and not job.is_short:
+        return _execute_blocks(job, arguments)
     workers = threads.num_threads() if job.is_shared else 1
     made, packed_bytes, nbytes, tasks = job.blockings.get(workers) or job.blocking(workers)
     words, to = Words.from_buffer_copy(made), out.address
@@ -167,6 +169,28 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
         else:
             kernels.run(address, scratch)
     return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
+
+
+def _execute_blocks(job: Job, arguments: Arguments) -> bool:
+    """Run a job block by block of columns, each of which packs its own columns of B."""
+    a, b, out, c, bias, alpha, beta = arguments[:7]
+    n, done = job.shape[1], True
+
+    def at(x: Any, first: int, stride: int) -> Any:
+        return (
+            None if x is None else Operand(x.address + first * job.words.get(stride, 0), "", 0, 0)
+        )
+
+    for first in range(0, n, job.block_columns):
+        right = at(a if job.transposed else b, first, J.B_COL_STRIDE)
+        left = b if job.transposed else a
+        given: Any = (
+            *((right, left) if job.transposed else (left, right)), at(out, first, J.OUT_COL_STRIDE),
+            at(c, first, J.C_COL_STRIDE), at(bias, first, J.BIAS_COL_STRIDE), alpha, beta,
+        )  # fmt: skip
+        block = job.block(min(job.block_columns, n - first))
+        done &= execute(block, None, Arguments(*given))
+    return done
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -213,7 +237,7 @@ def prepare(
         return functools.partial(execute, job, find)
     if job.is_shared or job.stream_bytes:
         return None
-    job = dataclasses.replace(job, is_short=False, blockings={})
+    job = dataclasses.replace(job, is_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
     offsets = batches.offsets_of(matrices) if count <= batches.KEPT else None
     work = count * layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
