@@ -914,7 +914,7 @@ def test_processors_with_amx_leave_float32_to_openblas() -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @of_kinds(
-    "kernel, rounding",
+    "kernel rounding",
     [(AVX512_BF16, "bf16"), (AVX512_BF16, "bf16x3"), (AVX512_FP32, "tf32"), (AVX512_VNNI, "exact")],
 )
 def test_blocks_of_columns_change_no_bit(
