@@ -178,6 +178,35 @@ def unscale(result: Result) -> str:
     return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
 
 
+def transformer(result: Result) -> str:
+    """Return the best other's time over lowprec's by shape, products inside programs, and a training step."""
+    rows = result["results"]
+    products = {
+        ("x".join(str(r[x]) for x in "mkn"), r["what"]): f"{r['speed']['median']:.2f}"
+        for r in rows
+        if r["kind"] == "product"
+    }
+    programs = {
+        (
+            r["what"],
+            r["variant"],
+        ): f"{1e3 * r['time']['median']:.2f} ({r['slower_after']['median']:.2f})"
+        for r in rows
+        if r["kind"] == "program"
+    }
+    steps = [
+        [r["variant"], f"{1e3 * r['time']['median']:.0f}", f"{r['relative_time']['median']:.2f}"]
+        for r in rows
+        if r["kind"] == "step"
+    ]
+    header = ("training step", "ms", "relative time")
+    parts = [
+        _by_row_and_column("m x k x n", products),
+        _by_row_and_column("ms (relative)", programs),
+    ]
+    return "\n".join([*parts, table(header, steps), _claims(result)])
+
+
 def digits(result: Result) -> str:
     """Return accuracies by library and precision, and tests of equal means."""
     import bench_digits
@@ -255,6 +284,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "guard": guard,
     "accuracy": accuracy,
     "unscale": unscale,
+    "transformer": transformer,
     "digits": digits,
     "recovery": recovery,
     "real": real,
@@ -309,7 +339,8 @@ def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
         parts = [_part(benchmark, p, r) for p, r in load(results, benchmark).items()]
         name = f"bench_{benchmark.replace('-', '_')}.md"
         made[GENERATED / name] = "\n".join(parts) or MISSING
-    speed = readme_table(load(results, "gemm").values())
+    # Results on a CPU with AMX are older than the present kernels.
+    speed = readme_table(x for x in load(results, "gemm").values() if not _has_amx(x))
     made[README] = generated.filled(README, "speed", speed)
     return made
 

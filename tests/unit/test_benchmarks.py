@@ -542,6 +542,16 @@ def test_unscale_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [1.0]
 
 
+@pytest.mark.sweep
+def test_transformer_runs(tmp_path: Path) -> None:
+    for name in ("torch", "numba"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    _run("bench_transformer.py", tmp_path)
+    result = _result(tmp_path, "transformer")
+    assert {row["kind"] for row in result["results"]} == {"product", "program", "step"}
+    assert [claim["limit"] for claim in result["claims"]] == [0.95, 0.85, 1.1, 1.1, 0.65]
+
+
 def test_digits_runs(tmp_path: Path) -> None:
     for name in ("sklearn", "rich", "scipy"):
         pytest.importorskip(name, reason=f"{name} is not installed")
