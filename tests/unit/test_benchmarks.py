@@ -386,13 +386,10 @@ def test_a_machine_without_amx_comes_second(load: Load, tmp_path: Path) -> None:
     assert "| claim |" not in without
     assert "slower than numpy float32: torch float16." in without
     table = made[render.README].split("<!-- generated: speed -->")[1].splitlines()
-    assert table[1].endswith(
-        "| Intel Xeon with AMX, 2 cores | AMD EPYC 9654 without AMX, 2 cores |"
-    )
-    # The two machines have the same figures here, but for what was left out.
+    assert table[1].endswith("| compared with | AMD EPYC 9654 without AMX, 2 cores |")
     by_name = {cells[1].strip(): cells for cells in (row.split("|") for row in table[3:9])}
-    assert by_name["int8"][3] == by_name["int8"][4]
-    assert by_name["float16"][4].strip() == "-"
+    assert by_name["int8"][3].strip().endswith(" x")
+    assert by_name["float16"][3].strip() == "-"
 
 
 @pytest.fixture

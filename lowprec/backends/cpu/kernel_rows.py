@@ -198,7 +198,7 @@ AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     holds_in=DType.FLOAT32,
     summation=Summation.SEQUENTIAL,
     real_only=True,
-    minimum_elements=49_152,
+    minimum_elements=12_000,
     minimum_mn=5,
 )
 

@@ -196,6 +196,10 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
 # --- plans ------------------------------------------------------------------------------------
 
 
+#: Multiplications from which threads share each product of a batch, and not the batch.
+_LARGE = 1 << 25
+
+
 class Batch(NamedTuple):
     """The matrices of a batch."""
 
@@ -235,13 +239,13 @@ def prepare(
     count = layout.batch_count
     if count == 1:
         return functools.partial(execute, job, find)
-    if job.is_shared or job.stream_bytes:
+    each = layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
+    if each >= _LARGE or job.stream_bytes:
         return None
     job = dataclasses.replace(job, is_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
     offsets = batches.offsets_of(matrices) if count <= batches.KEPT else None
-    work = count * layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
-    batch = Batch(matrices, offsets, count, work >= micro_kernel.shared_from)
+    batch = Batch(matrices, offsets, count, count * each >= micro_kernel.shared_from)
     return functools.partial(execute_batch, job, batch, find)
 
 
