@@ -136,7 +136,7 @@ def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the sizes from which work is cut. (Not those of a BLAS, whose sums may depend on them.)"""
     for module, name, value in (
         (casting, "_PAYS_TO_SHARE", 0), (casting, "_PIECE", 1 << 9), (casting, "_PAYS_TO_CALL", 0),
-        (rounding, "_BLOCK", 1 << 8), (rounding, "_PIECE", 1 << 11), (scaling, "_BLOCK", 1 << 9),
+        (rounding, "_BLOCK", 1 << 8), (scaling, "_BLOCK", 1 << 9),
         (splitting, "_BLOCK", 1 << 9), (fp32_units, "_SLICE", 1 << 8), (epilogue, "_PIECE", 1 << 8),
         (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
         (jobs, "STREAM_BYTES", 1 << 11),

@@ -50,12 +50,12 @@ def is_blas_expressible(x: Any) -> bool:
 
 
 def _in_place_or_copy(x: Any) -> Any:
-    return x if is_blas_expressible(x) else np.ascontiguousarray(x)
+    return x if x.flags.c_contiguous or is_blas_expressible(x) else np.ascontiguousarray(x)
 
 
 def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
-    a, b = (x if x.flags.c_contiguous else _in_place_or_copy(x) for x in (a, b))
+    a, b = _in_place_or_copy(a), _in_place_or_copy(b)
     with np.errstate(all="ignore"):
         if out.flags.c_contiguous or is_blas_expressible(out):
             np.matmul(a, b, out=out)

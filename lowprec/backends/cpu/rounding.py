@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 
 from lowprec import formats
-from lowprec.backends.cpu import team, threads
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.formats import NumberFormat
 
 #: Elements per block: 64 Ki float32 are 256 KiB, source and result fit the second-level cache together.
 _BLOCK = 1 << 16
-
-#: Elements that a thread takes at a time.
-_PIECE = 2 * _BLOCK
 
 
 def rounded_to_odd(x: Any) -> Any:
@@ -70,18 +66,6 @@ _BLOCK_ROUNDINGS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _round_piece(source: Any, out: Any, block: Callable[[Any, Any], None]) -> None:
-    """Round a contiguous 1-D array into another, block by block."""
-    for first in range(0, source.size, _BLOCK):
-        src, dst = source[first : first + _BLOCK], out[first : first + _BLOCK]
-        # Integer arithmetic carries a NaN's payload into the exponent or the sign. Looked for before anything is
-        # written, because ``out`` may be ``source``.
-        nan = np.isnan(src)
-        block(src, dst)
-        if np.logical_or.reduce(nan):
-            dst[nan] = np.nan
-
-
 def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
     """Round a float32 array to TF32, bfloat16, float16 or its digits, the values staying in float32.
 
@@ -96,22 +80,18 @@ def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
 
 
 def round_all(pairs: Sequence[tuple[Any, Any]], to: NumberFormat) -> None:
-    """Round contiguous 1-D float32 arrays into others, as :func:`round_float32` does each."""
-    block = _BLOCK_ROUNDINGS[to.name]
-    pieces = [
-        (source[first : first + _PIECE], out[first : first + _PIECE])
-        for source, out in pairs
-        for first in range(0, source.size, _PIECE)
-    ]
-    queue = iter(pieces)
+    """Round contiguous 1-D float32 arrays into others, as :func:`round_float32` does each, in this thread.
 
-    def work() -> None:
-        # NumPy's error state belongs to the thread, so each worker silences its own.
-        with np.errstate(all="ignore"):
-            for source, out in queue:
-                _round_piece(source, out, block)
-
-    if len(pieces) == 1:
-        work()
-    else:
-        team.call(work, min(threads.num_threads(), len(pieces)))
+    Where there are threads to share it, compiled kernels round.
+    """
+    round_block = _BLOCK_ROUNDINGS[to.name]
+    with np.errstate(all="ignore"):
+        for source, out in pairs:
+            for first in range(0, source.size, _BLOCK):
+                src, dst = source[first : first + _BLOCK], out[first : first + _BLOCK]
+                # Integer arithmetic carries a NaN's payload into the exponent or the sign. Looked for before anything
+                # is written, because ``out`` may be ``source``.
+                nan = np.isnan(src)
+                round_block(src, dst)
+                if np.logical_or.reduce(nan):
+                    dst[nan] = np.nan

@@ -203,9 +203,9 @@ def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]
 
 def unscale(out: Any, a: Split, b: Split) -> None:
     """Take back what the operands were scaled by, in a contiguous product or any other."""
-    scaled = [x.exponents for x in (a, b) if x.exponents is not None]
-    if not scaled:
+    if a.exponents is None and b.exponents is None:
         return
+    scaled = [x.exponents for x in (a, b) if x.exponents is not None]
 
     # Results are multiples of 2^-70: by small powers they stay normal numbers.
     is_exact = (

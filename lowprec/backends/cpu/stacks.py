@@ -43,16 +43,14 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
         c = np.broadcast_to(arguments.c.ndarray(), plan.out_shape).reshape(out.shape)
     if arguments.bias is not None:
         bias = arguments.bias.ndarray()
-    return Stacks(_each_once(a), _each_once(b), out, c, bias)
+    if out.ndim > 2:
+        a, b = _each_once(a), _each_once(b)
+    return Stacks(a, b, out, c, bias)
 
 
 def _each_once(x: Any) -> Any:
     """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
-    return (
-        x
-        if x.ndim == 2
-        else x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
-    )
+    return x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
 
 
 def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
